@@ -1,0 +1,32 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed package of that name
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: venv demo test check bench clean
+
+venv: .venv/ready
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[demo,test]'
+	touch $@
+
+demo: venv
+	$(BIN)/commrt train --workers 4 --algorithm torus2d --compare ddp
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest -n 2 --dist worksteal
+
+bench: venv
+	$(BIN)/pytest bench --benchmark-only
+
+clean:
+	rm -rf .venv build dist *.egg-info

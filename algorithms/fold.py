@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folding: any rank count for a schedule that likes only some.
+
+The ranks beyond the core hand their buffers to core ranks in one step before, and get the result back in one
+step after. Each extra rank is served by several helpers, a slice of the buffer each, so that no core rank
+carries a whole second buffer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commrt.schedule import ADD, COPY, Combine, Schedule, Step
+
+__all__ = ["MAX_HELPERS", "folded"]
+
+MAX_HELPERS = 8
+"""Helpers per extra rank; NCCL runs up to 8 point-to-point operations of a group in one batch."""
+
+
+def folded(core: Schedule, ranks: int) -> Schedule:
+    """An all-reduce on `ranks` ranks from one on its first ``core.ranks``.
+
+    Cost: 2 steps more than `core`; an extra rank sends 1 buffer, a helper one slice of it more than in `core`.
+
+    >>> from commrt.algorithms import ring
+    >>> print(folded(ring.all_reduce(2), 3))
+    ring: 3 ranks, 2 chunks
+      0  add  2->0 [0:1)  2->1 [1:2)
+      1  add  0->1 [1:2)  1->0 [0:1)
+      2  copy  0->1 [0:1)  1->0 [1:2)
+      3  copy  0->2 [0:1)  1->2 [1:2)
+    """
+    if ranks == core.ranks:
+        return core
+    extra, helper, lo, hi = _slices(core.ranks, ranks - core.ranks, core.chunks)
+    into = _single(core, ranks, Step.of(extra, helper, lo, hi, ADD))
+    back = _single(core, ranks, Step.of(helper, extra, lo, hi, COPY))
+    return into.then(core.over(range(core.ranks), world=ranks)).then(back, core.name)
+
+
+def _slices(core: int, extras: int, chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Columns (extra, helper, lo, hi): extra i is served by the core ranks h with h % extras == i."""
+    rows: list[tuple[int, int, int, int]] = []
+    for i in range(extras):
+        helpers = range(i, core, extras)[: min(MAX_HELPERS, chunks)]
+        bounds = [chunks * k // len(helpers) for k in range(len(helpers) + 1)]
+        rows += [(core + i, h, lo, hi) for h, lo, hi in zip(helpers, bounds, bounds[1:], strict=False)]
+    extra, helper, lo, hi = np.array(rows, dtype=np.int64).T
+    return extra, helper, lo, hi
+
+
+def _single(core: Schedule, ranks: int, step: Step) -> Schedule:
+    return Schedule(f"fold {Combine(int(step.combine[0])).name.lower()}", ranks, core.chunks, lambda: iter([step]))

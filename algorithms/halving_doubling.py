@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recursive halving and doubling: the ring's bytes in a logarithmic number of steps.
+
+Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+2005. Distances are halved, so the far partner of a rank changes with every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from commrt.algorithms.fold import folded
+from commrt.schedule import ADD, COPY, Schedule, Step
+
+__all__ = ["HalvingDoubling", "all_gather", "all_reduce", "reduce_scatter"]
+
+
+def reduce_scatter(p: int) -> Schedule:
+    """Sum chunk r over all ranks at rank r; `p` a power of two.
+
+    Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
+    """
+
+    def steps() -> Iterator[Step]:
+        rank = np.arange(p)
+        for distance in _halved(p):
+            partner = rank ^ distance
+            lo = partner & -distance
+            yield Step.of(src=rank, dst=partner, lo=lo, hi=lo + distance, combine=ADD)
+
+    return Schedule("recursive halving", p, p, steps)
+
+
+def all_gather(p: int) -> Schedule:
+    """Copy chunk r from rank r to all; `p` a power of two.
+
+    Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
+    """
+
+    def steps() -> Iterator[Step]:
+        rank = np.arange(p)
+        for distance in reversed(_halved(p)):
+            lo = rank & -distance
+            yield Step.of(src=rank, dst=rank ^ distance, lo=lo, hi=lo + distance, combine=COPY)
+
+    return Schedule("recursive doubling", p, p, steps)
+
+
+@lru_cache
+def all_reduce(p: int) -> Schedule:
+    """Sum over all ranks, everywhere; ranks beyond the largest power of two are folded in.
+
+    Cost: 2 log2(p) steps and 2(p - 1)/p of the buffer for a power of two; otherwise 2 steps more, and up to
+    3 buffers at the busiest rank.
+
+    >>> print(all_reduce(4))
+    halving-doubling: 4 ranks, 4 chunks
+      0  add  0->2 [2:4)  1->3 [2:4)  2->0 [0:2)  3->1 [0:2)
+      1  add  0->1 [1:2)  1->0 [0:1)  2->3 [3:4)  3->2 [2:3)
+      2  copy  0->1 [0:1)  1->0 [1:2)  2->3 [2:3)  3->2 [3:4)
+      3  copy  0->2 [0:2)  1->3 [0:2)  2->0 [2:4)  3->1 [2:4)
+    """
+    core = 1 << (p.bit_length() - 1)
+    return folded(reduce_scatter(core).then(all_gather(core), "halving-doubling"), p)
+
+
+def _halved(p: int) -> list[int]:
+    return [p >> k for k in range(1, p.bit_length())]
+
+
+@dataclass(frozen=True, slots=True)
+class HalvingDoubling:
+    """All-reduce by recursive halving and doubling; see `all_reduce`."""
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """The same exchange in every step."""
+        return all_reduce(ranks)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 2D torus: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
+
+Mikami, Suganuma, U-chupala, Tanaka and Kageyama, "Massively Distributed SGD: ImageNet/ResNet-50 Training in a
+Flash", 2018/2019, section on 2D-Torus all-reduce. Rank r stands at column ``r % X`` of row ``r // X``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from commrt.algorithms import ring
+from commrt.algorithms.fold import folded
+from commrt.errors import UsageError
+from commrt.schedule import Schedule
+
+__all__ = ["Torus2D", "all_reduce", "best_grid", "both_ways", "fold_core"]
+
+Grid = tuple[int, int]
+"""(X, Y): ranks in a row, ranks in a column."""
+
+
+def all_reduce(x: int, y: int) -> Schedule:
+    """Sum over ``x * y`` ranks, everywhere, as three compositions of rings.
+
+    Cost: 2(x - 1) + 2(y - 1) steps; 2(p - 1)/p of the buffer sent per rank, of which 2(y - 1)/p along columns.
+
+    >>> print(all_reduce(2, 2))
+    torus 2x2: 4 ranks, 4 chunks
+      0  add  0->1 [2:4)  1->0 [0:2)  2->3 [2:4)  3->2 [0:2)
+      1  add  0->2 [1:2)  2->0 [0:1)  1->3 [3:4)  3->1 [2:3)
+      2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
+      3  copy  0->1 [0:2)  1->0 [2:4)  2->3 [0:2)  3->2 [2:4)
+    """
+    p = x * y
+    rank = np.arange(p).reshape(y, x)
+    scatter = ring.reduce_scatter(x).refined(y).over(rank, p)
+    column = ring.all_reduce(y).within(0, y, p).over(rank.T, p, shift=y * np.arange(x))
+    gather = ring.all_gather(x).refined(y).over(rank, p)
+    return scatter.then(column).then(gather, f"torus {x}x{y}")
+
+
+def both_ways(x: int, y: int) -> Schedule:
+    """Half of the buffer row-first and half column-first, in the same steps, so that both link sets always work.
+
+    Cost: the steps and bytes of `all_reduce`, each step using two peers.
+    """
+    p = x * y
+    row_first = all_reduce(x, y).within(0, p, 2 * p)
+    column_first = all_reduce(y, x).over(np.arange(p).reshape(y, x).T.reshape(-1)).within(p, 2 * p, 2 * p)
+    return row_first.beside(column_first, f"torus {x}x{y} both ways")
+
+
+def best_grid(p: int) -> Grid:
+    """The most square (X, Y) with X * Y = p and X >= Y: the fewest steps.
+
+    >>> best_grid(12), best_grid(97)
+    ((4, 3), (97, 1))
+    """
+    y = max(d for d in range(1, int(p**0.5) + 1) if p % d == 0)
+    return p // y, y
+
+
+def fold_core(p: int) -> int:
+    """How many of `p` ranks form the grid: all, or all but one where `p` is a prime above 3.
+
+    A prime has only the grid of a ring, 2(p - 1) steps; folding one rank into the grid of p - 1 costs 2.
+    """
+    _, y = best_grid(p)
+    return p - 1 if y == 1 and p > 3 else p
+
+
+@lru_cache
+def _build(grid: Grid, two_ways: bool, ranks: int) -> Schedule:
+    return folded((both_ways if two_ways else all_reduce)(*grid), ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Torus2D:
+    """All-reduce on a 2D torus; any rank count.
+
+    `grid` is (X, Y), ranks in a row and in a column, and must fit the rank count; None picks the most square
+    one and folds the odd rank of a prime in (see `fold_core`). `both_ways` runs half of the buffer row-first
+    and half column-first in the same steps.
+    """
+
+    grid: Grid | None = None
+    both_ways: bool = False
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """The same torus in every step; raises `UsageError` if the grid does not fit `ranks`."""
+        if self.grid is not None and (min(self.grid) < 1 or self.grid[0] * self.grid[1] != ranks):
+            x, y = best_grid(ranks)
+            raise UsageError(
+                f"a grid of {self.grid[0]} x {self.grid[1]} does not fit {ranks} ranks: "
+                f"leave grid out, or use one whose sides multiply to {ranks}, such as {x} x {y}"
+            )
+        return _build(self.grid or best_grid(fold_core(ranks)), self.both_ways, ranks)

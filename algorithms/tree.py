@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The binomial tree: one rank's buffer to all, in a logarithmic number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from commrt.schedule import COPY, Schedule, Step
+
+__all__ = ["broadcast"]
+
+
+def broadcast(p: int, root: int = 0) -> Schedule:
+    """Copy the root's buffer to all ranks.
+
+    Cost: ceil(log2(p)) steps; the root sends the buffer that often.
+
+    >>> print(broadcast(4))
+    broadcast: 4 ranks, 1 chunk
+      0  copy  0->1 [0:1)
+      1  copy  0->2 [0:1)  1->3 [0:1)
+    """
+
+    def steps() -> Iterator[Step]:
+        reached = 1
+        while reached < p:
+            src = np.arange(min(reached, p - reached))
+            yield Step.of(src=(src + root) % p, dst=(src + reached + root) % p, lo=0, hi=1, combine=COPY)
+            reached *= 2
+
+    return Schedule("broadcast", p, 1, steps)

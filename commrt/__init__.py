@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A communication runtime for data-parallel training: collectives as schedules that are proven, then run.
+
+::
+
+    import commrt
+
+    world = commrt.init()
+    replica = commrt.attach(model, optimizer, algorithm=commrt.Torus2D())
+
+The rest of the loop stays plain PyTorch. Names are imported when first used, so ``import commrt`` needs
+neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commrt.algorithms.halving_doubling import HalvingDoubling
+    from commrt.algorithms.ring import Ring
+    from commrt.algorithms.torus import Torus2D
+    from commrt.errors import (
+        CommrtError,
+        DeadlineExceeded,
+        DisagreementError,
+        PeerLost,
+        ScheduleError,
+        TransportError,
+        UsageError,
+    )
+    from commrt.replica import Replica, Stats, StepReport, attach
+    from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
+    from commrt.verify import prove, verify
+    from commrt.world import World, init
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
+    "commrt.algorithms.ring": ("Ring",),
+    "commrt.algorithms.torus": ("Torus2D",),
+    "commrt.errors": (
+        "CommrtError",
+        "DeadlineExceeded",
+        "DisagreementError",
+        "PeerLost",
+        "ScheduleError",
+        "TransportError",
+        "UsageError",
+    ),
+    "commrt.replica": ("Replica", "Stats", "StepReport", "attach"),
+    "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
+    "commrt.verify": ("prove", "verify"),
+    "commrt.world": ("World", "init"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ADD",
+    "COPY",
+    "MIX",
+    "Algorithm",
+    "CommrtError",
+    "DeadlineExceeded",
+    "DisagreementError",
+    "HalvingDoubling",
+    "PeerLost",
+    "Replica",
+    "Ring",
+    "Schedule",
+    "ScheduleError",
+    "Stats",
+    "Step",
+    "StepReport",
+    "Torus2D",
+    "TransportError",
+    "UsageError",
+    "World",
+    "attach",
+    "beside",
+    "init",
+    "prove",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'commrt' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error commrt raises on purpose.
+
+::
+
+    CommrtError
+    ├── UsageError                 an argument or a call that cannot work; nothing was sent
+    ├── ScheduleError              a schedule that is malformed or does not keep its promise
+    ├── DisagreementError          ranks came with different schedules, layouts or settings
+    └── TransportError             a transfer did not happen; carries rank, peer, step, bucket, hop
+        ├── DeadlineExceeded       the peer is alive, as far as we know, but did not deliver in time
+        ├── PeerLost               the connection to the peer broke: its process is gone
+        ├── SizeMismatch           two ends of one transfer disagree about its size
+        └── TransportClosed        this side closed the transport, or an earlier error did
+
+A message says what happened, what was expected, and what to do. ``UsageError`` is a ``ValueError`` and
+``DeadlineExceeded`` a ``TimeoutError``, so code that knows nothing of commrt can still catch them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = [
+    "CommrtError",
+    "DeadlineExceeded",
+    "DisagreementError",
+    "PeerLost",
+    "Place",
+    "ScheduleError",
+    "SizeMismatch",
+    "TransportClosed",
+    "TransportError",
+    "UsageError",
+]
+
+
+class CommrtError(Exception):
+    """Root of the tree."""
+
+
+class UsageError(CommrtError, ValueError):
+    """An argument or a call that cannot work. Raised before anything was sent."""
+
+
+class ScheduleError(CommrtError):
+    """A schedule that is malformed or does not keep its promise; the message is the counter-example."""
+
+
+class DisagreementError(CommrtError):
+    """Ranks came to the same place with different schedules, bucket layouts or settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the run a transfer belongs; unknown fields are None."""
+
+    rank: int | None = None
+    peer: int | None = None
+    step: int | None = None
+    bucket: int | str | None = None
+    hop: int | None = None
+    nbytes: int | None = None
+
+    def __str__(self) -> str:
+        known = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {value}" for name, value in known if value is not None)
+
+
+class TransportError(CommrtError):
+    """A transfer did not happen. `place` says which: rank, peer, step, bucket, hop, nbytes."""
+
+    def __init__(self, what: str, place: Place | None = None) -> None:
+        self.what = what
+        self.place = place or Place()
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        where = str(self.place)
+        return f"{self.what} [{where}]" if where else self.what
+
+
+class DeadlineExceeded(TransportError, TimeoutError):
+    """A peer did not deliver or take a transfer before the deadline; it may be slow, stopped or elsewhere."""
+
+
+class PeerLost(TransportError):
+    """The connection to a peer broke. Its process most likely ended: look at that rank's own output."""
+
+
+class SizeMismatch(TransportError):
+    """The two ends of one transfer disagree about its size: the ranks do not run the same program."""
+
+
+class TransportClosed(TransportError):
+    """The transport was closed by this side, or shut down after an earlier error (see ``__cause__``)."""

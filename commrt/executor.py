@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's program on a buffer: bound once to addresses, then run with as little Python as possible.
+
+What arrives to be copied goes straight to its place; what arrives to be combined goes to scratch and is combined
+after the group has ended, so a rank may send a chunk and add to it in the same hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commrt.errors import UsageError
+from commrt.kernels.mix import mix_into
+from commrt.kernels.reduce import reduce_into
+from commrt.program import Hop, Leg, Program, spans
+from commrt.schedule import ADD, COPY
+from commrt.transport.protocol import Exchange, Group, Moment, Parcel, Transport
+
+__all__ = ["GRANULE", "BoundProgram", "bind", "scratch_numel"]
+
+GRANULE = 8
+"""Chunks start at a multiple of this many elements, so that 16-byte accesses stay aligned in every dtype."""
+
+Combination = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program whose every transfer knows its memory."""
+
+    hops: tuple[tuple[Exchange, tuple[Combination, ...]], ...]
+    nbytes_sent: int
+    """Bytes this rank sends in one run."""
+
+    def run(self, moment: Moment) -> None:
+        """Run all hops in order on the calling thread; raises `TransportError`, leaving the buffer half done."""
+        for exchange, combinations in self.hops:
+            exchange(moment)
+            for combine in combinations:
+                combine()
+
+
+def bind(program: Program, buffer: Tensor, transport: Transport, scratch: Tensor | None = None) -> BoundProgram:
+    """Bind `program` to `buffer` [numel], cut in the program's chunks.
+
+    `scratch` [>= scratch_numel] of the same dtype may be shared by programs that never run at the same time;
+    None allocates it.
+    """
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
+    bounds = spans(buffer.numel(), program.chunks, GRANULE)
+    if scratch is None:
+        scratch = torch.empty(_scratch(program, bounds), dtype=buffer.dtype, device=buffer.device)
+    binder = _Binder(buffer, scratch, bounds, transport)
+    hops = tuple(binder.hop(number, hop) for number, hop in enumerate(program.hops) if hop.sends or hop.recvs)
+    elements = sum(bounds[leg.hi] - bounds[leg.lo] for hop in program.hops for leg in hop.sends)
+    return BoundProgram(hops, elements * buffer.element_size())
+
+
+def scratch_numel(program: Program, numel: int) -> int:
+    """Elements of scratch that `program` needs on a buffer of `numel` elements."""
+    return _scratch(program, spans(numel, program.chunks, GRANULE))
+
+
+def _scratch(program: Program, bounds: list[int]) -> int:
+    per_hop = (sum(bounds[leg.hi] - bounds[leg.lo] for leg in hop.recvs if leg.combine != COPY) for hop in program.hops)
+    return max(per_hop, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Binder:
+    buffer: Tensor
+    scratch: Tensor
+    bounds: list[int]
+    transport: Transport
+
+    def hop(self, number: int, hop: Hop) -> tuple[Exchange, tuple[Combination, ...]]:
+        landing = self._landing(hop)
+        sends = [Parcel(leg.peer, self._own(leg)) for leg in hop.sends]
+        recvs = [Parcel(leg.peer, place) for leg, place in zip(hop.recvs, landing, strict=True)]
+        exchange = self.transport.bind(Group(sends, recvs, number))
+        return exchange, tuple(self._combinations(hop, landing))
+
+    def _own(self, leg: Leg) -> Tensor:
+        return self.buffer[self.bounds[leg.lo] : self.bounds[leg.hi]]
+
+    def _landing(self, hop: Hop) -> list[Tensor]:
+        """Where each receive of a hop lands: in place, or in the next free piece of scratch."""
+        places, used = [], 0
+        for leg in hop.recvs:
+            own = self._own(leg)
+            places.append(own if leg.combine == COPY else self.scratch[used : used + own.numel()])
+            used += 0 if leg.combine == COPY else own.numel()
+        return places
+
+    def _combinations(self, hop: Hop, landing: list[Tensor]) -> Iterator[Combination]:
+        """What remains to be done after the group, in order of sender; additions to one range share a pass."""
+        additions: dict[tuple[int, int], list[Tensor]] = {}
+        for leg, place in zip(hop.recvs, landing, strict=True):
+            own = self._own(leg)
+            if leg.combine == COPY or not own.numel():
+                continue
+            if leg.combine != ADD:
+                yield _mixing(own, place, leg.weight)
+            elif (leg.lo, leg.hi) in additions:
+                additions[leg.lo, leg.hi].append(place)
+            else:
+                additions[leg.lo, leg.hi] = [place]
+                yield _adding(own, additions[leg.lo, leg.hi])
+
+
+def _adding(out: Tensor, received: list[Tensor]) -> Combination:
+    return lambda: reduce_into(out, received)
+
+
+def _mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
+    return lambda: mix_into(out, received, weight)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who am I among how many: read from what a launcher left in the environment.
+
+The only module that reads environment variables. Known launchers: torchrun (and anything that sets RANK and
+WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from commrt.errors import UsageError
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Launch", "read_launch", "read_timeout_s"]
+
+DEFAULT_TIMEOUT_S = 300.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process's place in a world, and where the world's store listens."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    """0 if the launcher does not say."""
+    address: str
+    port: int
+    store_exists: bool = False
+    """The launcher itself holds the store (torchrun's agent); otherwise rank 0 does."""
+    attempt: int = 0
+    """How often the launcher has restarted the workers against the same store."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+    """A name that differs between jobs of one machine, to derive a port from."""
+
+
+LAUNCHERS = (
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    _Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
+    ),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
+    _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),
+)  # fmt: skip
+"""In order of precedence: mpirun inside a Slurm job sets both, and mpirun is what started the process."""
+
+
+def read_launch(env: Mapping[str, str]) -> Launch | None:
+    """The launch described by `env`, or None if no launcher is recognised.
+
+    Raises `UsageError` for variables that contradict each other or are no numbers.
+
+    >>> read_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
+    1
+    >>> read_launch({}) is None
+    True
+    """
+    known = next((one for one in LAUNCHERS if one.rank in env), None)
+    if known is None:
+        return None
+    if known.size not in env:
+        raise UsageError(f"{known.rank} is set but {known.size} is not: set both, or neither to run as one process")
+    rank, size = _integer(env, known.rank), _integer(env, known.size)
+    if size < 1 or not 0 <= rank < size:
+        raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..size-1")
+    local_size = _integer(env, known.local_size, 0)
+    address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
+    port = _integer(env, "MASTER_PORT", _port(env.get(known.job, "")))
+    if not 0 < port < 65536:
+        raise UsageError(f"MASTER_PORT={port} is no port: choose one in 1..65535")
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    local_rank = _integer(env, known.local_rank, 0)
+    return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt)
+
+
+def read_timeout_s(env: Mapping[str, str]) -> float:
+    """The deadline of every wait in seconds: COMMRT_TIMEOUT_S, or 300."""
+    text = env.get("COMMRT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < float("inf"):
+        raise UsageError(f"COMMRT_TIMEOUT_S={text!r} is no positive number of seconds")
+    return timeout_s
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    leading = re.match(r"\s*(-?\d+)", text)  # Slurm writes counts such as 4(x2)
+    if leading is None:
+        raise UsageError(f"{name}={text!r} is no number: the launcher must set it to one")
+    return int(leading[1])
+
+
+def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size: int) -> str:
+    """Where rank 0 listens if MASTER_ADDR does not say."""
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if launcher.name == "Slurm" and hosts:
+        return first_host(hosts)
+    if size in (1, local_size):
+        return LOOPBACK
+    raise UsageError(
+        f"{launcher.name} started {size} ranks but nothing says where rank 0 is: "
+        "set MASTER_ADDR to its host name (and MASTER_PORT to a free port) for all ranks"
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu[003-007,9],login1"), first_host("a1,a2")
+    ('gpu003', 'a1')
+    """
+    head = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    return "".join(part for part in head.groups() if part) if head else nodelist
+
+
+def _port(job: str) -> int:
+    """A port that all ranks of a job derive alike and two jobs of one machine hardly share."""
+    return 20000 + zlib.crc32(job.encode()) % 10000 if job else 29500

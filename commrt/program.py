@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's view of a schedule: what it sends and receives in each hop.
+
+A *step* of a schedule is seen from one rank as a *hop*; the runtime says hop where it means a place in a
+schedule, and step where it means a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from commrt.schedule import COPY, Combine, Schedule, Step
+
+__all__ = ["Hop", "Leg", "Program", "program", "spans"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One end of a transfer: chunks [lo, hi) to or from `peer`."""
+
+    peer: int
+    lo: int
+    hi: int
+    combine: Combine = COPY
+    weight: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What one rank does in one step of a schedule, sorted by (peer, lo) on both ends."""
+
+    sends: tuple[Leg, ...]
+    recvs: tuple[Leg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All hops of one rank, in order; hops in which it is idle are kept, and empty."""
+
+    rank: int
+    ranks: int
+    chunks: int
+    hops: tuple[Hop, ...]
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Everybody this rank exchanges with."""
+        return frozenset(leg.peer for hop in self.hops for leg in hop.sends + hop.recvs)
+
+
+def program(schedule: Schedule, rank: int) -> Program:
+    """The program of `rank`; O(transfers of the whole schedule).
+
+    >>> from commrt.schedule import ADD
+    >>> swap = Schedule("swap", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, ADD)]))
+    >>> program(swap, 0).hops[0].sends
+    (Leg(peer=1, lo=0, hi=1, combine=<Combine.ADD: 1>, weight=0.5),)
+    """
+    hops = tuple(_hop(step.canonical(), rank) for step in schedule.steps())
+    return Program(rank, schedule.ranks, schedule.chunks, hops)
+
+
+def spans(numel: int, chunks: int, granule: int = 1) -> list[int]:
+    """Bounds [chunks + 1] that cut `numel` elements in even chunks, each starting at a multiple of `granule`.
+
+    >>> spans(10, 4)
+    [0, 3, 6, 8, 10]
+    >>> spans(100, 3, granule=16)
+    [0, 48, 80, 100]
+    """
+    grains = -(-numel // granule)
+    size, longer = divmod(grains, chunks)
+    starts = [(i * size + min(i, longer)) * granule for i in range(chunks)]
+    return [min(start, numel) for start in starts] + [numel]
+
+
+def _hop(step: Step, rank: int) -> Hop:
+    sends = tuple(_legs(step.rows(step.src == rank), "dst"))
+    recvs = tuple(_legs(step.rows(step.dst == rank), "src"))
+    return Hop(sends, recvs)
+
+
+def _legs(step: Step, peer: str) -> Iterator[Leg]:
+    peers = getattr(step, peer)
+    order = np.lexsort((step.lo, peers))
+    columns = (peers, step.lo, step.hi, step.combine, step.weight)
+    for who, lo, hi, combine, weight in zip(*(column[order].tolist() for column in columns), strict=True):
+        yield Leg(who, lo, hi, Combine(combine), weight)

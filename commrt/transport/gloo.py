@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets between processes, through torch's Gloo backend: the CPU transport.
+
+A Gloo backend object of our own on the given store; ``torch.distributed`` is never initialised, so a user's
+own process groups are not touched.
+
+Gloo has tags and does not compare sizes. A tag made of the transfer's number on its line and its size keeps
+the order, and turns a disagreement about sizes into a deadline instead of silently wrong data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from time import monotonic
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store, Work
+
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.transport.protocol import Exchange, Group, Moment, split_self
+
+__all__ = ["GlooTransport"]
+
+TAGS = 1 << 31
+"""Gloo's tags are 32-bit and torch passes them as a signed int."""
+POLL = timedelta(milliseconds=1)
+"""How long a failed group asks each of its other transfers what became of it."""
+
+
+class _Line(NamedTuple):
+    """One transfer of a bound group."""
+
+    peer: int
+    data: list[Tensor]
+    post: Callable[[list[Tensor], int, int], Work]
+    number: count[int]
+    """Counts the transfers of its direction and pair; shared by all that are bound on it."""
+    nbytes: int
+
+    def tag(self) -> int:
+        """The next transfer's tag: differs where the two ends differ in number or size."""
+        return (next(self.number) * 0x9E3779B1 ^ self.nbytes) % TAGS
+
+
+class GlooTransport:
+    """One rank of a group of processes; a `Transport` for CPU tensors.
+
+    Connects to every peer at construction, through `store`; raises `TransportError` if one does not come.
+    `host` is the address that this rank listens on, None for Gloo's own choice (``GLOO_SOCKET_IFNAME``).
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0, host: str | None = None) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self._sent = {peer: count() for peer in range(ranks)}
+        self._received = {peer: count() for peer in range(ranks)}
+        self._group: Any = self._connect(store, host)
+
+    def _connect(self, store: Store, host: str | None) -> Any:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # stub is behind
+        options._timeout = timedelta(seconds=self.timeout_s)  # noqa: SLF001
+        create = ProcessGroupGloo.create_device
+        options._devices = [create(hostname=host) if host else ProcessGroupGloo.create_default_device()]  # noqa: SLF001
+        try:
+            return ProcessGroupGloo(store, self.rank, self.ranks, options)
+        except RuntimeError as error:
+            raise TransportError(
+                f"not all {self.ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
+                "world size, and look at the output of those that are missing",
+                Place(self.rank),
+            ) from error
+
+    def bind(self, group: Group) -> Exchange:
+        """See `Transport.bind`."""
+        rest, copies = split_self(group, self.rank, self.ranks)
+        lines = self._lines(rest)
+
+        def exchange(moment: Moment) -> None:
+            if self._group is None:
+                raise TransportClosed("the transport was closed", Place(self.rank, None, *moment, rest.hop))
+            for source, target in copies:
+                target.copy_(source)
+            if lines:
+                self._run(lines, moment, rest.hop)
+
+        return exchange
+
+    def _lines(self, group: Group) -> list[_Line]:
+        if self._group is None:
+            raise TransportClosed("the transport was closed", Place(self.rank, hop=group.hop))
+        recv, send = self._group.recv, self._group.send
+        lines = [_Line(p.peer, [p.data], recv, self._received[p.peer], p.data.nbytes) for p in group.recvs]
+        return lines + [_Line(p.peer, [p.data], send, self._sent[p.peer], p.data.nbytes) for p in group.sends]
+
+    def _run(self, lines: list[_Line], moment: Moment, hop: int) -> None:
+        works: list[Work] = []
+        deadline = monotonic() + self.timeout_s
+        try:
+            works.extend(line.post(line.data, line.peer, line.tag()) for line in lines)
+            for work in works:
+                work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise self._explained(error, lines, works, moment, hop) from error
+
+    def _explained(
+        self, error: RuntimeError, lines: list[_Line], works: list[Work], moment: Moment, hop: int
+    ) -> TransportError:
+        """The error that names the peer: a broken connection before a late answer, whichever came first."""
+        unfinished = [(line, state) for line, work in zip(lines, works, strict=False) if (state := _state(work))]
+        line, state = next(
+            (pair for pair in unfinished if not _is_late(pair[1])), (unfinished or [(lines[0], error)])[0]
+        )
+        place = Place(self.rank, line.peer, moment.step, moment.bucket, hop, line.nbytes)
+        if not _is_late(state):
+            return PeerLost("the connection to the peer broke: its process ended; look at its own output", place)
+        peers = sorted({line.peer for line, _ in unfinished})
+        what = f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running another program"
+        return DeadlineExceeded(what, place)
+
+    def close(self) -> None:
+        """Drop the connections; peers that still wait for this rank see them break."""
+        self._group = None
+
+    def abort(self) -> None:
+        """As `close`, and end what is in flight."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def _state(work: Work) -> RuntimeError | None:
+    """None if the transfer happened, else why not."""
+    try:
+        work.wait(POLL)
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _is_late(error: RuntimeError) -> bool:
+    return "Timed out" in str(error)

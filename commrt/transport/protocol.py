@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam to the wire: groups of sends and receives that complete as a unit.
+
+The rules are NCCL's, so that what runs on threads or sockets runs on GPUs unchanged:
+
+* a *group* is all that one rank does in one hop; its transfers to different peers progress independently;
+* between an ordered pair of ranks the k-th send meets the k-th receive; there are no tags;
+* a send may wait for its receive (rendezvous), so an exchange outside one group can deadlock;
+* both ends name the same size;
+* one communicator is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from commrt.errors import UsageError
+
+__all__ = ["Exchange", "Group", "Moment", "Parcel", "Transport", "split_self"]
+
+
+class Moment(NamedTuple):
+    """When an exchange happens; ends up in errors and traces."""
+
+    step: int
+    """The training step."""
+    bucket: int | str
+    """The bucket, or a word for what is not a bucket."""
+
+
+class Parcel(NamedTuple):
+    """One end of one transfer."""
+
+    peer: int
+    data: Tensor
+    """[numel] contiguous; read by a send, overwritten by a receive, while the exchange runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All that one rank sends and receives in one hop, in the order agreed with each peer."""
+
+    sends: Sequence[Parcel]
+    recvs: Sequence[Parcel]
+    hop: int = 0
+    """Place in the schedule, for errors."""
+
+
+Exchange = Callable[[Moment], None]
+"""Runs a bound group once: returns when all its transfers have happened, raises `TransportError` otherwise."""
+
+
+class Transport(Protocol):
+    """What carries groups. Every implementation passes `commrt.testing.conformance`."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """An exchange that takes longer ends in `DeadlineExceeded`."""
+        ...
+
+    def bind(self, group: Group) -> Exchange:
+        """Prepare `group` once, to be run many times.
+
+        Parcels to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
+        not exist or a self transfer without its other end.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything; later exchanges raise `TransportClosed`. Safe to call twice."""
+        ...
+
+    def abort(self) -> None:
+        """Give up: as `close`, and peers that wait for this rank learn it as soon as the medium allows."""
+        ...
+
+
+def split_self(group: Group, rank: int, ranks: int) -> tuple[Group, list[tuple[Tensor, Tensor]]]:
+    """Separate transfers to this rank itself: the rest, and (source, target) pairs to copy.
+
+    Empty parcels are dropped: both ends know that they are empty.
+    """
+    _require_peers(group, ranks)
+    own = [p.data for p in group.sends if p.peer == rank], [p.data for p in group.recvs if p.peer == rank]
+    if [len(data) for data in own[0]] != [len(data) for data in own[1]]:
+        raise UsageError(
+            f"hop {group.hop}: rank {rank} sends itself {len(own[0])} parcels and receives {len(own[1])}, or their "
+            "sizes differ: every send to self needs its receive in the same group"
+        )
+    sends, recvs = (tuple(p for p in side if p.peer != rank and p.data.numel()) for side in (group.sends, group.recvs))
+    return Group(sends, recvs, group.hop), list(zip(*own, strict=True))
+
+
+def _require_peers(group: Group, ranks: int) -> None:
+    strangers = sorted({p.peer for p in (*group.sends, *group.recvs) if not 0 <= p.peer < ranks})
+    if strangers:
+        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks 0..{ranks - 1}")

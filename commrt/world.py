@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world: this rank, how many there are, and the one lane on which it talks to the others."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from commrt.agreement import agree
+from commrt.algorithms import tree
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
+from commrt.executor import bind
+from commrt.lane import Lane
+from commrt.launch import LOOPBACK, Launch, read_launch, read_timeout_s
+from commrt.program import program
+from commrt.schedule import Schedule
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.local import Fabric
+from commrt.transport.protocol import Moment, Transport
+
+__all__ = ["World", "current", "init"]
+
+UNNAMED = Moment(0, "run")
+FAULT_REPORT_S = 2.0
+"""How long a failing rank tries to tell the others through a store that may itself be gone."""
+
+
+class World:
+    """A fixed set of ranks that can run schedules on tensors.
+
+    All communication happens on one thread of its own, in the order of the calls: every rank must make the
+    same calls in the same order. Use as a context manager, or call `close`.
+    """
+
+    def __init__(self, transport: Transport, store: Store, local_rank: int = 0, launcher: str = "given") -> None:
+        self.transport = transport
+        self.store = store
+        self.local_rank = local_rank
+        self.launcher = launcher
+        self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
+        self._agreements = 0
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0..size-1."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.transport.ranks
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of every wait for a peer."""
+        return self.transport.timeout_s
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`, or after a failure."""
+        return self._closed or self.lane.failure is not None
+
+    def agree(self, topic: str, **claim: str) -> None:
+        """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
+        self._agreements += 1
+        agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+
+    def all_equal(self, topic: str, fingerprint: str) -> bool:
+        """True on every rank if all came with the same `fingerprint`; collective."""
+        try:
+            self.agree(topic, fingerprint=fingerprint)
+        except DisagreementError:
+            return False
+        return True
+
+    def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED) -> None:
+        """Run `schedule` on `buffer` [numel] in place and wait for it; collective.
+
+        The schedule is trusted: `commrt.verify.prove` it first.
+        """
+        self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
+
+    def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> int:
+        """As `run`, for tasks that are on the lane already; the bytes this rank sent."""
+        bound = bind(program(schedule, self.rank), buffer, self.transport)
+        bound.run(moment)
+        return bound.nbytes_sent
+
+    def broadcast_now(self, buffer: Tensor, members: Sequence[int], moment: Moment) -> int:
+        """Copy `buffer` from ``members[0]`` to all members along a binomial tree; on the lane, by members only."""
+        schedule = tree.broadcast(len(members)).over(members, world=self.size)
+        return self.run_now(schedule, buffer, moment)
+
+    def _on_failure(self, failure: BaseException) -> None:
+        """Tell the others and let go of them. A rank's deadline often expires because of another one's fault."""
+        if isinstance(failure, TransportError):
+            first = self._report(f"rank {self.rank} saw first: {failure}")
+            if first and str(failure) not in first:
+                failure.what += f". In this world, {first}"
+        self.transport.abort()
+
+    def _report(self, fault: str) -> str | None:
+        """Put `fault` on the store unless another rank was earlier; the earliest fault, or None without a store."""
+        earliest: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                earliest.append(self.store.compare_set("fault", "", fault).decode())
+
+        asking = threading.Thread(target=ask, daemon=True)  # a stopped store process never answers
+        asking.start()
+        asking.join(FAULT_REPORT_S)
+        return earliest[0] if earliest else None
+
+    def close(self) -> None:
+        """Stop the lane and drop the connections. Safe to call twice; not collective."""
+        if not self._closed:
+            self._closed = True
+            self.lane.close()
+            self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_current: World | None = None
+_opened = 0
+"""Worlds opened by this process; keeps the keys of one apart from those of the next on the same store."""
+
+
+def current() -> World:
+    """The world made by the last `init`; raises `UsageError` if there is none."""
+    if _current is None or _current.closed:
+        raise UsageError("there is no world yet: call commrt.init() first, or pass world=")
+    return _current
+
+
+def init(timeout_s: float | None = None) -> World:
+    """Join the world this process was launched into, and remember it as the current one.
+
+    In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
+    world of one. `timeout_s` is the deadline of every wait (default: COMMRT_TIMEOUT_S, or 300). A second call
+    returns the world that is already open. Raises `UsageError` for contradictory variables, `TransportError`
+    if the other ranks do not come, `DisagreementError` if they differ about the size of the world.
+    """
+    global _current, _opened
+    if _current is not None and not _current.closed:
+        return _current
+    limit = read_timeout_s(os.environ) if timeout_s is None else timeout_s
+    if limit <= 0:
+        raise UsageError(f"timeout_s={limit} would expire at once: give a positive number of seconds")
+    launch = read_launch(os.environ)
+    _opened += 1
+    if dist.is_available() and dist.is_initialized():
+        _current = _in_running_group(launch, limit)
+    elif launch is not None and launch.size > 1:
+        _current = _launched(launch, limit)
+    else:
+        _current = World(Fabric(1, limit).transport(0), HashStore(), launcher="one process")
+    return _current
+
+
+def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = launch.local_rank if launch else 0
+    if size == 1:
+        return World(Fabric(1, timeout_s).transport(0), HashStore(), local_rank, "torch.distributed")
+    default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
+    store = PrefixStore(f"commrt/{_opened}", default)
+    return _connected(store, rank, size, local_rank, timeout_s, None, "torch.distributed")
+
+
+def _launched(launch: Launch, timeout_s: float) -> World:
+    host = launch.address
+    hosts_store = launch.rank == 0 and not launch.store_exists
+    try:
+        limit = timedelta(seconds=timeout_s)
+        store = TCPStore(host, launch.port, None, hosts_store, limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"no store at {host}:{launch.port} within {timeout_s:g} s: is rank 0 running there, is the port free, "
+            "and do MASTER_ADDR and MASTER_PORT say the same on every rank",
+            Place(rank=launch.rank, peer=0),
+        ) from error
+    loopback = LOOPBACK if host in (LOOPBACK, "localhost") else None
+    prefixed = PrefixStore(f"commrt/{launch.attempt}/{_opened}", store)
+    return _connected(prefixed, launch.rank, launch.size, launch.local_rank, timeout_s, loopback, launch.launcher)
+
+
+def _connected(
+    store: Store, rank: int, size: int, local_rank: int, timeout_s: float, host: str | None, launcher: str
+) -> World:
+    agree(store, rank, size, "init", {"world size": str(size)}, timeout_s)
+    transport = GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)
+    return World(transport, store, local_rank, launcher)

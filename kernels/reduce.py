@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce: add what arrived to what is there, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["reduce_into"]
+
+
+def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
+    """``out = cast(out + received[0] + received[1] + ...)``, added from left to right, rounded once.
+
+    fp64 is added in fp64, everything else in fp32.
+    """
+    if len(received) == 1:
+        out.add_(received[0])  # torch adds two 16-bit floats in fp32 and rounds once
+        return
+    total = out.to(torch.promote_types(out.dtype, torch.float32))
+    for part in received:
+        total = total + part
+    out.copy_(total)
