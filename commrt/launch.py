@@ -7,6 +7,7 @@ WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from commrt.errors import UsageError
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Launch", "read_launch", "read_timeout_s"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Launch", "default_timeout_s", "launched", "read_launch", "read_timeout_s"]
 
 DEFAULT_TIMEOUT_S = 300.0
 LOOPBACK = "127.0.0.1"
@@ -59,6 +60,16 @@ LAUNCHERS = (
     _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),
 )  # fmt: skip
 """In order of precedence: mpirun inside a Slurm job sets both, and mpirun is what started the process."""
+
+
+def launched() -> Launch | None:
+    """`read_launch` of this process's environment."""
+    return read_launch(os.environ)
+
+
+def default_timeout_s() -> float:
+    """`read_timeout_s` of this process's environment."""
+    return read_timeout_s(os.environ)
 
 
 def read_launch(env: Mapping[str, str]) -> Launch | None:

