@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function once per rank in real processes on this machine, over Gloo on the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from time import monotonic
+from typing import Any
+
+from commrt.launch import LOOPBACK
+
+__all__ = ["Outcome", "free_port", "run_processes"]
+
+Body = Callable[..., Any]
+OnMessage = Callable[[int, Any, BaseProcess], None]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    """The exception as text, if it raised one."""
+    exit_code: int | None = None
+    """Negative: killed by that signal. None: still alive at the end, then killed."""
+    seconds: float = 0.0
+    messages: list[Any] = field(default_factory=list)
+
+
+def run_processes(
+    size: int,
+    body: Body,
+    *args: Any,
+    limit_s: float = 90.0,
+    on_message: OnMessage | None = None,
+) -> list[Outcome]:
+    """Start `size` processes with torchrun's variables set, each calling ``body(tell, *args)``.
+
+    `body` must be importable by a new process. What it passes to ``tell(message)`` arrives here while it runs:
+    `on_message` is called with the rank, the message and the process (to kill or stop it). Processes that are
+    left after `limit_s` are killed; nothing of theirs survives this call.
+    """
+    context = get_context("spawn")
+    port = free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_child, args=(rank, size, port, pipe[1], body, args), daemon=True)
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, theirs in pipes:
+        theirs.close()
+    outcomes = [Outcome(rank) for rank in range(size)]
+    try:
+        _listen(processes, [ours for ours, _ in pipes], outcomes, monotonic() + limit_s, on_message)
+    finally:
+        _end(processes, outcomes)
+    return outcomes
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(rank: int, size: int, port: int, pipe: Connection, body: Body, args: Sequence[Any]) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port)
+    )
+    begin = monotonic()
+    try:
+        value = body(lambda message: pipe.send(("message", message, 0.0)), *args)
+        pipe.send(("value", value, monotonic() - begin))
+    except Exception as error:  # it is told to the parent, whatever it is
+        text = f"{type(error).__name__}: {error}"
+        pipe.send(("error", text, monotonic() - begin))
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _listen(
+    processes: Sequence[BaseProcess],
+    pipes: Sequence[Connection],
+    outcomes: list[Outcome],
+    deadline: float,
+    on_message: OnMessage | None,
+) -> None:
+    unfinished = dict(enumerate(pipes))
+    while unfinished and (left := deadline - monotonic()) > 0:
+        ready = wait(unfinished.values(), timeout=left)
+        for rank in [rank for rank, pipe in unfinished.items() if pipe in ready]:
+            try:
+                kind, content, seconds = unfinished[rank].recv()
+            except (EOFError, ConnectionResetError):
+                del unfinished[rank]
+                continue
+            _record(outcomes[rank], kind, content, seconds)
+            if kind == "message" and on_message is not None:
+                on_message(rank, content, processes[rank])
+
+
+def _record(outcome: Outcome, kind: str, content: Any, seconds: float) -> None:
+    if kind == "message":
+        outcome.messages.append(content)
+        return
+    outcome.seconds = seconds
+    if kind == "value":
+        outcome.value = content
+    else:
+        outcome.error = content
+
+
+def _end(processes: Sequence[BaseProcess], outcomes: list[Outcome]) -> None:
+    for process, outcome in zip(processes, outcomes, strict=True):
+        process.join(timeout=5.0 if outcome.value is not None or outcome.error else 0.1)
+        outcome.exit_code = process.exitcode
+        process.kill()
+        process.join()

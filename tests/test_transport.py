@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every transport keeps every rule, and says who waits for whom."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from commrt.errors import DeadlineExceeded, PeerLost, TransportError
+from commrt.testing import conformance
+from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.local import Fabric
+from commrt.transport.protocol import Group, Moment, Parcel
+
+
+def local(ranks, timeout_s):
+    fabric = Fabric(ranks, timeout_s)
+    return [fabric.transport(rank) for rank in range(ranks)]
+
+
+def gloo(ranks, timeout_s):
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(GlooTransport, store, rank, ranks, timeout_s, "127.0.0.1") for rank in range(ranks)]
+        return [future.result() for future in futures]
+
+
+def harmless(ranks, timeout_s):
+    return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
+
+
+@pytest.mark.parametrize("make", [local, gloo, harmless])
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
+def test_conforms(check, make):
+    check(make)
+
+
+def ring_turn(transport, ranks):
+    right, left = (transport.rank + 1) % ranks, (transport.rank - 1) % ranks
+    data = torch.ones(4)
+    return transport.bind(Group([Parcel(right, data)], [Parcel(left, torch.empty(4))]))
+
+
+def test_a_local_deadline_prints_who_waits_for_whom():
+    transports = local(3, 0.2)
+    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(1))]))
+    with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
+        exchange(Moment(0, 0))
+
+
+def exchange_in_steps(transports, steps):
+    def one(transport):
+        turn = ring_turn(transport, len(transports))
+        for step in range(steps):
+            turn(Moment(step, 0))
+
+    with ThreadPoolExecutor(len(transports)) as pool:
+        return [future.exception() for future in [pool.submit(one, transport) for transport in transports]]
+
+
+def faulty(fault, timeout_s=0.5, ranks=2):
+    return [with_faults(fault)(transport) for transport in local(ranks, timeout_s)]
+
+
+def test_an_injected_failure_strikes_at_its_rank_and_step_and_the_peer_learns_it():
+    errors = exchange_in_steps(faulty(fail_at(rank=1, step=2), timeout_s=30), 4)
+    assert type(errors[1]) is TransportError
+    assert (errors[1].place.rank, errors[1].place.step) == (1, 2)
+    assert isinstance(errors[0], PeerLost)
+    assert (errors[0].place.peer, errors[0].place.step) == (1, 2)
+
+
+def test_dropped_sends_end_in_the_receivers_deadline():
+    errors = exchange_in_steps(faulty(drop_at(rank=1, step=1)), 2)
+    assert isinstance(errors[0], DeadlineExceeded)
+    assert (errors[0].place.peer, errors[0].place.step) == (1, 1)
+
+
+def test_a_delay_loses_nothing():
+    assert exchange_in_steps(faulty(delay_at(rank=0, step=1, seconds=0.05)), 3) == [None, None]
