@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
@@ -14,6 +15,8 @@ from commrt.errors import DeadlineExceeded, DisagreementError, Place
 __all__ = ["agree"]
 
 AGREED = "agreed"
+LINGER_S = 5.0
+"""How long rank 0 waits for the others to read a bad verdict."""
 
 
 def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, str], timeout_s: float) -> None:
@@ -36,7 +39,17 @@ def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, st
     _wait(shelf, "verdict", rank, size, topic, timeout_s)
     verdict = shelf.get("verdict").decode()
     if verdict != AGREED:
+        _let_all_read(shelf, rank, size)
         raise DisagreementError(f"{topic}: {verdict}. Start every rank with the same code and arguments")
+
+
+def _let_all_read(shelf: Store, rank: int, size: int) -> None:
+    """The store may live in rank 0, and end with it: nobody should learn of a verdict by a lost connection."""
+    if shelf.add("read", 1) == size:
+        shelf.set("all read", "")
+    if rank == 0:
+        with suppress(RuntimeError):
+            shelf.wait(["all read"], timedelta(seconds=LINGER_S))
 
 
 def _difference(rank: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

@@ -111,6 +111,7 @@ def build_buckets(
     params: Sequence[Named], wire: torch.dtype | None, cap_nbytes: int, first_cap_nbytes: int = MIB
 ) -> list[Bucket]:
     """Buckets with their wire buffers for `params`, given in order of registration."""
+    first_cap_nbytes = min(first_cap_nbytes, cap_nbytes)
     ready = list(reversed(params))
     units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in ready]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)

@@ -95,7 +95,7 @@ def attach(
     if not bucket_cap_mb > 0:
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb} must be positive: 25 is a good start")
     engine = Engine(world, algorithm, build_buckets(params, wire, int(bucket_cap_mb * MIB)))
-    _agree(engine, model)
+    _agree(engine, model, broadcast_buffers)
     replica = Replica(model, optimizer, engine, broadcast_buffers)
     replica.overwrite_with_first()
     return replica
@@ -120,7 +120,7 @@ def _check_model(model: nn.Module, params: list[Named], wire: torch.dtype | None
             )
 
 
-def _agree(engine: Engine, model: nn.Module) -> None:
+def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool) -> None:
     """Invariant 1: what runs was verified, and is the same everywhere."""
     schedule = engine.schedule(0)
     engine.world.agree(
@@ -128,6 +128,7 @@ def _agree(engine: Engine, model: nn.Module) -> None:
         algorithm=repr(engine.algorithm),
         schedule=schedule.digest(),
         buckets="; ".join(bucket.layout() for bucket in engine.buckets),
+        broadcast_buffers=str(broadcast_buffers),
         buffers=", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers()),
     )
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +31,10 @@ __all__ = ["World", "current", "init"]
 UNNAMED = Moment(0, "run")
 FAULT_REPORT_S = 2.0
 """How long a failing rank tries to tell the others through a store that may itself be gone."""
+FAULT_LINGER_S = 3.0
+"""How long a failing rank that holds the store stays, for the others to read what happened first."""
+
+T = TypeVar("T")
 
 
 class World:
@@ -40,12 +44,21 @@ class World:
     same calls in the same order. Use as a context manager, or call `close`.
     """
 
-    def __init__(self, transport: Transport, store: Store, local_rank: int = 0, launcher: str = "given") -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        store: Store,
+        local_rank: int = 0,
+        launcher: str = "given",
+        *,
+        holds_store: bool = False,
+    ) -> None:
         self.transport = transport
         self.store = store
         self.local_rank = local_rank
         self.launcher = launcher
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
+        self._holds_store = holds_store
         self._agreements = 0
         self._closed = False
 
@@ -102,24 +115,32 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others and let go of them. A rank's deadline often expires because of another one's fault."""
-        if isinstance(failure, TransportError):
-            first = self._report(f"rank {self.rank} saw first: {failure}")
-            if first and str(failure) not in first:
-                failure.what += f". In this world, {first}"
+        first = self._quickly(lambda: self._report(f"rank {self.rank} saw first: {failure}"), FAULT_REPORT_S)
+        if isinstance(failure, TransportError) and first and str(failure) not in first:
+            failure.what += f". In this world, {first}"
         self.transport.abort()
+        if self._holds_store:
+            self._quickly(lambda: self.store.get("fault seen by all"), FAULT_LINGER_S)
 
-    def _report(self, fault: str) -> str | None:
-        """Put `fault` on the store unless another rank was earlier; the earliest fault, or None without a store."""
-        earliest: list[str] = []
+    def _report(self, fault: str) -> str:
+        """Put `fault` on the store unless another rank was earlier; the earliest fault."""
+        first = self.store.compare_set("fault", "", fault).decode()
+        if self.store.add("faults", 1) >= self.size - 1:  # the one at fault hardly reports
+            self.store.set("fault seen by all", "")
+        return first
 
-        def ask() -> None:
+    def _quickly(self, ask: Callable[[], T], seconds: float) -> T | None:
+        """The answer of a store that may itself be gone, or None: a stopped process never answers."""
+        answers: list[T] = []
+
+        def asking() -> None:
             with suppress(RuntimeError):
-                earliest.append(self.store.compare_set("fault", "", fault).decode())
+                answers.append(ask())
 
-        asking = threading.Thread(target=ask, daemon=True)  # a stopped store process never answers
-        asking.start()
-        asking.join(FAULT_REPORT_S)
-        return earliest[0] if earliest else None
+        thread = threading.Thread(target=asking, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return answers[0] if answers else None
 
     def close(self) -> None:
         """Stop the lane and drop the connections. Safe to call twice; not collective."""
@@ -181,29 +202,30 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
         return World(Fabric(1, timeout_s).transport(0), HashStore(), local_rank, "torch.distributed")
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
-    return _connected(store, rank, size, local_rank, timeout_s, None, "torch.distributed")
+    transport = _connected(store, rank, size, timeout_s)
+    return World(transport, store, local_rank, "torch.distributed", holds_store=rank == 0)
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
-    host = launch.address
-    hosts_store = launch.rank == 0 and not launch.store_exists
+    holds_store = launch.rank == 0 and not launch.store_exists
+    store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", _store(launch, holds_store, timeout_s))
+    loopback = LOOPBACK if launch.address in (LOOPBACK, "localhost") else None
+    transport = _connected(store, launch.rank, launch.size, timeout_s, loopback)
+    return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
+
+
+def _store(launch: Launch, holds_store: bool, timeout_s: float) -> Store:
+    host, port, limit = launch.address, launch.port, timedelta(seconds=timeout_s)
     try:
-        limit = timedelta(seconds=timeout_s)
-        store = TCPStore(host, launch.port, None, hosts_store, limit, wait_for_workers=False)
+        return TCPStore(host, port, None, holds_store, limit, wait_for_workers=False)
     except RuntimeError as error:
         raise DeadlineExceeded(
-            f"no store at {host}:{launch.port} within {timeout_s:g} s: is rank 0 running there, is the port free, "
+            f"no store at {host}:{port} within {timeout_s:g} s: is rank 0 running there, is the port free, "
             "and do MASTER_ADDR and MASTER_PORT say the same on every rank",
             Place(rank=launch.rank, peer=0),
         ) from error
-    loopback = LOOPBACK if host in (LOOPBACK, "localhost") else None
-    prefixed = PrefixStore(f"commrt/{launch.attempt}/{_opened}", store)
-    return _connected(prefixed, launch.rank, launch.size, launch.local_rank, timeout_s, loopback, launch.launcher)
 
 
-def _connected(
-    store: Store, rank: int, size: int, local_rank: int, timeout_s: float, host: str | None, launcher: str
-) -> World:
+def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
     agree(store, rank, size, "init", {"world size": str(size)}, timeout_s)
-    transport = GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)
-    return World(transport, store, local_rank, launcher)
+    return GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)

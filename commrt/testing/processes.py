@@ -19,7 +19,8 @@ from commrt.launch import LOOPBACK
 __all__ = ["Outcome", "free_port", "run_processes"]
 
 Body = Callable[..., Any]
-OnMessage = Callable[[int, Any, BaseProcess], None]
+OnMessage = Callable[[int, Any, BaseProcess], bool | None]
+"""Called with (rank, message, process); True if nothing more is expected of that rank."""
 
 
 @dataclass(slots=True)
@@ -107,8 +108,8 @@ def _listen(
                 del unfinished[rank]
                 continue
             _record(outcomes[rank], kind, content, seconds)
-            if kind == "message" and on_message is not None:
-                on_message(rank, content, processes[rank])
+            if kind == "message" and on_message is not None and on_message(rank, content, processes[rank]):
+                del unfinished[rank]
 
 
 def _record(outcome: Outcome, kind: str, content: Any, seconds: float) -> None:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker process of test_faults runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+
+STRIKE = 5
+"""The step at which something happens."""
+
+
+def model_of(widths=(16, 64, 64, 64, 4)):
+    torch.manual_seed(0)
+    layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def joined(algorithm, timeout_s, model):
+    torch.set_num_threads(1)
+    world = commrt.init(timeout_s)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=0.01), optimizer, world
+
+
+def one_step(model, optimizer, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def struck_in_mid_step(tell, algorithm, victim, timeout_s):
+    """In step STRIKE, when its last layers' gradients have left, the victim asks to be struck."""
+    model = model_of()
+    _, optimizer, world = joined(algorithm, timeout_s, model)
+
+    def wait_for_the_blow(_):
+        if world.rank == victim and step == STRIKE:
+            tell("mid-step")
+            while True:
+                signal.pause()
+
+    model[2].weight.register_hook(wait_for_the_blow)
+    for step in range(STRIKE + 3):  # noqa: B007  # read by the hook
+        if step == STRIKE:
+            tell("at the step")
+        one_step(model, optimizer, world.rank, step)
+    return "finished"
+
+
+def out_of_data(tell, early, stays, timeout_s):
+    """Rank `early` has data for STRIKE steps, the others for more, and nobody uses join."""
+    model = model_of()
+    _, optimizer, world = joined(commrt.Torus2D(), timeout_s, model)
+    for step in range(STRIKE if world.rank == early else STRIKE + 3):
+        if step == STRIKE - 1:
+            tell("at the step")
+        one_step(model, optimizer, world.rank, step)
+    while stays:
+        signal.pause()
+    return "finished"
+
+
+def uneven_data_with_join(tell, steps):
+    """Rank r has data for ``steps[r]`` steps."""
+    model = model_of()
+    replica, optimizer, world = joined(commrt.Torus2D(), 20, model)
+    with replica.join():
+        for step in range(steps[world.rank]):
+            one_step(model, optimizer, world.rank, step)
+    equal, step = replica.replicas_equal(), replica.step
+    world.close()
+    return equal, step
+
+
+def other_layout(tell, odd_one, what):
+    """Rank `odd_one` comes with something else than the others."""
+    torch.set_num_threads(1)
+    odd = int(os.environ["RANK"]) == odd_one
+    if what == "world size" and odd:
+        os.environ["WORLD_SIZE"] = "7"
+    world = commrt.init(10)
+    widths = (16, 64, 32, 64, 4) if what == "layers" and odd else (16, 64, 64, 64, 4)
+    model = model_of(widths)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
+    wire = torch.bfloat16 if what == "wire" and odd else None
+    cap = 1.0 if what == "bucket size" and odd else 0.01
+    commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=cap)
+    return "attached"
+
+
+def nobody_else(tell, timeout_s):
+    """Only rank 0 comes to the world."""
+    if int(os.environ["RANK"]) == 0:
+        commrt.init(timeout_s)
+    return "finished"

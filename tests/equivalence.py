@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker process of test_equivalence runs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from scenarios import SCENARIOS, build, distance, optimizer_of, train, train_joined
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.algorithms.torus import Torus2D
+
+BOTH_WAYS = "torus2d both ways"
+WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def algorithm_named(name):
+    return Torus2D(both_ways=True) if name == BOTH_WAYS else by_name(name)
+
+
+def compare_everything(tell, algorithms=(*ALGORITHMS, BOTH_WAYS)):
+    """Rows (scenario, algorithm, wire, distance to DDP, distance to the joined batch, replicas equal)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=30)
+    rows = []
+    for scenario in SCENARIOS.values():
+        with_ddp = ddp(scenario, world)
+        joined = train_joined(scenario, world.size)
+        for algorithm in algorithms:
+            for wire in WIRES if scenario.name == "plain" else ("fp32",):
+                ours, equal = attached(scenario, world, algorithm, WIRES[wire])
+                rows.append((scenario.name, algorithm, wire, distance(ours, with_ddp), distance(ours, joined), equal))
+    world.close()
+    dist.destroy_process_group()
+    return rows
+
+
+def ddp(scenario, world):
+    model = build(scenario)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=scenario.unused, bucket_cap_mb=0.01)
+    return train(scenario, wrapped, model, optimizer_of(model), (world.rank, world.size), wrapped.no_sync)
+
+
+def attached(scenario, world, algorithm, wire):
+    model = build(scenario)
+    if world.rank:  # attach must overwrite this with rank 0's
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(world.rank)
+    optimizer = optimizer_of(model)
+    replica = commrt.attach(model, optimizer, algorithm_named(algorithm), world=world, wire=wire, bucket_cap_mb=0.002)
+    call = torch.compile(model, backend="aot_eager") if scenario.compiled else model
+    params = train(scenario, call, model, optimizer, (world.rank, world.size), replica.no_sync)
+    equal = replica.replicas_equal()
+    replica.close()
+    return params, equal

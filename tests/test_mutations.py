@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of correct schedules: whatever a naive interpreter finds wrong, the symbolic proof must refuse.
+
+The oracle here shares no code with the proof: it moves random numbers, transfer by transfer, once with all
+sends of a step read first and then in several orders in which a copy lands while others still read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
+import numpy as np
+import pytest
+
+from commrt.algorithms.halving_doubling import HalvingDoubling
+from commrt.algorithms.ring import Ring
+from commrt.algorithms.torus import Torus2D
+from commrt.collective import all_reduce
+from commrt.program import Hop, program
+from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.verify import check_pairing, verify
+
+Row = tuple[int, int, int, int, int]
+"""One transfer: src, dst, lo, hi, combine."""
+Rows = list[Row]
+
+ALGORITHMS = {
+    "ring": Ring(),
+    "halving_doubling": HalvingDoubling(),
+    "torus2d": Torus2D(),
+    "both ways": Torus2D(both_ways=True),
+}
+RANKS = (2, 3, 4, 5, 6, 7, 8, 12)
+EXHAUSTIVE_UP_TO = 4
+PER_KIND = 24
+"""Mutants of each kind that are tried where there are too many to try all."""
+PER_PROGRAMS = 200
+VALUES = 3
+"""Independent random buffers that the oracle moves at once."""
+SHUFFLES = 4
+STRICT = (
+    "overwrites what it sends in the same step",
+    "receives this chunk twice in one step and not all of it adds",
+    "a second time",
+)
+"""What the proof refuses even where the numbers happen to come out right."""
+
+
+def rows_of(schedule: Schedule) -> list[Rows]:
+    columns = ([column.tolist() for column in step.columns[:5]] for step in schedule.steps())
+    return [list(zip(*column, strict=True)) for column in columns]
+
+
+def schedule_of(steps: Sequence[Rows], ranks: int, chunks: int) -> Schedule:
+    built = [Step.of(*(list(zip(*rows, strict=True)) or [[]] * 5)) for rows in steps]
+    return Schedule("mutant", ranks, chunks, lambda: iter(built))
+
+
+def is_malformed(steps: Sequence[Rows], ranks: int, chunks: int) -> bool:
+    for src, dst, lo, hi, _ in (row for rows in steps for row in rows):
+        if src == dst or min(src, dst) < 0 or max(src, dst) >= ranks or not 0 <= lo <= hi <= chunks:
+            return True
+    return False
+
+
+def all_at_once(steps: Sequence[Rows], start: np.ndarray) -> np.ndarray:
+    """The meaning of a step: every transfer reads the state from before it."""
+    buffer = start.copy()
+    for rows in steps:
+        before = buffer.copy()
+        for src, dst, lo, hi, combine in rows:
+            own = buffer[dst, lo:hi] if combine == ADD else 0
+            buffer[dst, lo:hi] = own + before[src, lo:hi]
+    return buffer
+
+
+Event = tuple[str, int]
+
+
+def one_by_one(rows: Rows) -> list[Event]:
+    return [event for k in range(len(rows)) for event in (("send", k), ("land", k))]
+
+
+def last_one_first(rows: Rows) -> list[Event]:
+    return [event for k in reversed(range(len(rows))) for event in (("send", k), ("land", k))]
+
+
+def at_random(rng: Random, rows: Rows) -> list[Event]:
+    times = [sorted((rng.random(), rng.random())) for _ in rows]
+    timed = [(t, event, k) for k, pair in enumerate(times) for t, event in zip(pair, ("send", "land"), strict=True)]
+    return [(event, k) for _, event, k in sorted(timed)]
+
+
+def in_place(steps: Sequence[Rows], start: np.ndarray, order) -> np.ndarray:
+    """What a machine does: copies land in the buffer whenever they arrive, additions wait for the end of the step."""
+    buffer = start.copy()
+    for rows in steps:
+        wire: dict[int, np.ndarray] = {}
+        for event, k in order(rows):
+            src, dst, lo, hi, combine = rows[k]
+            if event == "send":
+                wire[k] = buffer[src, lo:hi].copy()
+            elif combine == COPY:
+                buffer[dst, lo:hi] = wire[k]
+        for k, (_, dst, lo, hi, combine) in enumerate(rows):
+            if combine == ADD:
+                buffer[dst, lo:hi] += wire[k]
+    return buffer
+
+
+def finding(steps: Sequence[Rows], ranks: int, chunks: int, rng: Random) -> str:
+    """What is wrong with `steps` as an all-reduce: malformed, wrong or luck; or right."""
+    if is_malformed(steps, ranks, chunks):
+        return "malformed"
+    start = np.random.default_rng(rng.getrandbits(32)).integers(-(1 << 50), 1 << 50, (ranks, chunks, VALUES))
+    meant = all_at_once(steps, start)
+    if not (meant == start.sum(axis=0)).all():
+        return "wrong"
+    orders = [one_by_one, last_one_first, *[lambda rows: at_random(rng, rows)] * SHUFFLES]
+    return "right" if all((in_place(steps, start, order) == meant).all() for order in orders) else "luck"
+
+
+Edit = dict[int, Rows]
+"""Steps to replace, by number; one past the last is a new step."""
+
+
+def edited(steps: Sequence[Rows], edit: Edit) -> list[Rows]:
+    return [edit.get(i, rows) for i, rows in enumerate([*steps, []]) if i < len(steps) or i in edit]
+
+
+def edits(steps: Sequence[Rows], ranks: int, chunks: int) -> dict[str, list[Edit]]:
+    """All mutants by kind: of all transfers, and two chunks exchanged before anything else, which only sums survive."""
+    found = defaultdict(list)
+    for one, other in combinations(range(ranks), 2):
+        for lo in range(chunks):
+            exchange = [(one, other, lo, lo + 1, COPY), (other, one, lo, lo + 1, COPY)]
+            found["exchange at start"].append(dict(enumerate([exchange, *steps])))
+    for i, rows in enumerate(steps):
+        for j in range(len(rows)):
+            for kind, instead in replacements(rows[j], ranks, chunks):
+                found[kind].append({i: [*rows[:j], *instead, *rows[j + 1 :]]})
+            for kind, edit in relocations(steps, i, j):
+                found[kind].append(edit)
+    return found
+
+
+def replacements(row: Row, ranks: int, chunks: int) -> Iterator[tuple[str, Rows]]:
+    """Mutants of one transfer in its place."""
+    src, dst, lo, hi, combine = row
+    yield "drop", []
+    yield "duplicate", [row, row]
+    yield "flip combine", [(src, dst, lo, hi, ADD if combine == COPY else COPY)]
+    for other in sorted({*range(ranks)} - {src, dst}):
+        yield "redirect dst", [(src, other, lo, hi, combine)]
+        yield "redirect src", [(other, dst, lo, hi, combine)]
+    for by in (1, -1):
+        yield "shift", shifted(row, by, chunks)
+        yield "resize above", [(src, dst, lo, hi + by, combine)]
+        yield "resize below", [(src, dst, lo + by, hi, combine)]
+
+
+def shifted(row: Row, by: int, chunks: int) -> Rows:
+    """The transfer with its chunks moved up by `by`; in two pieces where it wraps around."""
+    src, dst, lo, hi, combine = row
+    start = (lo + by) % chunks
+    end = start + hi - lo
+    pieces = [(start, min(end, chunks)), (0, max(end - chunks, 0))]
+    return [(src, dst, a, b, combine) for a, b in pieces if a < b]
+
+
+def relocations(steps: Sequence[Rows], i: int, j: int) -> Iterator[tuple[str, Edit]]:
+    """Mutants that involve a second transfer or a second step."""
+    rows, row = steps[i], steps[i][j]
+    without = [*rows[:j], *rows[j + 1 :]]
+    after = steps[i + 1] if i + 1 < len(steps) else []
+    yield "repeat in next step", {i + 1: [*after, row]}
+    yield "move to next step", {i: without, i + 1: [*after, row]}
+    if i:
+        yield "move to previous step", {i - 1: [*steps[i - 1], row], i: without}
+    for later in range(i + 1, len(steps)):
+        for k, other in enumerate(steps[later]):
+            changed = [*steps[later][:k], row, *steps[later][k + 1 :]]
+            yield "swap with another step", {i: [*rows[:j], other, *rows[j + 1 :]], later: changed}
+    for k in range(j + 1, len(rows)):
+        yield "swap receivers", {i: with_receivers_swapped(rows, j, k)}
+
+
+def with_receivers_swapped(rows: Rows, j: int, k: int) -> Rows:
+    swapped = list(rows)
+    swapped[j] = (rows[j][0], rows[k][1], *rows[j][2:])
+    swapped[k] = (rows[k][0], rows[j][1], *rows[k][2:])
+    return swapped
+
+
+def chosen(candidates: list, limit: int, ranks: int, rng: Random) -> list:
+    return candidates if ranks <= EXHAUSTIVE_UP_TO or len(candidates) <= limit else rng.sample(candidates, limit)
+
+
+@pytest.fixture(scope="module")
+def tally():
+    """Counts over all tests of this file; `pytest -s` shows them at the end."""
+    counts = Counter()
+    yield counts
+    head = ("mutants", "wrong", "refused", "refused though right", "accepted as equivalent", "program mutants")
+    line = ", ".join(f"{name}: {counts.pop(name, 0)}" for name in (*head, "caught", "still paired"))
+    detail = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    sys.stdout.write(f"\n{line}\n({detail})\n")
+
+
+CASES = pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in ALGORITHMS for ranks in RANKS])
+
+
+@CASES
+def test_the_oracle_finds_nothing_wrong_with_an_unchanged_schedule(name, ranks):
+    schedule = ALGORITHMS[name].schedule(0, ranks)
+    assert finding(rows_of(schedule), ranks, schedule.chunks, Random(ranks)) == "right"
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([[(0, 1, 0, 1, ADD)]], "wrong"),
+        ([[(0, 1, 0, 1, ADD)], [(1, 0, 0, 1, ADD)]], "wrong"),
+        ([[(0, 1, 0, 1, ADD), (1, 0, 0, 1, ADD)]], "right"),
+        ([[(0, 1, 0, 1, ADD), (1, 0, 0, 1, ADD)], [(0, 1, 0, 1, COPY), (1, 0, 0, 1, COPY)]], "right"),
+        ([[(0, 1, 0, 1, ADD), (1, 0, 0, 1, COPY)], [(1, 0, 0, 1, COPY)]], "luck"),
+        ([[(0, 1, 0, 2, ADD)]], "malformed"),
+        ([[(0, 0, 0, 1, ADD)]], "malformed"),
+    ],
+)
+def test_the_oracle_tells_right_from_wrong_and_from_luck(steps, expected):
+    assert finding(steps, 2, 1, Random(0)) == expected
+
+
+@CASES
+def test_every_mutant_that_the_oracle_finds_wrong_is_refused(name, ranks, tally, record_property):
+    schedule, rng = ALGORITHMS[name].schedule(0, ranks), Random(f"{name} {ranks}")
+    steps, counts = rows_of(schedule), Counter()
+    for kind, candidates in edits(steps, ranks, schedule.chunks).items():
+        for edit in chosen(candidates, PER_KIND, ranks, rng):
+            mutant = edited(steps, edit)
+            truth = finding(mutant, ranks, schedule.chunks, rng)
+            proof = verify(schedule_of(mutant, ranks, schedule.chunks), all_reduce(ranks, schedule.chunks))
+            counts.update(judged(kind, truth, proof))
+    tally.update(counts)
+    record_property("mutants", dict(counts))
+    assert counts["wrong"] > counts["mutants"] / 2
+
+
+def judged(kind: str, truth: str, proof) -> list[str]:
+    """The counts that a mutant belongs to; fails where the oracle and the proof contradict each other."""
+    said = str(proof.counterexample)
+    if truth != "right":
+        assert not proof.ok, f"{kind}: the oracle says {truth}, the proof accepts"
+        return ["mutants", "wrong", "refused", truth + "!"]
+    if proof.ok:
+        return ["mutants", "accepted as equivalent", f"equivalent: {kind}"]
+    assert any(words in said for words in STRICT), f"{kind}: the oracle finds nothing wrong, the proof says {said}"
+    return ["mutants", "refused", "refused though right", f"strict: {said.partition(': ')[2].split(';')[0][:33]}"]
+
+
+def queues(hops: Sequence[Hop]) -> dict[tuple[int, str, int], list[tuple[int, int]]]:
+    """What pairing depends on: the ranges to and from each peer in each hop, in order."""
+    found = defaultdict(list)
+    for number, hop in enumerate(hops):
+        for side in ("sends", "recvs"):
+            for leg in getattr(hop, side):
+                found[number, side, leg.peer].append((leg.lo, leg.hi))
+    return found
+
+
+def leg_edits(legs: tuple, k: int, ranks: int) -> Iterator[tuple]:
+    """All mutants of leg `k` among the legs of one side of a hop."""
+    head, leg, tail = legs[:k], legs[k], legs[k + 1 :]
+    yield head + tail
+    yield (*head, leg, leg, *tail)
+    yield (*head, replace(leg, peer=(leg.peer + 1) % ranks), *tail)
+    for lo, hi in ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1)):
+        yield (*head, replace(leg, lo=leg.lo + lo, hi=leg.hi + hi), *tail)
+    for other in range(k + 1, len(legs)):
+        yield (*head, legs[other], *legs[k + 1 : other], leg, *legs[other + 1 :])
+
+
+def program_edits(programs: list, ranks: int) -> Iterator[tuple[int, tuple[Hop, ...]]]:
+    """(rank, its hops) for every mutant of every leg of every program."""
+    for mine in programs:
+        for number, hop in enumerate(mine.hops):
+            for side in ("sends", "recvs"):
+                legs = getattr(hop, side)
+                for k in range(len(legs)):
+                    for changed in leg_edits(legs, k, ranks):
+                        other = replace(hop, **{side: changed})
+                        yield mine.rank, (*mine.hops[:number], other, *mine.hops[number + 1 :])
+
+
+@CASES
+def test_every_program_mutant_that_no_longer_pairs_is_caught(name, ranks, tally, record_property):
+    schedule, counts = ALGORITHMS[name].schedule(0, ranks), Counter()
+    programs = [program(schedule, rank) for rank in range(ranks)]
+    for rank, hops in chosen(list(program_edits(programs, ranks)), PER_PROGRAMS, ranks, Random(ranks)):
+        mutated = [*programs[:rank], replace(programs[rank], hops=hops), *programs[rank + 1 :]]
+        caught = check_pairing(mutated) is not None
+        assert caught == (queues(hops) != queues(programs[rank].hops))
+        counts.update(["program mutants", "caught" if caught else "still paired"])
+    tally.update(counts)
+    record_property("program mutants", dict(counts))
+    assert counts["caught"] > counts["still paired"]

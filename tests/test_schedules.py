@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules as data: how they are combined, hashed, printed and cut per rank; what each algorithm is and costs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fractions import Fraction
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commrt import collective
+from commrt.algorithms import halving_doubling, ring, tree
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.algorithms.fold import MAX_HELPERS
+from commrt.algorithms.torus import Torus2D, best_grid
+from commrt.errors import ScheduleError, UsageError
+from commrt.program import program, spans
+from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty, traffic
+from commrt.verify import verify
+
+RANKS = [*range(1, 65), 97]
+GRIDS = [(x, p // x) for p in range(1, 65) for x in range(1, p + 1) if p % x == 0]
+PRIMES = [p for p in range(5, 98) if all(p % d for d in range(2, p))]
+POWERS = [1 << k for k in range(8)]
+BUILDERS = {
+    **{name: build().schedule for name, build in ALGORITHMS.items()},
+    "both ways": Torus2D(both_ways=True).schedule,
+}
+
+
+def made_of(*steps, ranks=3, chunks=4, name="made"):
+    return Schedule(name, ranks, chunks, lambda: iter(steps))
+
+
+def lines(schedule):
+    return [step.text(limit=99) for step in schedule.steps()]
+
+
+PUSH = made_of(Step.of(0, 1, 0, 1, COPY), ranks=2, chunks=1, name="push")
+PULL = made_of(Step.of(1, 0, 0, 1, ADD), ranks=2, chunks=1, name="pull")
+
+
+@st.composite
+def random_schedules(draw):
+    ranks, chunks = draw(st.integers(2, 6)), draw(st.integers(1, 4))
+    bounds = st.tuples(st.integers(0, chunks), st.integers(0, chunks)).map(sorted)
+    rows = st.tuples(st.permutations(range(ranks)), bounds, st.sampled_from([ADD, COPY, MIX]))
+    drawn = draw(st.lists(st.lists(rows, min_size=1, max_size=8), max_size=4))
+    steps = [zip(*((*who[:2], *range_, how) for who, range_, how in step), strict=True) for step in drawn]
+    return made_of(*(Step.of(*columns) for columns in steps), ranks=ranks, chunks=chunks)
+
+
+def test_columns_and_scalars_of_a_step_are_broadcast_against_each_other():
+    step = Step.of(src=[0, 1, 2], dst=[1, 2, 0], lo=0, hi=2, combine=MIX)
+    columns = [column.tolist() for column in step.columns]
+    assert columns == [[0, 1, 2], [1, 2, 0], [0] * 3, [2] * 3, [MIX] * 3, [0.5] * 3]
+
+
+def test_scalars_alone_make_one_transfer():
+    assert len(Step.of(0, 1, 0, 1, ADD)) == 1
+
+
+def test_columns_of_a_step_that_differ_in_length_are_refused():
+    with pytest.raises(ValueError, match="broadcast"):
+        Step.of([0, 1, 2], [1, 2], 0, 1, ADD)
+
+
+def test_canonical_sorts_by_sender_then_receiver_then_chunk():
+    step = Step.of([1, 0, 0, 0], [0, 2, 1, 1], [0, 0, 3, 1], [1, 1, 4, 2], ADD)
+    assert step.canonical().text() == "add  0->1 [1:2)  0->1 [3:4)  0->2 [0:1)  1->0 [0:1)"
+
+
+def test_canonical_merges_neighbours_to_one_peer():
+    assert Step.of(0, 1, [2, 0, 1], [3, 1, 2], COPY).canonical().text() == "copy  0->1 [0:3)"
+
+
+def test_canonical_keeps_neighbours_to_different_peers_apart():
+    assert len(Step.of(0, [1, 2], [0, 1], [1, 2], COPY).canonical()) == 2
+
+
+def test_canonical_keeps_neighbours_that_combine_differently_apart():
+    text = Step.of(0, 1, [0, 1], [1, 2], [ADD, COPY]).canonical().text()
+    assert text == "add  0->1 [0:1)  copy  0->1 [1:2)"
+
+
+def test_canonical_keeps_neighbours_with_different_weights_apart():
+    text = Step.of(0, 1, [0, 1], [1, 2], MIX, [0.5, 0.25]).canonical().text()
+    assert text == "mix(0.5)  0->1 [0:1)  mix(0.25)  0->1 [1:2)"
+
+
+def test_canonical_drops_transfers_of_nothing():
+    assert Step.of([0, 1], [1, 0], [0, 2], [1, 2], ADD).canonical().text() == "add  0->1 [0:1)"
+
+
+def moved(step):
+    rows = zip(*(column.tolist() for column in step.columns), strict=True)
+    return Counter((src, dst, chunk, *how) for src, dst, lo, hi, *how in rows for chunk in range(lo, hi))
+
+
+@given(random_schedules())
+def test_canonical_moves_the_same_chunks_and_is_its_own_canonical_form(schedule):
+    for step in schedule.steps():
+        short = step.canonical()
+        assert moved(short) == moved(step)
+        assert short.canonical().text(limit=99) == short.text(limit=99)
+
+
+def test_text_of_a_step_says_how_many_transfers_it_left_out():
+    step = Step.of(0, [1, 2, 3], 0, 1, COPY)
+    assert step.text(limit=2) == "copy  0->1 [0:1)  0->2 [0:1)  ... 1 more"
+
+
+def test_text_of_a_schedule_counts_in_good_english_and_numbers_its_steps():
+    assert str(PUSH.then(PULL, "there and back")) == (
+        "there and back: 2 ranks, 1 chunk\n  0  copy  0->1 [0:1)\n  1  add  1->0 [0:1)"
+    )
+
+
+def test_text_of_a_schedule_limits_every_step():
+    _, *steps = ring.all_reduce(40).text(limit=4).splitlines()
+    assert all(line.endswith("... 36 more") for line in steps)
+
+
+def test_then_runs_one_schedule_after_the_other():
+    both = PUSH.then(PULL)
+    assert (both.name, lines(both)) == ("push then pull", ["copy  0->1 [0:1)", "add  1->0 [0:1)"])
+
+
+@pytest.mark.parametrize("combine", [Schedule.then, Schedule.beside], ids=["then", "beside"])
+def test_schedules_of_different_shapes_are_not_combined(combine):
+    with pytest.raises(ScheduleError, match=r"push \(2 ranks, 1 chunks\) and ring \(3 ranks, 3 chunks\) do not fit"):
+        combine(PUSH, ring.all_reduce(3))
+
+
+def test_over_gives_the_parts_to_other_ranks():
+    moved = PUSH.over([4, 2], world=5)
+    assert (moved.ranks, lines(moved)) == (5, ["copy  4->2 [0:1)"])
+
+
+def test_over_with_copies_plays_all_of_them_at_once_each_on_its_own_chunks():
+    copies = PUSH.within(0, 2, 6).over([[0, 1], [3, 2], [4, 5]], world=6, shift=[0, 2, 4])
+    assert lines(copies) == ["copy  0->1 [0:2)  3->2 [2:4)  4->5 [4:6)"]
+
+
+def test_over_shifts_every_copy_alike_when_given_one_number():
+    assert lines(PUSH.within(0, 1, 2).over([[0, 1], [3, 2]], 4, shift=1)) == ["copy  0->1 [1:2)  3->2 [1:2)"]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3], [0, 1, 1], [[0, 1, 2], [2, 3, 4]]])
+def test_over_asks_for_as_many_different_ranks_as_the_schedule_has(ranks):
+    with pytest.raises(ScheduleError, match=r"ring needs 3 different ranks, got \[\["):
+        ring.all_reduce(3).over(ranks, world=9)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 5], [-1, 0, 1]])
+def test_over_refuses_ranks_outside_the_world(ranks):
+    with pytest.raises(ScheduleError, match=r"ranks must lie in 0\.\.4"):
+        ring.all_reduce(3).over(ranks, world=5)
+
+
+def test_within_lays_a_schedule_on_a_part_of_the_chunks():
+    laid = ring.reduce_scatter(2).within(2, 6, 7)
+    assert (laid.chunks, lines(laid)) == (7, ["add  0->1 [4:6)  1->0 [2:4)"])
+
+
+@pytest.mark.parametrize("part", [(0, 3, 4), (2, 6, 5), (-2, 0, 4), (2, 2, 4), (4, 2, 4)], ids=str)
+def test_within_refuses_a_range_that_is_no_multiple_or_lies_outside(part):
+    with pytest.raises(ScheduleError, match=r"cannot be laid on chunks .* must lie inside and be a multiple of 2 long"):
+        ring.all_reduce(2).within(*part)
+
+
+def test_refined_cuts_every_chunk():
+    fine = ring.reduce_scatter(2).refined(3)
+    assert (fine.chunks, lines(fine)) == (6, ["add  0->1 [3:6)  1->0 [0:3)"])
+
+
+def test_beside_runs_both_step_by_step_and_the_longer_one_on_alone():
+    both = PUSH.then(PULL).over([0, 1], 4).beside(PUSH.over([2, 3], 4), "two")
+    assert (both.name, lines(both)) == ("two", ["copy  0->1 [0:1)  2->3 [0:1)", "add  1->0 [0:1)"])
+
+
+def test_beside_joins_the_names_of_all_its_parts():
+    assert beside([PUSH, PULL, PUSH]).name == "push beside pull beside push"
+
+
+def test_beside_of_nothing_is_refused_in_words():
+    with pytest.raises(ScheduleError):
+        beside([])
+
+
+def test_named_changes_the_name_alone():
+    other = PUSH.named("shove")
+    assert (other.name, other.digest()) == ("shove", PUSH.digest())
+
+
+def test_the_empty_schedule_moves_nothing():
+    assert lines(empty(5, 3)) == []
+
+
+def test_combinators_pull_no_step_before_it_is_asked_for():
+    pulled = []
+    counted = Schedule("counted", 2, 1, lambda: (pulled.append(k) or Step.of(0, 1, 0, 1, COPY) for k in range(9)))
+    longer = counted.then(counted).refined(2).over([1, 0]).beside(counted.refined(2)).within(0, 2, 4)
+    assert not pulled
+    next(longer.steps())
+    assert pulled == [0, 0]
+
+
+def test_the_first_step_of_a_schedule_that_never_ends_can_be_read():
+    assert len(next(ring.all_reduce(1 << 16).over(np.arange(1 << 16)[::-1]).steps())) == 1 << 16
+
+
+def test_a_schedule_yields_its_steps_anew_each_time():
+    schedule = ring.all_reduce(3).refined(2).over([2, 0, 1])
+    assert lines(schedule) == lines(schedule)
+
+
+def test_digest_is_equal_for_equal_movement_under_any_name_and_row_order():
+    forth, back = Step.of([0, 1], [1, 2], 0, [2, 1], ADD), Step.of([1, 0, 0], [2, 1, 1], [0, 0, 1], [1, 1, 2], ADD)
+    assert made_of(forth, name="a").digest() == made_of(back, name="b").digest()
+
+
+BASE = {"src": [0, 1], "dst": [1, 2], "lo": 0, "hi": 2, "combine": MIX, "weight": 0.5}
+CHANGES = [{"src": [0, 0]}, {"dst": [1, 0]}, {"lo": [0, 1]}, {"hi": [1, 2]}, {"combine": ADD}, {"weight": 0.25}]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_digest_changes_when_anything_moves_differently(change):
+    assert made_of(Step.of(**BASE)).digest() != made_of(Step.of(**{**BASE, **change})).digest()
+
+
+def test_digest_changes_with_the_cut_of_steps_and_the_shape():
+    step = Step.of(**BASE)
+    variants = [made_of(step), made_of(step, step), made_of(step.rows(np.array([0])), step.rows(np.array([1])))]
+    variants += [made_of(step, ranks=4), made_of(step, chunks=5), made_of()]
+    assert len({variant.digest() for variant in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("combine", [ADD, COPY])
+def test_digest_ignores_the_weight_where_nothing_reads_it(combine):
+    one, other = (made_of(Step.of(0, 1, 0, 1, combine, weight)) for weight in (0.5, 0.25))
+    assert one.digest() == other.digest()
+
+
+@given(random_schedules())
+def test_programs_of_all_ranks_hold_every_transfer_once_on_each_end(schedule):
+    programs = [program(schedule, rank) for rank in range(schedule.ranks)]
+    for number, step in enumerate(map(Step.canonical, schedule.steps())):
+        rows = sorted(zip(*(column.tolist() for column in step.columns), strict=True))
+        ends = [(mine.rank, mine.hops[number]) for mine in programs]
+        sends = [(r, leg.peer, leg.lo, leg.hi, leg.combine, leg.weight) for r, hop in ends for leg in hop.sends]
+        recvs = [(leg.peer, r, leg.lo, leg.hi, leg.combine, leg.weight) for r, hop in ends for leg in hop.recvs]
+        assert sorted(sends) == sorted(recvs) == rows
+
+
+@given(random_schedules())
+def test_legs_of_a_hop_are_sorted_by_peer_and_chunk(schedule):
+    for hop in chain.from_iterable(program(schedule, rank).hops for rank in range(schedule.ranks)):
+        for legs in (hop.sends, hop.recvs):
+            assert list(legs) == sorted(legs, key=lambda leg: (leg.peer, leg.lo))
+
+
+def test_a_program_keeps_the_hops_in_which_its_rank_is_idle():
+    mine = program(PUSH.then(PULL).over([0, 2], 3), 1)
+    assert [(hop.sends, hop.recvs) for hop in mine.hops] == [((), ()), ((), ())]
+
+
+def test_a_program_knows_its_peers():
+    assert program(tree.broadcast(8), 0).peers == {1, 2, 4}
+
+
+@given(numel=st.integers(0, 5000), chunks=st.integers(1, 70), granule=st.integers(1, 64))
+def test_spans_cover_exactly_in_even_chunks_that_start_at_granules(numel, chunks, granule):
+    bounds = spans(numel, chunks, granule)
+    sizes = [hi - lo for lo, hi in pairwise(bounds)]
+    grains = [-(-size // granule) for size in sizes]
+    assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, chunks)
+    assert min(sizes) >= 0
+    assert all(lo % granule == 0 for lo, size in zip(bounds, sizes, strict=False) if size)
+    assert max(grains) - min(grains) <= 1
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_algorithm_is_an_all_reduce_for_every_rank_count(name, ranks):
+    schedule = BUILDERS[name](0, ranks)
+    assert verify(schedule, collective.all_reduce(ranks, schedule.chunks)).counterexample is None
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_one_rank_needs_no_step(name):
+    assert lines(BUILDERS[name](0, 1)) == []
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_an_algorithm_returns_one_object_for_one_answer(name):
+    assert BUILDERS[name](0, 12) is BUILDERS[name](7, 12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(name=st.sampled_from(sorted(BUILDERS)), world=st.integers(1, 24), data=st.data())
+def test_an_algorithm_over_any_subset_of_ranks_sums_over_that_subset(name, world, data):
+    members = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
+    schedule = BUILDERS[name](0, len(members)).over(members, world)
+    proof = verify(schedule, collective.all_reduce(world, schedule.chunks, members))
+    assert proof.counterexample is None
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_ring_takes_its_closed_form_in_steps_and_bytes(ranks):
+    cost = traffic(ring.all_reduce(ranks))
+    assert (cost.steps, cost.bytes_per_rank) == (2 * (ranks - 1), Fraction(2 * (ranks - 1), ranks))
+
+
+TORI = [(x, y, False) for x, y in GRIDS] + [(x, y, True) for x, y in GRIDS if x * y <= 24]
+
+
+@pytest.mark.parametrize(("x", "y", "both_ways"), TORI)
+def test_the_torus_takes_its_closed_form_in_steps_and_bytes_on_every_grid(x, y, both_ways):
+    schedule = Torus2D((x, y), both_ways).schedule(0, x * y)
+    cost = traffic(schedule)
+    assert verify(schedule, collective.all_reduce(x * y, schedule.chunks)).counterexample is None
+    assert (cost.steps, cost.bytes_per_rank) == (2 * (x + y - 2), Fraction(2 * (x * y - 1), x * y))
+
+
+@pytest.mark.parametrize("ranks", POWERS)
+def test_halving_doubling_takes_its_closed_form_for_powers_of_two(ranks):
+    cost = traffic(halving_doubling.all_reduce(ranks))
+    steps = 2 * (ranks.bit_length() - 1)
+    assert (cost.steps, cost.bytes_per_rank) == (steps, Fraction(2 * (ranks - 1), ranks))
+
+
+@pytest.mark.parametrize("ranks", sorted(set(RANKS) - set(POWERS)))
+def test_halving_doubling_folds_other_rank_counts_in_two_steps_and_under_three_buffers(ranks):
+    cost = traffic(halving_doubling.all_reduce(ranks))
+    assert cost.steps == 2 * (ranks.bit_length() - 1) + 2
+    assert cost.bytes_per_rank < 3
+    assert cost.max_peers <= MAX_HELPERS
+
+
+@pytest.mark.parametrize("both_ways", [False, True], ids=["row first", "both ways"])
+@pytest.mark.parametrize("ranks", PRIMES)
+def test_the_torus_folds_the_odd_rank_of_a_prime_in_two_steps(ranks, both_ways):
+    x, y = best_grid(ranks - 1)
+    assert traffic(Torus2D(both_ways=both_ways).schedule(0, ranks)).steps == 2 * (x + y - 2) + 2
+
+
+def test_a_torus_of_1024_ranks_is_an_all_reduce():
+    schedule = Torus2D().schedule(0, 1024)
+    assert schedule.name == "torus 32x32"
+    assert verify(schedule, collective.all_reduce(1024, schedule.chunks)).counterexample is None
+
+
+@pytest.mark.parametrize("grid", [(3, 5), (12, 0), (-3, -4), (1, 1)], ids=str)
+def test_a_grid_that_does_not_fit_is_refused_naming_one_that_does(grid):
+    with pytest.raises(UsageError, match=rf"{grid[0]} x {grid[1]} does not fit 12 ranks.* multiply to 12") as caught:
+        Torus2D(grid).schedule(0, 12)
+    named = re.search(r"such as (\d+) x (\d+)", str(caught.value))
+    assert Torus2D(tuple(map(int, named.groups()))).schedule(0, 12).ranks == 12
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_best_grid_is_the_most_square_one(ranks):
+    fewest = min(x + ranks // x for x in range(1, ranks + 1) if ranks % x == 0)
+    x, y = best_grid(ranks)
+    assert (x * y, x + y, x >= y) == (ranks, fewest, True)
+
+
+HALVES = [(ring, p) for p in range(1, 34)] + [(halving_doubling, p) for p in POWERS]
+
+
+@pytest.mark.parametrize("factor", [1, 3], ids=["coarse", "refined"])
+@pytest.mark.parametrize("half", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(("module", "ranks"), HALVES, ids=[f"{m.__name__.split('.')[-1]}-{p}" for m, p in HALVES])
+def test_each_half_of_an_all_reduce_keeps_its_own_promise(module, ranks, half, factor):
+    schedule = getattr(module, half)(ranks).refined(factor)
+    promise = getattr(collective, half)(ranks, schedule.chunks)
+    assert verify(schedule, promise).counterexample is None
+
+
+TREES = [(ranks, root) for ranks in range(1, 18) for root in range(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "root"), TREES, ids=str)
+def test_the_tree_broadcasts_from_every_root_in_a_logarithmic_number_of_steps(ranks, root):
+    direct, moved = tree.broadcast(ranks, root), tree.broadcast(ranks).over((np.arange(ranks) + root) % ranks)
+    assert verify(direct, collective.broadcast(ranks, 1, root)).counterexample is None
+    assert traffic(direct).steps == (ranks - 1).bit_length()
+    assert direct.digest() == moved.digest()
+
+
+def test_the_catalogue_lists_its_names_when_asked_for_another():
+    with pytest.raises(UsageError, match="no algorithm is called 'tours2d': choose one of halving_doubling, ring, tor"):
+        by_name("tours2d")
