@@ -73,11 +73,14 @@ class TransportError(CommrtError):
     def __init__(self, what: str, place: Place | None = None) -> None:
         self.what = what
         self.place = place or Place()
+        self.elsewhere = ""
+        """What another rank saw before this one did, if it could be learned."""
         super().__init__(what)
 
     def __str__(self) -> str:
         where = str(self.place)
-        return f"{self.what} [{where}]" if where else self.what
+        here = f"{self.what} [{where}]" if where else self.what
+        return f"{here}. {self.elsewhere}" if self.elsewhere else here
 
 
 class DeadlineExceeded(TransportError, TimeoutError):

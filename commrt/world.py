@@ -115,9 +115,9 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others and let go of them. A rank's deadline often expires because of another one's fault."""
-        first = self._quickly(lambda: self._report(f"rank {self.rank} saw first: {failure}"), FAULT_REPORT_S)
+        first = self._quickly(lambda: self._report(f"rank {self.rank} saw: {failure}"), FAULT_REPORT_S)
         if isinstance(failure, TransportError) and first and str(failure) not in first:
-            failure.what += f". In this world, {first}"
+            failure.elsewhere = f"Before that, {first}"
         self.transport.abort()
         if self._holds_store:
             self._quickly(lambda: self.store.get("fault seen by all"), FAULT_LINGER_S)

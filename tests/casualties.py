@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -18,15 +19,18 @@ STRIKE = 5
 
 def model_of(widths=(16, 64, 64, 64, 4)):
     torch.manual_seed(0)
-    layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers)
 
 
 def joined(algorithm, timeout_s, model):
+    """Attached, with a deadline for the steps alone: starting may take its time."""
     torch.set_num_threads(1)
-    world = commrt.init(timeout_s)
+    world = commrt.init(60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=0.01), optimizer, world
+    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=0.01)
+    world.transport.timeout_s = timeout_s
+    return replica, optimizer, world
 
 
 def one_step(model, optimizer, rank, step):
@@ -49,9 +53,7 @@ def struck_in_mid_step(tell, algorithm, victim, timeout_s):
                 signal.pause()
 
     model[2].weight.register_hook(wait_for_the_blow)
-    for step in range(STRIKE + 3):  # noqa: B007  # read by the hook
-        if step == STRIKE:
-            tell("at the step")
+    for step in range(STRIKE + 3):  # read by the hook
         one_step(model, optimizer, world.rank, step)
     return "finished"
 
@@ -61,11 +63,11 @@ def out_of_data(tell, early, stays, timeout_s):
     model = model_of()
     _, optimizer, world = joined(commrt.Torus2D(), timeout_s, model)
     for step in range(STRIKE if world.rank == early else STRIKE + 3):
-        if step == STRIKE - 1:
-            tell("at the step")
         one_step(model, optimizer, world.rank, step)
-    while stays:
-        signal.pause()
+    if stays:
+        tell("stays")
+        while True:
+            signal.pause()
     return "finished"
 
 

@@ -55,8 +55,12 @@ def test_a_local_deadline_prints_who_waits_for_whom():
 def exchange_in_steps(transports, steps):
     def one(transport):
         turn = ring_turn(transport, len(transports))
-        for step in range(steps):
-            turn(Moment(step, 0))
+        try:
+            for step in range(steps):
+                turn(Moment(step, 0))
+        except TransportError:
+            transport.abort()
+            raise
 
     with ThreadPoolExecutor(len(transports)) as pool:
         return [future.exception() for future in [pool.submit(one, transport) for transport in transports]]

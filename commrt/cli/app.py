@@ -56,7 +56,7 @@ def train(
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of SGD with momentum 0.9.")] = 0.05,
+    lr: Annotated[float, typer.Option(min=0.0, help="First learning rate of SGD with momentum 0.9; it decays along a cosine.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Of the initial weights and of the order of images.")] = 0,
     wire: Annotated[Wire, typer.Option(help="The dtype that travels.")] = Wire.fp32,
     bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket.")] = 25.0,

@@ -115,12 +115,14 @@ def _averaging(job: Job, world: World, model: nn.Module, optimizer: torch.optim.
 def _train(
     job: Job, images: Images, world: World, averaging: Averaging, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
     for epoch in range(job.epochs):
         for pixels, digits in images.batches(job.batch_size, world.rank, world.size, job.seed + epoch):
             optimizer.zero_grad()
             loss = cross_entropy(averaging.model(pixels), digits)
             averaging.backward(loss)
             optimizer.step()
+            decay.step()
             progress(loss.item())
 
 

@@ -38,7 +38,7 @@ class Fault:
 
 
 def fail_at(rank: int | None = None, step: int | None = None, bucket: int | str | None = None) -> Fault:
-    """The rank's exchange raises `TransportError`, and its connections drop."""
+    """The rank's exchange raises `TransportError`; its world then drops the connections."""
     return Fault(Kind.FAIL, rank, step, bucket)
 
 
@@ -72,7 +72,6 @@ class FaultyTransport:
             struck = [fault for fault in self._faults if fault.strikes(moment)]
             kinds = {fault.kind for fault in struck}
             if Kind.FAIL in kinds:
-                self._inner.abort()
                 raise TransportError("an injected failure", Place(self.rank, None, *moment, group.hop))
             self._delay(sum(fault.seconds for fault in struck), moment)
             (without_sends if Kind.DROP in kinds else whole)(moment)

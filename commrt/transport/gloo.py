@@ -11,11 +11,13 @@ the order, and turns a disagreement about sizes into a deadline instead of silen
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from time import monotonic
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
@@ -26,6 +28,8 @@ __all__ = ["GlooTransport"]
 
 TAGS = 1 << 31
 """Gloo's tags are 32-bit and torch passes them as a signed int."""
+NEVER = TAGS - 1
+"""A tag that nobody sends with; see `GlooTransport.abort`."""
 POLL = timedelta(milliseconds=1)
 """How long a failed group asks each of its other transfers what became of it."""
 
@@ -42,7 +46,7 @@ class _Line(NamedTuple):
 
     def tag(self) -> int:
         """The next transfer's tag: differs where the two ends differ in number or size."""
-        return (next(self.number) * 0x9E3779B1 ^ self.nbytes) % TAGS
+        return (next(self.number) * 0x9E3779B1 ^ self.nbytes) % NEVER
 
 
 class GlooTransport:
@@ -126,10 +130,16 @@ class GlooTransport:
         self._group = None
 
     def abort(self) -> None:
-        """As `close`, and end what is in flight."""
+        """As `close`, but at once, and whoever holds references.
+
+        Gloo's own ``abort`` and ``shutdown`` leave the sockets open (tried with torch 2.13); a receive that
+        times out closes them all. A line that is broken already refuses even that, so every peer is tried.
+        """
         group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        for peer in range(self.ranks if group is not None else 0):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, NEVER).wait(POLL)
 
 
 def _state(work: Work) -> RuntimeError | None:

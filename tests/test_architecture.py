@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the house that a linter cannot say."""
+
+from __future__ import annotations
+
+import ast
+import os
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
+
+ROOT = Path(__file__).parent.parent
+ROOMS = [ROOT / room for room in ("commrt", "kernels", "algorithms")]
+MODULES = sorted(path for room in ROOMS for path in room.rglob("*.py") if "commrt/kernels" not in str(path))
+KERNELS = [path.stem for path in (ROOT / "kernels").glob("*.py") if path.stem != "__init__"]
+
+
+def named(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("room", ["kernels", "algorithms"])
+def test_the_rooms_outside_are_linked_into_the_package(room):
+    link = ROOT / "commrt" / room
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{room}"
+
+
+def test_the_public_surface_is_sorted_and_exists():
+    def alphabetical(names):
+        return sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+
+    assert commrt.__all__ == alphabetical(commrt.__all__)
+    for name in commrt.__all__:
+        assert getattr(commrt, name) is not None
+    assert set(commrt.__all__) <= set(dir(commrt))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = commrt.nonsense
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_a_module_has_a_licence_a_docstring_and_at_most_400_lines(path):
+    text = path.read_text()
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n") or path.name == "__init__.py"
+    assert ast.get_docstring(ast.parse(text))
+    assert text.count("\n") <= 400
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_only_commands_print_and_only_the_launch_and_the_doctor_read_the_environment(path):
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    assert "print" not in calls or path.parent.name == "cli" or path.name == "processes.py"
+    reads = "os.environ" in path.read_text()
+    assert not reads or path.name in {"launch.py", "doctor.py", "processes.py"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_a_function_body_has_at_most_50_lines(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+            assert node.end_lineno - first.lineno < 50, f"{node.name} at line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_what_a_module_offers_it_defines(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    module = import_module(".".join(parts if parts[0] == "commrt" else ("commrt", *parts)).removesuffix(".__init__"))
+    for name in getattr(module, "__all__", []):
+        assert hasattr(module, name)
+
+
+def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
+    algorithms, kernels = (ROOT / "docs/algorithms.md").read_text(), (ROOT / "kernels/README.md").read_text()
+    assert [name for name in ALGORITHMS if f"`{name}`" not in algorithms] == []
+    assert [name for name in KERNELS if f"`{name}`" not in kernels] == []
+
+
+def test_every_decision_is_listed():
+    page = (ROOT / "docs/architecture.md").read_text()
+    for record in (ROOT / "docs/decisions").glob("*.md"):
+        assert record.name in page

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process finds its place in the world from what its launcher left, or says what is wrong with it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import commrt
+from commrt.errors import CommrtError, UsageError
+from commrt.launch import LAUNCHERS, Launch, read_launch, read_timeout_s
+
+AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+
+
+def test_torchrun_says_everything():
+    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **AT}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert read_launch(env) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321)
+    assert read_launch(env | agent) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321, store_exists=True, attempt=1)
+
+
+def test_open_mpi_and_mpich_are_recognised():
+    assert read_launch(OPEN_MPI | AT) == Launch("Open MPI", 3, 8, 1, 2, "10.1.2.3", 4321)
+    mpich = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    assert read_launch(mpich | AT) == Launch("MPICH", 3, 8, 1, 2, "10.1.2.3", 4321)
+
+
+def test_mpirun_inside_a_slurm_job_is_mpirun():
+    launch = read_launch(SLURM | OPEN_MPI | AT)
+    assert launch is not None
+    assert launch.launcher == "Open MPI"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("gpu[003-007,9],login1", "gpu003"), ("a1,a2", "a1"), ("node-7", "node-7"), ("r[1-2]-ib", "r1-ib")],
+)
+def test_slurm_hosts_the_store_on_its_first_node(hosts, first):
+    launch = read_launch(SLURM | {"SLURM_JOB_NODELIST": hosts})
+    assert launch is not None
+    assert launch.address == first
+
+
+def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
+    nodes = {"SLURM_JOB_NODELIST": "a"}
+    ports = [read_launch(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
+    assert len(set(ports)) == 1
+    assert read_launch(SLURM | nodes | {"SLURM_JOB_ID": "78"}).port != ports[0]
+
+
+def test_ranks_on_one_machine_need_no_address():
+    launch = read_launch(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
+    assert launch is not None
+    assert launch.address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: set both"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "contradict each other"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "contradict each other"),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK='x' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to its host name"),
+        (OPEN_MPI, "Open MPI started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
+    ],
+)
+def test_contradictions_are_refused_with_a_sentence(env, says):
+    with pytest.raises(UsageError, match=says):
+        read_launch(env)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan"])
+def test_a_deadline_is_a_positive_number_of_seconds(text):
+    with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
+        read_timeout_s({"COMMRT_TIMEOUT_S": text})
+
+
+def test_the_default_deadline_is_five_minutes():
+    assert read_timeout_s({}) == 300
+    assert read_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
+
+
+variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size", "job")]
+known = st.sampled_from([*variables, "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NODELIST", "TORCHELASTIC_RESTART_COUNT"])
+
+
+@given(st.dictionaries(known, st.one_of(st.text("0123456789-[](),ax ", max_size=8), st.integers(-2, 70000).map(str))))
+def test_any_environment_gives_a_launch_or_a_sentence(env):
+    with suppress(CommrtError):
+        launch = read_launch(env)
+        assert launch is None or (0 <= launch.rank < launch.size and 0 < launch.port < 65536)
+
+
+def test_without_a_launcher_the_world_is_one_process(monkeypatch):
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    with commrt.init() as world:
+        assert (world.rank, world.size, world.launcher) == (0, 1, "one process")
+        assert commrt.init() is world
+    with commrt.init(timeout_s=5) as again:
+        assert again is not world
+        assert again.timeout_s == 5
+
+
+def test_a_deadline_that_expires_at_once_is_refused():
+    with pytest.raises(UsageError, match="timeout_s=0 would expire at once"):
+        commrt.init(timeout_s=0)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication hides behind the backward pass, and buckets leave in one order on all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import commrt
+from commrt.buckets import Unit, plan_buckets
+from commrt.ready import LaunchOrder
+from commrt.testing.faults import delay_at, with_faults
+from commrt.testing.ranks import run_ranks
+
+LAYERS = 8
+WIRE_S = 0.020
+COMPUTE_S = 0.025
+
+
+class SlowBackward(torch.autograd.Function):
+    """Stands for a layer whose backward pass takes a while, without needing the processor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(COMPUTE_S)
+        return gradient
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(SlowBackward.apply(x)))
+        return x
+
+
+def test_a_slow_wire_hides_behind_the_backward_pass():
+    def body(world):
+        torch.manual_seed(0)
+        model = Deep()
+        replica = commrt.attach(model, world=world, bucket_cap_mb=16 * 17 * 4 / 2**20)
+        for _ in range(3):
+            model(torch.randn(4, 16)).sum().backward()
+        return replica.stats(), len(replica.last.spans)
+
+    for stats, buckets in run_ranks(2, body, wrap=with_faults(delay_at(seconds=WIRE_S))):
+        assert buckets == LAYERS
+        assert stats.comm_s >= 3 * LAYERS * WIRE_S
+        assert stats.exposed_s < stats.comm_s / 2
+
+
+buckets_of_names = st.lists(st.integers(1, 4), min_size=1, max_size=6).map(
+    lambda sizes: [tuple(f"{b}.{i}" for i in range(size)) for b, size in enumerate(sizes)]
+)
+
+
+@given(buckets_of_names, st.randoms(use_true_random=False), st.integers(0, 24))
+def test_buckets_leave_once_and_in_order_whatever_becomes_ready_first(buckets, random, ready):
+    order = LaunchOrder(buckets)
+    names = [(b, name) for b, members in enumerate(buckets) for name in members]
+    random.shuffle(names)
+    for _ in range(2):
+        order.arm()
+        left = []
+        for b, name in names[:ready]:
+            left += order.mark(b, name)
+            assert all(set(buckets[i]) <= {n for _, n in names[:ready]} for i in left)
+        assert left + order.rest() == list(range(len(buckets)))
+
+
+units = st.lists(st.builds(Unit, st.just("p"), st.integers(1, 50), st.sampled_from([torch.float32, torch.bfloat16])))
+
+
+@given(units, st.integers(1, 100), st.integers(1, 100))
+def test_a_plan_has_every_parameter_once_in_buckets_of_one_dtype_that_close_at_the_cap(some, cap, first_cap):
+    plan = plan_buckets(some, cap, first_cap)
+    assert sorted(i for members in plan for i in members) == list(range(len(some)))
+    assert plan == sorted(plan, key=lambda members: members[-1])
+    for members in plan:
+        assert len({some[i].dtype for i in members}) == 1
+        assert sum(some[i].nbytes for i in members[:-1]) < max(cap, first_cap)
