@@ -18,7 +18,7 @@ from commrt.executor import BoundProgram, bind, scratch_numel
 from commrt.program import program
 from commrt.schedule import Algorithm, Schedule
 from commrt.transport.protocol import Moment
-from commrt.verify import prove
+from commrt.verify import Proof, prove
 from commrt.world import World
 
 __all__ = ["Engine", "Span"]
@@ -47,14 +47,13 @@ class Engine:
         self.buckets = buckets
         self.members = tuple(range(world.size))
         """Who takes part in the step; changes only by a roll call."""
+        self._proofs: dict[Schedule, Proof] = {}
         self._programs: dict[tuple[Schedule, tuple[int, ...]], list[BoundProgram]] = {}
         self._roll = torch.zeros(world.size)
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when everybody takes part; proven."""
-        schedule = self.algorithm.schedule(step, self.world.size)
-        prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-        return schedule
+        return self._proven(self.algorithm.schedule(step, self.world.size))
 
     def submit(self, bucket: Bucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the future is done."""
@@ -85,10 +84,14 @@ class Engine:
             self._programs[key] = self._bind(schedule)
         return self._programs[key]
 
+    def _proven(self, schedule: Schedule) -> Schedule:
+        if schedule not in self._proofs:
+            self._proofs[schedule] = prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+        return schedule
+
     def _bind(self, schedule: Schedule) -> list[BoundProgram]:
         """Bind the schedule to every bucket; scratch is shared, since buckets travel one at a time."""
-        prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-        mine = program(schedule.over(self.members, world=self.world.size), self.world.rank)
+        mine = program(self._proven(schedule).over(self.members, world=self.world.size), self.world.rank)
         scratch: dict[torch.dtype, Tensor] = {}
         for bucket in self.buckets:
             need = scratch_numel(mine, bucket.wire.numel())

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from commrt.errors import CommrtError
+from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
 __all__ = ["app", "main"]
 
@@ -56,7 +56,9 @@ def train(
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
-    lr: Annotated[float, typer.Option(min=0.0, help="First learning rate of SGD with momentum 0.9; it decays along a cosine.")] = 0.05,
+    lr: Annotated[
+        float, typer.Option(min=0.0, help="First learning rate of SGD with momentum 0.9; it decays along a cosine.")
+    ] = 0.05,
     seed: Annotated[int, typer.Option(help="Of the initial weights and of the order of images.")] = 0,
     wire: Annotated[Wire, typer.Option(help="The dtype that travels.")] = Wire.fp32,
     bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket.")] = 25.0,
@@ -81,9 +83,9 @@ def doctor(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Run the command; an error that commrt raised on purpose is one sentence and exit code 2."""
+    """Run the command. An error raised on purpose is one sentence; exit code 2 for bad input, 1 for bad luck."""
     try:
         app()
     except CommrtError as error:
         print(f"commrt: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UsageError | ScheduleError | DisagreementError) else 1)

@@ -78,7 +78,8 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
         results: dict[int, list[Result]] = elastic_launch(config, _work_as_child)(jobs)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        raise CommrtError(f"worker {rank} failed: {failure.message}") from failed
+        what = f"worker {rank} failed: {failure.message}. Its own output, if any, stands above"
+        raise CommrtError(what) from failed
     return results[0]
 
 
