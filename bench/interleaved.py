@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of variants measured in turn within one run: what may be said about them, and how it is printed.
+
+On a shared machine a time says little; the ratio of two times taken within a second of each other says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+__all__ = ["Clock", "Times", "spread", "table"]
+
+Times = dict[str, list[float]]
+"""Variant to seconds, one entry per round; the i-th entries of all variants were measured together."""
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """The 20 % quantile, the median and the 80 % quantile."""
+    low, middle, high = np.quantile(values, (0.2, 0.5, 0.8)).tolist()
+    return low, middle, high
+
+
+def ratios(times: Times, variant: str, peer: str) -> list[float]:
+    """Round by round, the time of `variant` in units of the time of `peer`."""
+    return [own / other for own, other in zip(times[variant], times[peer], strict=True)]
+
+
+def record(times: Times, variant: str, peer: str) -> dict[str, float | int | str]:
+    """What a benchmark keeps of `variant`."""
+    low, middle, high = spread(times[variant])
+    ratio_low, ratio, ratio_high = spread(ratios(times, variant, peer))
+    return {
+        "rounds": len(times[variant]),
+        "median_s": middle,
+        "quantile20_s": low,
+        "quantile80_s": high,
+        "peer": peer,
+        "ratio": ratio,
+        "ratio_quantile20": ratio_low,
+        "ratio_quantile80": ratio_high,
+    }
+
+
+def table(times: Times, peers: dict[str, str]) -> str:
+    """One line per variant: its times, and its ratio to its peer round by round, medians with quantiles."""
+    lines = [f"{'variant':28} {'ms: 20 %':>9} {'median':>8} {'80 %':>8}   ratio: median (20 %..80 %) to"]
+    for variant, peer in peers.items():
+        row = record(times, variant, peer)
+        ms = " ".join(f"{1e3 * float(row[key]):8.1f}" for key in ("quantile20_s", "median_s", "quantile80_s"))
+        ratio = f"{row['ratio']:.2f} ({row['ratio_quantile20']:.2f}..{row['ratio_quantile80']:.2f}) {peer}"
+        lines.append(f"{variant:28}  {ms}          {ratio}")
+    return "\n".join(lines)
+
+
+@dataclass
+class Clock:
+    """A clock that advances by what was measured elsewhere, so that pytest-benchmark can tell of it."""
+
+    now_s: float = 0.0
+    _coming: list[float] = field(default_factory=list)
+
+    def replay(self, seconds: list[float]) -> Callable[[], None]:
+        """A function whose i-th call takes ``seconds[i]`` on this clock."""
+        self._coming = list(seconds)
+
+        def elapse() -> None:
+            self.now_s += self._coming.pop(0)
+
+        return elapse

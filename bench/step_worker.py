@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the step benchmark: the same gradients averaged in several ways, in turn.
+
+Each way has a module whose backward pass is one multiplication per parameter, and is timed from before
+``backward()`` until the averages are in ``param.grad``.
+"""
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from gradient_sets import Shapes, resnet50
+from interleaved import Times
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt
+from commrt.buckets import MIB, Bucket, build_buckets
+
+__all__ = ["HOST", "PEERS", "Job", "work"]
+
+HOST = "127.0.0.1"
+FP32, BF16 = torch.float32, torch.bfloat16
+TOLERANCE = {FP32: 1e-6, BF16: 1e-2}
+"""Largest relative L2 error against the average in fp64."""
+
+ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling()}
+PEERS = (
+    {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp"}
+    | {f"{name} fp32": "ddp" for name in ALGORITHMS}
+    | {"ddp bf16 hook": "ddp"}
+    | {f"{name} bf16": "ddp" for name in ALGORITHMS}
+)
+"""Every variant, and whom it is compared with."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks run."""
+
+    port: int
+    ranks: int = 4
+    warmup: int = 2
+    rounds: int = 12
+
+
+class Dots(nn.Module):
+    """The sum of ``param . gradient`` over all parameters, so that `gradients` is what the backward pass finds."""
+
+    def __init__(self, params: list[Tensor], gradients: list[Tensor]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([nn.Parameter(param) for param in params])
+        self.gradients = gradients
+
+    def forward(self) -> Tensor:
+        pairs = zip(self.params, self.gradients, strict=True)
+        return torch.stack([torch.dot(param.flatten(), gradient) for param, gradient in pairs]).sum()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to average; `finish` is what has to be done after ``backward()``."""
+
+    wire: torch.dtype | None
+    module: nn.Module
+    finish: Callable[[], None] = lambda: None
+
+    def step(self) -> float:
+        """One step from the same start on all ranks; seconds on this one."""
+        self.module.zero_grad(set_to_none=True)
+        loss = self.module()
+        dist.barrier()
+        begin_s = perf_counter()
+        loss.backward()
+        self.finish()
+        return perf_counter() - begin_s
+
+
+def work(rank: int, job: Job, answers: SimpleQueue) -> None:
+    """Run the job as `rank`; rank 0 puts the times, each the slowest rank's, on `answers`."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    address = f"tcp://{HOST}:{job.port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.ranks)
+    with commrt.init():
+        times = measure(variants(rank), job)
+        gathered: list[Times] = [{} for _ in range(job.ranks)]
+        dist.all_gather_object(gathered, times)
+    dist.destroy_process_group()
+    if rank == 0:
+        answers.put({name: [max(turn) for turn in zip(*(g[name] for g in gathered), strict=True)] for name in times})
+
+
+def measure(ways: dict[str, Variant], job: Job) -> Times:
+    """Gate, warm up, then time the variants in turn; each round starts with another one."""
+    expected = average(job.ranks)
+    for name, variant in ways.items():
+        check(name, variant, expected)
+    names = list(ways)
+    times: Times = {name: [] for name in names}
+    gc.disable()
+    for turn in range(-job.warmup, job.rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = ways[name].step()
+            times[name] += [seconds] if turn >= 0 else []
+    return times
+
+
+def check(name: str, variant: Variant, expected: Tensor) -> None:
+    """The correctness gate: no time without the right average."""
+    variant.step()
+    if variant.wire is None:
+        return
+    found = torch.cat([param.grad.flatten() for param in variant.module.parameters()])
+    error = ((found.double() - expected).norm() / expected.norm()).item()
+    assert error <= TOLERANCE[variant.wire], f"{name} is off by {error:.1e}"
+
+
+def variants(rank: int) -> dict[str, Variant]:
+    """All variants by name; they share the memory of parameters and gradients, not the modules."""
+    shapes = resnet50()
+    params = [torch.zeros(shape) for shape in shapes.values()]
+    gradients = gradients_of(rank, shapes)
+
+    def dots() -> Dots:
+        return Dots(params, gradients)
+
+    ways = {
+        "backward alone": Variant(None, dots()),
+        "ddp": Variant(FP32, DistributedDataParallel(dots())),
+        "ddp views": Variant(FP32, DistributedDataParallel(dots(), gradient_as_bucket_view=True)),
+        "gloo, no overlap": bucketed(dots()),
+    }
+    ways |= {f"{name} fp32": attached(dots(), algorithm, FP32) for name, algorithm in ALGORITHMS.items()}
+    compressing = DistributedDataParallel(dots())
+    compressing.register_comm_hook(None, compress)
+    ways["ddp bf16 hook"] = Variant(BF16, compressing)
+    ways |= {f"{name} bf16": attached(dots(), algorithm, BF16) for name, algorithm in ALGORITHMS.items()}
+    return ways
+
+
+def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook of torch, by another name: DDP refuses it on CPUs, though Gloo has learnt bfloat16 since.
+
+    DDP compares the annotation of `bucket` with the type itself, so this file has no string annotations.
+    """
+    return bf16_compress_hook(group, bucket)
+
+
+def attached(module: nn.Module, algorithm: commrt.Algorithm, wire: torch.dtype) -> Variant:
+    """This project."""
+    commrt.attach(module, algorithm=algorithm, wire=wire)
+    return Variant(wire, module)
+
+
+def bucketed(module: nn.Module) -> Variant:
+    """What DDP does, without its overlap: divide into buckets, all reductions at once, copy back."""
+    buckets = build_buckets(list(module.named_parameters()), None, 25 * MIB)
+    return Variant(FP32, module, lambda: reduce_buckets(buckets))
+
+
+def reduce_buckets(buckets: list[Bucket]) -> None:
+    """Average the gradients of `buckets` with Gloo's own all-reduce."""
+    works = []
+    for bucket in buckets:
+        for (_, param), view in zip(bucket.params, bucket.views, strict=True):
+            torch.mul(param.grad, 1 / dist.get_world_size(), out=view)
+        works.append(dist.all_reduce(bucket.wire, async_op=True))
+    for running, bucket in zip(works, buckets, strict=True):
+        running.wait()
+        for (_, param), view in zip(bucket.params, bucket.views, strict=True):
+            param.grad.copy_(view)
+
+
+def gradients_of(rank: int, shapes: Shapes) -> list[Tensor]:
+    """The gradients [numel] that `rank` finds."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(torch.Size(shape).numel(), generator=generator) for shape in shapes.values()]
+
+
+def average(ranks: int) -> Tensor:
+    """What all ranks must end with, in fp64."""
+    shapes = resnet50()
+    return sum(torch.cat(gradients_of(rank, shapes)).double() for rank in range(ranks)) / ranks

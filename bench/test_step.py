@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averaging the gradients of ResNet-50 over 4 processes of this machine: this project beside DDP over Gloo.
+
+All variants run in one job, in turn; `step_worker` is what a rank does. Read ratios, not milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from math import prod
+
+import pytest
+from gradient_sets import resnet50
+from interleaved import Clock, Times, record, table
+from step_worker import HOST, PEERS, Job, work
+from torch.multiprocessing import spawn
+
+CLOCK = Clock()
+
+
+def clock() -> float:
+    """What pytest-benchmark reads: the time that the job took when it ran."""
+    return CLOCK.now_s
+
+
+@pytest.fixture(scope="module")
+def times(request: pytest.FixtureRequest) -> Times:
+    """The seconds of every variant and round; runs the job once for all benchmarks of this file."""
+    shapes = resnet50()
+    assert (len(shapes), sum(map(prod, shapes.values()))) == (161, 25_557_032)
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    job = Job(free_port())
+    spawn(work, (job, answers), nprocs=job.ranks)
+    measured = answers.get()
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n\nResNet-50's gradients, {job.ranks} processes, {job.rounds} rounds\n{table(measured, PEERS)}")
+    return measured
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.benchmark(group="step", timer=clock)
+@pytest.mark.parametrize("variant", PEERS)
+def test_average_the_gradients_of_resnet50(benchmark, times: Times, variant: str):
+    benchmark.extra_info.update(record(times, variant, PEERS[variant]))
+    benchmark.pedantic(CLOCK.replay(times[variant]), rounds=len(times[variant]))
