@@ -47,7 +47,6 @@ class Deep(nn.Module):
 
 def test_a_slow_wire_hides_behind_the_backward_pass():
     def body(world):
-        torch.manual_seed(0)
         model = Deep()
         replica = commrt.attach(model, world=world, bucket_cap_mb=16 * 17 * 4 / 2**20)
         for _ in range(3):

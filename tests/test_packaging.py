@@ -20,11 +20,12 @@ def wheel(tmp_path_factory):
     """Built from a copy of what git knows, so that a build leaves nothing in the checkout."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     tracked = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     )
-    subprocess.run(
-        ["tar", "--null", "-T", "-", "-cf", source / "tree.tar"], cwd=ROOT, input=tracked.stdout, check=True
-    )
+    subprocess.run(["tar", "--null", "-T", "-", "-cf", source / "tree.tar"], cwd=ROOT, input=tracked.stdout, check=True)
     subprocess.run(["tar", "-xf", "tree.tar"], cwd=source, check=True)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source],

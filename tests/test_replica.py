@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,18 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
 
+ONE_SEED_AT_A_TIME = Lock()
+"""Threads share torch's generator."""
+
+
+def seeded(make):
+    with ONE_SEED_AT_A_TIME:
+        torch.manual_seed(0)
+        return make()
+
+
 def net(*extra):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *extra, nn.Linear(8, 3))
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *extra, nn.Linear(8, 3)))
 
 
 def sgd(model):
@@ -207,17 +218,15 @@ def test_gradients_that_are_views_stay_views():
 
 def test_any_memory_format_is_averaged_by_position():
     def body(world):
-        torch.manual_seed(0)
-        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        model = seeded(lambda: nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
         commrt.attach(model, sgd(model), world=world)
-        torch.manual_seed(world.rank)
-        model(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)).square().mean().backward()
+        images = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        model(images[world.rank].to(memory_format=torch.channels_last)).square().mean().backward()
         alone = nn.Conv2d(3, 4, 3)
         alone.load_state_dict(model.state_dict())
         total = torch.zeros_like(alone.weight)
-        for rank in range(2):
-            torch.manual_seed(rank)
-            total += torch.autograd.grad(alone(torch.randn(2, 3, 8, 8)).square().mean(), alone.weight)[0] / 2
+        for image in images:
+            total += torch.autograd.grad(alone(image).square().mean(), alone.weight)[0] / 2
         torch.testing.assert_close(model.weight.grad, total)
 
     run_ranks(2, body)
@@ -225,7 +234,6 @@ def test_any_memory_format_is_averaged_by_position():
 
 def test_parameters_of_several_dtypes_travel_in_their_own_buckets():
     def body(world):
-        torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()])
         replica = commrt.attach(model, sgd(model), world=world)
         x = torch.full((1, 4), float(world.rank + 1))
