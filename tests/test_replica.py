@@ -16,7 +16,6 @@ from commrt.errors import DisagreementError, TransportClosed, TransportError, Us
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
-
 ONE_SEED_AT_A_TIME = Lock()
 """Threads share torch's generator."""
 
