@@ -74,7 +74,7 @@ class TransportError(CommrtError):
         self.what = what
         self.place = place or Place()
         self.elsewhere = ""
-        """What another rank saw before this one did, if it could be learned."""
+        """What the ranks saw that this one was waiting for, if it could be learned."""
         super().__init__(what)
 
     def __str__(self) -> str:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +14,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from commrt.agreement import agree
 from commrt.algorithms import tree
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
+from commrt.diagnosis import diagnose, leave_report, linger
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
@@ -29,12 +28,6 @@ from commrt.transport.protocol import Moment, Transport
 __all__ = ["World", "current", "init"]
 
 UNNAMED = Moment(0, "run")
-FAULT_REPORT_S = 2.0
-"""How long a failing rank tries to tell the others through a store that may itself be gone."""
-FAULT_LINGER_S = 3.0
-"""How long a failing rank that holds the store stays, for the others to read what happened first."""
-
-T = TypeVar("T")
 
 
 class World:
@@ -114,33 +107,12 @@ class World:
         return self.run_now(schedule, buffer, moment)
 
     def _on_failure(self, failure: BaseException) -> None:
-        """Tell the others and let go of them. A rank's deadline often expires because of another one's fault."""
-        first = self._quickly(lambda: self._report(f"rank {self.rank} saw: {failure}"), FAULT_REPORT_S)
-        if isinstance(failure, TransportError) and first and str(failure) not in first:
-            failure.elsewhere = f"Before that, {first}"
+        """Tell the others, let go of them, then find out whose fault it was."""
+        leave_report(self.store, self.rank, failure)
         self.transport.abort()
+        diagnose(self.store, self.rank, self.size, failure)
         if self._holds_store:
-            self._quickly(lambda: self.store.get("fault seen by all"), FAULT_LINGER_S)
-
-    def _report(self, fault: str) -> str:
-        """Put `fault` on the store unless another rank was earlier; the earliest fault."""
-        first = self.store.compare_set("fault", "", fault).decode()
-        if self.store.add("faults", 1) >= self.size - 1:  # the one at fault hardly reports
-            self.store.set("fault seen by all", "")
-        return first
-
-    def _quickly(self, ask: Callable[[], T], seconds: float) -> T | None:
-        """The answer of a store that may itself be gone, or None: a stopped process never answers."""
-        answers: list[T] = []
-
-        def asking() -> None:
-            with suppress(RuntimeError):
-                answers.append(ask())
-
-        thread = threading.Thread(target=asking, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        return answers[0] if answers else None
+            linger(self.store)
 
     def close(self) -> None:
         """Stop the lane and drop the connections. Safe to call twice; not collective."""
