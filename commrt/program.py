@@ -25,7 +25,7 @@ class Leg:
     lo: int
     hi: int
     combine: Combine = COPY
-    weight: float = 0.5
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def program(schedule: Schedule, rank: int) -> Program:
     >>> from commrt.schedule import ADD
     >>> swap = Schedule("swap", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, ADD)]))
     >>> program(swap, 0).hops[0].sends
-    (Leg(peer=1, lo=0, hi=1, combine=<Combine.ADD: 1>, weight=0.5),)
+    (Leg(peer=1, lo=0, hi=1, combine=<Combine.ADD: 1>, weight=0.0),)
     """
     hops = tuple(_hop(step.canonical(), rank) for step in schedule.steps())
     return Program(rank, schedule.ranks, schedule.chunks, hops)

@@ -55,6 +55,7 @@ class Combine(IntEnum):
 
 
 COPY, ADD, MIX = Combine.COPY, Combine.ADD, Combine.MIX
+VERBS = {int(combine): combine.name.lower() for combine in Combine}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +70,7 @@ class Step:
     """One past the last chunk carried."""
     combine: IntArray
     weight: FloatArray
-    """Share of the received value; read only where `combine` is MIX."""
+    """Share of the received value where `combine` is MIX, else 0."""
 
     @classmethod
     def of(
@@ -81,7 +82,8 @@ class Step:
         add  0->1 [0:2)  1->0 [0:2)
         """
         columns = (np.asarray(column, dtype=np.int64) for column in (src, dst, lo, hi, combine))
-        wide = np.broadcast_arrays(*columns, np.asarray(weight, dtype=np.float64))
+        read = np.where(np.asarray(combine) == MIX, np.asarray(weight, dtype=np.float64), 0.0)
+        wide = np.broadcast_arrays(*columns, read)
         return cls.from_columns([np.atleast_1d(column) for column in wide])
 
     @classmethod
@@ -133,7 +135,7 @@ class Step:
         words: list[str] = []
         previous = ""
         for src, dst, lo, hi, combine, weight in zip(*(c[:limit].tolist() for c in self.columns), strict=True):
-            verb = Combine(combine).name.lower() + (f"({weight:g})" if combine == MIX else "")
+            verb = VERBS.get(combine, f"combine {combine}") + (f"({weight:g})" if combine == MIX else "")
             words += [verb] * (verb != previous) + [f"{src}->{dst} [{lo}:{hi})"]
             previous = verb
         return "  ".join(words) + (f"  ... {len(self) - limit} more" if len(self) > limit else "")
@@ -276,6 +278,10 @@ def beside(schedules: Iterable[Schedule], name: str | None = None) -> Schedule:
     refuses what overlaps.
     """
     parts = tuple(schedules)
+    if not parts:
+        raise ScheduleError(
+            "beside() of no schedule at all: use empty(ranks, chunks) for a schedule that moves nothing"
+        )
     for part in parts[1:]:
         _require_same_shape(parts[0], part)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic values of a replay: who is in a cell, as bit masks (sums) or exact weights (mixes).
 
-A cell is a (rank, chunk) pair, numbered ``rank * chunks + chunk``. Both kinds of state offer the same four
-verbs: built from what is defined, `apply` a step, `first_wrong` against a goal, `describe` a cell.
+A cell is a (rank, chunk) pair, numbered ``rank * chunks + chunk``. Both kinds of state offer the same three
+verbs: built from what is defined, `apply` a step, `first_wrong` against a goal.
 """
 
 from __future__ import annotations
@@ -92,18 +92,14 @@ class Masks:
             refute(f"receives the contribution of ranks {ranks} a second time", int(dst[twice][0]))
         self._held[dst] = own | incoming
 
-    def first_wrong(self, goal: IntArray, collective: Collective) -> int | None:
-        """The first cell that is not the sum over its goal's ranks."""
+    def first_wrong(self, goal: IntArray, collective: Collective) -> tuple[int, str] | None:
+        """The first cell that is not the sum over its goal's ranks, and what it is instead."""
         wanted = np.zeros((len(collective.families), self._held.shape[1]), dtype=np.uint64)
         for row, family in enumerate(collective.families):
             for rank in family:
                 wanted[row, rank // 64] |= np.uint64(1) << np.uint64(rank % 64)
-        wrong = (self._held != wanted[goal]).any(axis=1) & (goal != ANYTHING)
-        return int(np.flatnonzero(wrong)[0]) if wrong.any() else None
-
-    def describe(self, cell: int) -> str:
-        """The content of a cell in words."""
-        return f"the sum over ranks {self._members(self._held[cell])}"
+        wrong = np.flatnonzero((self._held != wanted[goal]).any(axis=1) & (goal != ANYTHING))
+        return (int(wrong[0]), f"the sum over ranks {self._members(self._held[wrong[0]])}") if len(wrong) else None
 
     def _members(self, words: NDArray[np.uint64]) -> str:
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
@@ -141,29 +137,27 @@ class Weights:
         moved = np.where(code == ADD, own + incoming, own + share * (incoming - own))
         self._rows[cells.dst] = np.where(code == COPY, incoming, moved)
 
-    def first_wrong(self, goal: IntArray, collective: Collective) -> int | None:
-        """The first cell whose weights are not what the collective's kind asks for."""
+    def first_wrong(self, goal: IntArray, collective: Collective) -> tuple[int, str] | None:
+        """The first cell whose weights are not what the collective's kind asks for, and what they are."""
         if collective.kind is Kind.DOUBLY_STOCHASTIC:
             return self._first_not_stochastic()
         wanted = np.full((len(collective.families), self._rows.shape[1]), Fraction(0), dtype=object)
         for row, family in enumerate(collective.families):
             share = Fraction(1, len(family)) if collective.kind is Kind.AVERAGE else Fraction(1)
             wanted[row, list(family)] = share
-        wrong = (self._rows != wanted[goal]).any(axis=1) & (goal != ANYTHING)
-        return int(np.flatnonzero(wrong)[0]) if wrong.any() else None
+        wrong = np.flatnonzero((self._rows != wanted[goal]).any(axis=1) & (goal != ANYTHING))
+        return (int(wrong[0]), self._row(wrong[0])) if len(wrong) else None
 
-    def _first_not_stochastic(self) -> int | None:
-        rows = self._rows.reshape(-1, self._chunks, self._rows.shape[1])
-        bad_row = (self._rows.sum(axis=1) != 1) | (self._rows < 0).any(axis=1)
-        if bad_row.any():
-            return int(np.flatnonzero(bad_row)[0])
-        bad_column = rows.sum(axis=0) != 1
-        if not bad_column.any():
-            return None
-        chunk, origin = np.argwhere(bad_column)[0]
-        return int(origin * self._chunks + chunk)
+    def _first_not_stochastic(self) -> tuple[int, str] | None:
+        bad_rows = np.flatnonzero((self._rows.sum(axis=1) != 1) | (self._rows < 0).any(axis=1))
+        if len(bad_rows):
+            return int(bad_rows[0]), self._row(bad_rows[0])
+        shares = self._rows.reshape(-1, self._chunks, self._rows.shape[1]).sum(axis=0)
+        for chunk, origin in np.argwhere(shares != 1):
+            held = f"{shares[chunk, origin]} of this rank's value over all ranks together"
+            return int(origin * self._chunks + chunk), held
+        return None
 
-    def describe(self, cell: int) -> str:
-        """The content of a cell in words."""
+    def _row(self, cell: int) -> str:
         row = self._rows[cell]
         return "weights {" + ", ".join(f"{i}: {row[i]}" for i in range(len(row)) if row[i]) + "}"

@@ -139,6 +139,7 @@ def _check_form(schedule: Schedule, collective: Collective) -> None:
             (chunks_ok, f"carries chunks outside 0..{schedule.chunks - 1} or a range that ends before it starts"),
             (step.src != step.dst, "is from a rank to itself; leave it out"),
             ((step.combine >= COPY) & (step.combine <= MIX), "has an unknown way to combine"),
+            (np.isfinite(step.weight) | (step.combine != MIX), "mixes with a weight that is no number"),
         ):
             if not ok.all():
                 at = step.rows(np.flatnonzero(~ok)[:1])
@@ -198,12 +199,13 @@ class _Hazards:
 
 def _check_goal(state: State, collective: Collective, lo: int, hi: int) -> None:
     goal = np.ascontiguousarray(collective.goal[:, lo:hi]).reshape(-1)
-    cell = state.first_wrong(goal, collective)
-    if cell is None:
+    wrong = state.first_wrong(goal, collective)
+    if wrong is None:
         return
+    cell, content = wrong
     rank, chunk = divmod(cell, hi - lo)
     family = collective.families[goal[cell]] if goal[cell] != ANYTHING else ()
-    what = f"ends with {state.describe(cell)}; promised: {_promise(collective.kind, family)}"
+    what = f"ends with {content}; promised: {_promise(collective.kind, family)}"
     raise _Refuted(CounterExample(what, None, rank, lo + chunk))
 
 
