@@ -65,12 +65,10 @@ class GlooTransport:
         self._group: Any = self._connect(store, host)
 
     def _connect(self, store: Store, host: str | None) -> Any:
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # stub is behind
-        options._timeout = timedelta(seconds=self.timeout_s)  # noqa: SLF001
-        create = ProcessGroupGloo.create_device
-        options._devices = [create(hostname=host) if host else ProcessGroupGloo.create_default_device()]  # noqa: SLF001
+        limit = timedelta(seconds=self.timeout_s)
         try:
-            return ProcessGroupGloo(store, self.rank, self.ranks, options)
+            # Only without options does torch look at GLOO_SOCKET_IFNAME.
+            return ProcessGroupGloo(store, self.rank, self.ranks, _options(host, limit) if host else limit)
         except RuntimeError as error:
             raise TransportError(
                 f"not all {self.ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
@@ -115,9 +113,10 @@ class GlooTransport:
     ) -> TransportError:
         """The error that names the peer: a broken connection before a late answer, whichever came first."""
         unfinished = [(line, state) for line, work in zip(lines, works, strict=False) if (state := _state(work))]
-        line, state = next(
-            (pair for pair in unfinished if not _is_late(pair[1])), (unfinished or [(lines[0], error)])[0]
-        )
+        if len(works) < len(lines):  # the error came from starting the next one
+            unfinished.append((lines[len(works)], error))
+        broken = [pair for pair in unfinished if not _is_late(pair[1])]
+        line, state = (broken or unfinished or [(lines[0], error)])[0]
         place = Place(self.rank, line.peer, moment.step, moment.bucket, hop, line.nbytes)
         if not _is_late(state):
             return PeerLost("the connection to the peer broke: its process ended; look at its own output", place)
@@ -140,6 +139,13 @@ class GlooTransport:
             if peer != self.rank:
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], peer, NEVER).wait(POLL)
+
+
+def _options(host: str, limit: timedelta) -> Any:
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
+    options._timeout = limit  # noqa: SLF001
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+    return options
 
 
 def _state(work: Work) -> RuntimeError | None:
