@@ -47,13 +47,13 @@ def plan_buckets(units: Sequence[Unit], cap_nbytes: int, first_cap_nbytes: int) 
     """
     closed: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
-    caps: dict[torch.dtype, int] = {}
+    room: dict[torch.dtype, int] = {}
     for index, unit in enumerate(units):
-        members = filling.setdefault(unit.dtype, [])
-        members.append(index)
-        if sum(units[i].nbytes for i in members) >= caps.get(unit.dtype, first_cap_nbytes):
+        filling.setdefault(unit.dtype, []).append(index)
+        room[unit.dtype] = room.get(unit.dtype, first_cap_nbytes) - unit.nbytes
+        if room[unit.dtype] <= 0:
             closed.append(filling.pop(unit.dtype))
-            caps[unit.dtype] = cap_nbytes
+            room[unit.dtype] = cap_nbytes
     return sorted([*closed, *filling.values()], key=lambda members: members[-1])
 
 

@@ -30,11 +30,13 @@ def restore(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
     """`tensors` in order, cut where a batch reaches `nbytes`."""
     batch: list[Tensor] = []
+    room = nbytes
     for tensor in tensors:
         batch.append(tensor)
-        if sum(t.nbytes for t in batch) >= nbytes:
+        room -= tensor.nbytes
+        if room <= 0:
             yield batch
-            batch = []
+            batch, room = [], nbytes
     if batch:
         yield batch
 

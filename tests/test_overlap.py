@@ -89,3 +89,8 @@ def test_a_plan_has_every_parameter_once_in_buckets_of_one_dtype_that_close_at_t
     for members in plan:
         assert len({some[i].dtype for i in members}) == 1
         assert sum(some[i].nbytes for i in members[:-1]) < max(cap, first_cap)
+
+
+def test_a_hundred_thousand_tiny_parameters_are_planned_in_one_pass():
+    plan = plan_buckets([Unit("p", 12, torch.float32)] * 100_000, 25 << 20, 1 << 20)
+    assert [len(members) for members in plan] == [-(-(1 << 20) // 12), 100_000 - -(-(1 << 20) // 12)]

@@ -235,9 +235,9 @@ def test_digest_changes_when_anything_moves_differently(change):
 
 
 def test_digest_changes_with_the_cut_of_steps_and_the_shape():
-    step = Step.of(**BASE)
+    step, idle = Step.of(**BASE), Step.of([], [], [], [], ADD)
     variants = [made_of(step), made_of(step, step), made_of(step.rows(np.array([0])), step.rows(np.array([1])))]
-    variants += [made_of(step, ranks=4), made_of(step, chunks=5), made_of()]
+    variants += [made_of(step, ranks=4), made_of(step, chunks=5), made_of(), made_of(step, idle), made_of(idle, step)]
     assert len({variant.digest() for variant in variants}) == len(variants)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.torus import Torus2D
@@ -224,6 +225,10 @@ def test_prove_raises_the_sentence():
         prove(made_of(Step.of([0, 1], [1, 0], 0, 1, COPY)), all_reduce(2, 1))
 
 
+def test_the_package_offers_verify_as_a_function_also_once_its_module_is_loaded():
+    assert commrt.verify is verify
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_pair_averaging_along_a_hypercube_is_an_average(ranks):
     assert verify(hypercube(ranks), average(ranks, 1)).ok
@@ -265,7 +270,9 @@ def test_a_one_sided_mix_does_not_keep_the_mean():
 
 
 def test_a_mean_that_is_not_kept_is_told_by_the_share_of_the_origin_and_not_by_an_innocent_row():
-    assert "3/2" in refutation(made_of(Step.of(0, 1, 0, 1, MIX)), doubly_stochastic(2, 1))
+    schedule = made_of(Step.of(2, 1, 1, 2, MIX, 0.25), ranks=3, chunks=2)
+    words = "rank 1, chunk 1: ends with 3/4 of this rank's value over all ranks together; promised: doubly stochastic"
+    assert refutation(schedule, doubly_stochastic(3, 2)) == words
 
 
 def test_sums_can_be_proven_beside_mixing():
