@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from commrt.errors import UsageError
 from commrt.schedule import COPY, Schedule, Step
 
 __all__ = ["broadcast"]
@@ -22,6 +23,8 @@ def broadcast(p: int, root: int = 0) -> Schedule:
       0  copy  0->1 [0:1)
       1  copy  0->2 [0:1)  1->3 [0:1)
     """
+    if not 0 <= root < p:
+        raise UsageError(f"rank {root} cannot be the root of a broadcast over {p} ranks: choose one of 0..{p - 1}")
 
     def steps() -> Iterator[Step]:
         reached = 1

@@ -11,8 +11,8 @@ from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.executor import GRANULE, bind
 from commrt.program import Program, program
+from commrt.proof import verify
 from commrt.transport.protocol import Exchange, Group, Moment
-from commrt.verify import verify
 
 MOMENT = Moment(0, 0)
 RANKS = 1024

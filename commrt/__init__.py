@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
+    from commrt.proof import prove, verify
     from commrt.replica import Replica, Stats, StepReport, attach
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
-    from commrt.verify import prove, verify
     from commrt.world import World, init
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _HOMES = {
     ),
     "commrt.replica": ("Replica", "Stats", "StepReport", "attach"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
-    "commrt.verify": ("prove", "verify"),
+    "commrt.proof": ("prove", "verify"),
     "commrt.world": ("World", "init"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

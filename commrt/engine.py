@@ -16,9 +16,9 @@ from commrt.buckets import Bucket
 from commrt.collective import all_reduce
 from commrt.executor import BoundProgram, bind, scratch_numel
 from commrt.program import program
+from commrt.proof import Proof, prove
 from commrt.schedule import Algorithm, Schedule
 from commrt.transport.protocol import Moment
-from commrt.verify import Proof, prove
 from commrt.world import World
 
 __all__ = ["Engine", "Span"]

@@ -7,8 +7,9 @@ after the group has ended, so a rank may send a chunk and add to it in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -98,22 +99,20 @@ class _Binder:
         return places
 
     def _combinations(self, hop: Hop, landing: list[Tensor]) -> Iterator[Combination]:
-        """What remains to be done after the group, in order of sender; additions to one range share a pass."""
-        additions: dict[tuple[int, int], list[Tensor]] = {}
-        for leg, place in zip(hop.recvs, landing, strict=True):
-            own = self._own(leg)
-            if leg.combine == COPY or not own.numel():
+        """What remains after the group, in order of sender; neighbours that add to one range share a pass."""
+        pending = [(leg, place) for leg, place in zip(hop.recvs, landing, strict=True) if leg.combine != COPY]
+        for (lo, hi, combine), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi, pair[0].combine)):
+            legs, places = zip(*run, strict=True)
+            own = self.buffer[self.bounds[lo] : self.bounds[hi]]
+            if not own.numel():
                 continue
-            if leg.combine != ADD:
-                yield _mixing(own, place, leg.weight)
-            elif (leg.lo, leg.hi) in additions:
-                additions[leg.lo, leg.hi].append(place)
+            if combine == ADD:
+                yield _adding(own, places)
             else:
-                additions[leg.lo, leg.hi] = [place]
-                yield _adding(own, additions[leg.lo, leg.hi])
+                yield from (_mixing(own, place, leg.weight) for leg, place in zip(legs, places, strict=True))
 
 
-def _adding(out: Tensor, received: list[Tensor]) -> Combination:
+def _adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
     return lambda: reduce_into(out, received)
 
 

@@ -91,7 +91,7 @@ class World:
     def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED) -> None:
         """Run `schedule` on `buffer` [numel] in place and wait for it; collective.
 
-        The schedule is trusted: `commrt.verify.prove` it first.
+        The schedule is trusted: `commrt.prove` it first.
         """
         self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 

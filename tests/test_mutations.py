@@ -22,8 +22,8 @@ from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.program import Hop, program
+from commrt.proof import check_pairing, verify
 from commrt.schedule import ADD, COPY, Schedule, Step
-from commrt.verify import check_pairing, verify
 
 Row = tuple[int, int, int, int, int]
 """One transfer: src, dst, lo, hi, combine."""

@@ -20,8 +20,8 @@ from commrt.algorithms.fold import MAX_HELPERS
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import program, spans
+from commrt.proof import verify
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty, traffic
-from commrt.verify import verify
 
 RANKS = [*range(1, 65), 97]
 GRIDS = [(x, p // x) for p in range(1, 65) for x in range(1, p + 1) if p % x == 0]

@@ -10,8 +10,8 @@ from commrt.algorithms.catalogue import by_name
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
+from commrt.proof import Proof, verify
 from commrt.schedule import Algorithm
-from commrt.verify import Proof, verify
 
 __all__ = ["choose", "run"]
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program on a buffer does what its schedule says, whatever the sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commrt.algorithms import tree
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.errors import UsageError
+from commrt.executor import bind
+from commrt.program import program
+from commrt.schedule import ADD, Schedule, Step
+from commrt.testing.ranks import run_ranks
+from commrt.transport.local import Fabric
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(ALGORITHMS)), st.integers(1, 7), st.integers(0, 300))
+def test_an_all_reduce_sums_buffers_of_any_length(name, ranks, numel):
+    schedule = by_name(name).schedule(0, ranks)
+
+    def body(world):
+        buffer = torch.arange(numel) * (world.rank + 1)
+        world.run(schedule, buffer)
+        return buffer
+
+    expected = torch.arange(numel) * (ranks * (ranks + 1) // 2)
+    assert all(torch.equal(buffer, expected) for buffer in run_ranks(ranks, body))
+
+
+def test_additions_to_overlapping_ranges_happen_in_order_of_sender():
+    step = Step.of([1, 2, 3], 0, [0, 1, 0], [2, 3, 2], ADD)
+    schedule = Schedule("overlapping", 4, 3, lambda: iter([step]))
+
+    def body(world):
+        buffer = torch.full((24,), [0.0, 1e8, 1.0, -1e8][world.rank])
+        world.run(schedule, buffer)
+        return buffer
+
+    chunk = run_ranks(4, body)[0][8:16]
+    in_order = torch.tensor(0.0) + 1e8 + 1.0 - 1e8
+    assert torch.equal(chunk, in_order.expand(8))
+
+
+def test_a_buffer_must_be_one_contiguous_row():
+    transport = Fabric(1).transport(0)
+    with pytest.raises(UsageError, match="flatten it first"):
+        bind(program(by_name("ring").schedule(0, 1), 0), torch.ones(2, 2), transport)
+
+
+def test_a_root_outside_the_world_is_refused():
+    with pytest.raises(UsageError, match=r"choose one of 0\.\.2"):
+        tree.broadcast(3, root=5)
