@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from commrt.errors import ScheduleError
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
 
 __all__ = ["MAX_HELPERS", "folded"]
@@ -21,6 +22,7 @@ MAX_HELPERS = 8
 def folded(core: Schedule, ranks: int) -> Schedule:
     """An all-reduce on `ranks` ranks from one on its first ``core.ranks``.
 
+    Raises `ScheduleError` unless ``core.ranks <= ranks <= 2 * core.ranks``: each extra rank needs a helper.
     Cost: 2 steps more than `core`; an extra rank sends 1 buffer, a helper one slice of it more than in `core`.
 
     >>> from commrt.algorithms import ring
@@ -33,6 +35,11 @@ def folded(core: Schedule, ranks: int) -> Schedule:
     """
     if ranks == core.ranks:
         return core
+    if not core.ranks <= ranks <= 2 * core.ranks:
+        raise ScheduleError(
+            f"{core.name} on {core.ranks} ranks cannot be folded onto {ranks}: each extra rank needs a core rank of "
+            f"its own, so fold onto {core.ranks}..{2 * core.ranks} ranks"
+        )
     extra, helper, lo, hi = _slices(core.ranks, ranks - core.ranks, core.chunks)
     into = _single(core, ranks, Step.of(extra, helper, lo, hi, ADD))
     back = _single(core, ranks, Step.of(helper, extra, lo, hi, COPY))

@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from commrt.errors import ScheduleError
 from commrt.schedule import IntArray
 
 __all__ = [
@@ -96,6 +97,7 @@ def all_gather(ranks: int, chunks: int) -> Collective:
 
 def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Every rank ends with the root's buffer."""
+    _require_ranks([root], ranks)
     shape = (ranks, chunks)
     return Collective("broadcast", Kind.SUM, _everywhere(shape), _constant(0, shape), ((root,),))
 
@@ -103,9 +105,16 @@ def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
 def _over_members(name: str, kind: Kind, shape: tuple[int, int], members: Sequence[int] | None) -> Collective:
     if members is None:
         return Collective(name, kind, _everywhere(shape), _constant(0, shape), (tuple(range(shape[0])),))
+    _require_ranks(members, shape[0])
     goal = np.full(shape, ANYTHING, dtype=np.int64)
     goal[list(members)] = 0
     return Collective(name, kind, _everywhere(shape), goal, (tuple(members),))
+
+
+def _require_ranks(members: Sequence[int], ranks: int) -> None:
+    strangers = sorted({rank for rank in members if not 0 <= rank < ranks})
+    if strangers or len(set(members)) != len(members) or not len(members):
+        raise ScheduleError(f"members {list(members)} must be different ranks out of 0..{ranks - 1}, at least one")
 
 
 def _owner(ranks: int, chunks: int) -> IntArray:

@@ -66,6 +66,8 @@ def program(schedule: Schedule, rank: int) -> Program:
 def spans(numel: int, chunks: int, granule: int = 1) -> list[int]:
     """Bounds [chunks + 1] that cut `numel` elements in even chunks, each starting at a multiple of `granule`.
 
+    Where there are fewer granules than chunks, the last chunks are empty and start at `numel`.
+
     >>> spans(10, 4)
     [0, 3, 6, 8, 10]
     >>> spans(100, 3, granule=16)

@@ -72,6 +72,13 @@ class Step:
     weight: FloatArray
     """Share of the received value where `combine` is MIX, else 0."""
 
+    def __post_init__(self) -> None:
+        """Two steps that move the same have the same bytes, whatever they were made from: digests compare those."""
+        for name in ("src", "dst", "lo", "hi", "combine"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
+        read = np.where(self.combine == MIX, self.weight, 0.0)
+        object.__setattr__(self, "weight", np.asarray(read, dtype=np.float64))
+
     @classmethod
     def of(
         cls, src: ArrayLike, dst: ArrayLike, lo: ArrayLike, hi: ArrayLike, combine: Combine, weight: float = 0.5
@@ -81,9 +88,7 @@ class Step:
         >>> print(Step.of(src=[0, 1], dst=[1, 0], lo=0, hi=2, combine=ADD))
         add  0->1 [0:2)  1->0 [0:2)
         """
-        columns = (np.asarray(column, dtype=np.int64) for column in (src, dst, lo, hi, combine))
-        read = np.where(np.asarray(combine) == MIX, np.asarray(weight, dtype=np.float64), 0.0)
-        wide = np.broadcast_arrays(*columns, read)
+        wide = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
         return cls.from_columns([np.atleast_1d(column) for column in wide])
 
     @classmethod
@@ -225,7 +230,7 @@ class Schedule:
 
     def text(self, limit: int = 16) -> str:
         """The schedule as text, one line per step with at most `limit` transfers each."""
-        head = f"{self.name}: {_count(self.ranks, 'rank')}, {_count(self.chunks, 'chunk')}"
+        head = f"{self.name}: {_shape(self)}"
         return "\n".join([head, *(f"{i:3d}  {step.text(limit)}" for i, step in enumerate(self.steps()))])
 
 
@@ -299,7 +304,7 @@ def _merged(steps: Iterable[Step | None]) -> Step:
 def _require_same_shape(a: Schedule, b: Schedule) -> None:
     if (a.ranks, a.chunks) != (b.ranks, b.chunks):
         raise ScheduleError(
-            f"{a.name} ({a.ranks} ranks, {a.chunks} chunks) and {b.name} ({b.ranks} ranks, {b.chunks} chunks) "
+            f"{a.name} ({_shape(a)}) and {b.name} ({_shape(b)}) "
             "do not fit together: bring both to one shape with over() and within()"
         )
 
@@ -308,6 +313,10 @@ def _most_peers(step: Step) -> int:
     pairs = np.concatenate((np.stack((step.src, step.dst)), np.stack((step.dst, step.src))), axis=1)
     ranks = np.unique(pairs, axis=1)[0]
     return int(np.unique(ranks, return_counts=True)[1].max(initial=0))
+
+
+def _shape(schedule: Schedule) -> str:
+    return f"{_count(schedule.ranks, 'rank')}, {_count(schedule.chunks, 'chunk')}"
 
 
 def _count(n: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from commrt import collective
 from commrt.algorithms import halving_doubling, ring, tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
-from commrt.algorithms.fold import MAX_HELPERS
+from commrt.algorithms.fold import MAX_HELPERS, folded
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import program, spans
@@ -133,7 +133,7 @@ def test_then_runs_one_schedule_after_the_other():
 
 @pytest.mark.parametrize("combine", [Schedule.then, Schedule.beside], ids=["then", "beside"])
 def test_schedules_of_different_shapes_are_not_combined(combine):
-    with pytest.raises(ScheduleError, match=r"push \(2 ranks, 1 chunks\) and ring \(3 ranks, 3 chunks\) do not fit"):
+    with pytest.raises(ScheduleError, match=r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit"):
         combine(PUSH, ring.all_reduce(3))
 
 
@@ -245,6 +245,15 @@ def test_digest_changes_with_the_cut_of_steps_and_the_shape():
 def test_digest_ignores_the_weight_where_nothing_reads_it(combine):
     one, other = (made_of(Step.of(0, 1, 0, 1, combine, weight)) for weight in (0.5, 0.25))
     assert one.digest() == other.digest()
+
+
+def test_digest_sees_what_moves_not_how_the_columns_were_made():
+    columns = [[0, 1], [1, 0], [0, 1], [1, 2], [1, 1]]
+    narrow = [np.array(column, dtype=np.int32) for column in columns]
+    built = [Step.from_columns([*narrow, np.full(2, weight)]) for weight in (0.0, 0.5)]
+    built.append(Step.of(*columns))
+    digests = {Schedule("s", 2, 2, lambda step=step: iter([step])).digest() for step in built}
+    assert len(digests) == 1
 
 
 @given(random_schedules())
@@ -397,3 +406,20 @@ def test_the_tree_broadcasts_from_every_root_in_a_logarithmic_number_of_steps(ra
 def test_the_catalogue_lists_its_names_when_asked_for_another():
     with pytest.raises(UsageError, match="no algorithm is called 'tours2d': choose one of halving_doubling, ring, tor"):
         by_name("tours2d")
+
+
+@pytest.mark.parametrize("ranks", [2, 7, 100])
+def test_folding_more_ranks_than_the_core_can_serve_is_refused(ranks):
+    with pytest.raises(ScheduleError, match=r"fold onto 3\.\.6 ranks"):
+        folded(ring.all_reduce(3), ranks)
+
+
+@pytest.mark.parametrize("members", [(), (4,), (-1,), (1, 1)], ids=str)
+def test_a_promise_to_ranks_that_do_not_exist_is_refused(members):
+    with pytest.raises(ScheduleError, match=r"must be different ranks out of 0\.\.3"):
+        collective.all_reduce(4, 4, members)
+
+
+def test_a_broadcast_from_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ScheduleError, match=r"members \[4\] must be"):
+        collective.broadcast(4, 1, root=4)
