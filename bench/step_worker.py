@@ -162,7 +162,7 @@ def attached(module: nn.Module, algorithm: commrt.Algorithm, wire: torch.dtype) 
 
 def bucketed(module: nn.Module) -> Variant:
     """What DDP does, without its overlap: divide into buckets, all reductions at once, copy back."""
-    buckets = build_buckets(list(module.named_parameters()), None, 25 * MIB)
+    buckets = build_buckets(list(module.named_parameters())[::-1], None, 25 * MIB)
     return Variant(FP32, module, lambda: reduce_buckets(buckets))
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from commrt.proof import prove, verify
-    from commrt.replica import Replica, Stats, StepReport, attach
+    from commrt.replica import Replica, attach
+    from commrt.report import Stats, StepReport
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
     from commrt.world import World, init
 
@@ -50,7 +51,8 @@ _HOMES = {
         "TransportError",
         "UsageError",
     ),
-    "commrt.replica": ("Replica", "Stats", "StepReport", "attach"),
+    "commrt.replica": ("Replica", "attach"),
+    "commrt.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
     "commrt.proof": ("prove", "verify"),
     "commrt.world": ("World", "init"),

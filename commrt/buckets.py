@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters -> buckets -> wire buffers.
 
-Buckets are filled in reverse order of registration, which is about the order in which gradients become ready.
-A wire buffer holds the gradients of its bucket one after the other, in the dtype that travels, then one flag
-per gradient: 1 if this rank had it, 0 if it sent zeros instead. The flags are summed with the rest, so after
-the reduction each rank knows which gradients somebody had.
+Buckets are filled in the order in which gradients become ready. A wire buffer holds the gradients of its bucket
+one after the other, in the dtype that travels; then one flag per gradient, 1 if this rank had it, 0 if it sent
+zeros instead; then a stamp. Flags and stamp are summed with the rest, so after the reduction each rank knows which
+gradients somebody had, and that all ranks sent gradients of the same model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from commrt.errors import UsageError
+from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
 
 __all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "plan_buckets"]
 
 MIB = 1 << 20
+
+STAMP_BITS = 4
+"""Up to 16 models of one world are told apart."""
 
 Named = tuple[str, nn.Parameter]
 
@@ -64,16 +67,24 @@ class Bucket:
     index: int
     params: Sequence[Named]
     wire: Tensor
-    """[numel + len(params)] gradients, then flags."""
+    """[numel + len(params) + 2 * STAMP_BITS] gradients, flags, stamp."""
+    model: int
+    """Which of the models attached to one world this is."""
     views: list[Tensor] = field(init=False)
     """The gradients' places in `wire`, in the parameters' shapes."""
     flags: Tensor = field(init=False)
     """[len(params)] a view of `wire`."""
+    stamp: Tensor = field(init=False)
+    """[2 * STAMP_BITS] a view of `wire`: two places per bit of `model`, one of them 1; no sum hides a difference."""
+    own_stamp: Tensor = field(init=False)
+    """[2 * STAMP_BITS] which places of `stamp` are not 0 if all ranks sent this model's gradients."""
 
     def __post_init__(self) -> None:
         sizes = [param.numel() for _, param in self.params]
-        *places, self.flags = torch.split(self.wire, [*sizes, len(sizes)])
+        *places, self.flags, self.stamp = torch.split(self.wire, [*sizes, len(sizes), 2 * STAMP_BITS])
         self.views = [place.view(param.shape) for place, (_, param) in zip(places, self.params, strict=True)]
+        bits = [(self.model >> i) & 1 for i in range(STAMP_BITS)]
+        self.own_stamp = torch.tensor([place == bit for bit in bits for place in (0, 1)], device=self.wire.device)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,15 +99,25 @@ class Bucket:
     def pack(self, scale: float) -> None:
         """Gradients times `scale` into the wire buffer, zeros for those that are None."""
         had = [param.grad is not None for _, param in self.params]
+        self._require_shapes()
         sources = [param.grad for _, param in self.params if param.grad is not None]
         pack(sources, [view for view, there in zip(self.views, had, strict=True) if there], scale)
         self.flags.fill_(1)
         for i in (i for i, there in enumerate(had) if not there):
             self.views[i].zero_()
             self.flags[i] = 0
+        self.stamp.copy_(self.own_stamp)
 
     def unpack(self) -> None:
-        """The wire buffer into the gradients; one that no rank had stays None."""
+        """The wire buffer into the gradients; one that no rank had stays None.
+
+        Raises `DisagreementError`, before it writes, if ranks sent the gradients of different models.
+        """
+        if not torch.equal(self.stamp != 0, self.own_stamp):
+            raise DisagreementError(
+                f"bucket {self.index} of this model was summed with another model's: the ranks call backward() of the "
+                "models attached to one world in different orders; use one order everywhere, or a world per model"
+            )
         missing = [i for i, (_, param) in enumerate(self.params) if param.grad is None]
         elsewhere = self.flags.tolist() if missing else []
         for i in (i for i in missing if elsewhere[i]):
@@ -106,37 +127,33 @@ class Bucket:
         pairs = [(view, grad) for view, grad in kept if grad is not None]
         unpack([view for view, _ in pairs], [grad for _, grad in pairs])
 
+    def _require_shapes(self) -> None:
+        """A tensor of another shape would be written over its neighbours' places."""
+        for view, (name, param) in zip(self.views, self.params, strict=True):
+            if param.grad is not None and param.grad.shape != view.shape:
+                raise UsageError(
+                    f"the gradient of {name} has shape {list(param.grad.shape)}, but {list(view.shape)} when the model "
+                    "was attached: detach() and attach() again after changing parameters"
+                )
+
 
 def build_buckets(
-    params: Sequence[Named], wire: torch.dtype | None, cap_nbytes: int, first_cap_nbytes: int = MIB
+    params: Sequence[Named],
+    wire: torch.dtype | None,
+    cap_nbytes: int,
+    model: int = 0,
+    first_cap_nbytes: int = MIB,
 ) -> list[Bucket]:
-    """Buckets with their wire buffers for `params`, given in order of registration."""
+    """Buckets with their wire buffers for `params`, given in the order in which their gradients become ready."""
     first_cap_nbytes = min(first_cap_nbytes, cap_nbytes)
-    ready = list(reversed(params))
-    units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in ready]
+    units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in params]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)
-    return [_bucket(index, [ready[i] for i in members], wire) for index, members in enumerate(plan)]
+    return [_bucket(index, [params[i] for i in members], wire, model) for index, members in enumerate(plan)]
 
 
-def check_params(params: Iterable[Named]) -> None:
-    """Raise `UsageError` for parameters whose gradients cannot travel."""
-    devices: dict[torch.device, str] = {}
-    for name, param in params:
-        devices.setdefault(param.device, name)
-        if not param.dtype.is_floating_point:
-            raise UsageError(f"{name} is of dtype {param.dtype}: only real floating-point gradients can be averaged")
-        if param.layout != torch.strided:
-            raise UsageError(f"{name} has layout {param.layout}: only dense parameters can be averaged")
-    if not devices:
-        raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
-    if len(devices) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise UsageError(f"the parameters lie on different devices ({where}): move the model to one device")
-
-
-def _bucket(index: int, params: list[Named], wire: torch.dtype | None) -> Bucket:
+def _bucket(index: int, params: list[Named], wire: torch.dtype | None, model: int) -> Bucket:
     first = params[0][1]
-    numel = sum(param.numel() for _, param in params) + len(params)
+    numel = sum(param.numel() for _, param in params) + len(params) + 2 * STAMP_BITS
     narrower = wire is not None and wire.itemsize < first.element_size()
     dtype = wire if narrower else first.dtype
-    return Bucket(index, params, torch.zeros(numel, dtype=dtype, device=first.device))
+    return Bucket(index, params, torch.zeros(numel, dtype=dtype, device=first.device), model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter
 
 import torch
@@ -14,31 +14,26 @@ from torch import Tensor
 from commrt.algorithms import halving_doubling
 from commrt.buckets import Bucket
 from commrt.collective import all_reduce
+from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
-from commrt.program import program
-from commrt.proof import Proof, prove
+from commrt.program import Program, program
+from commrt.proof import prove
+from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Engine", "Span"]
+__all__ = ["Engine"]
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What the lane did for one bucket, in seconds of ``time.perf_counter``."""
-
-    bucket: int | str
-    begin_s: float
-    end_s: float
-    nbytes_sent: int
+KEPT = 16
+"""Proofs and bound programs that are kept, of the schedules and members used last."""
 
 
 class Engine:
     """Averages buckets over the members of a step; everything here runs on the lane, in order of submission.
 
-    Programs are kept per schedule *object* and members: an algorithm that returns the same object for the
-    same answer is bound once.
+    The latest programs are kept per schedule *object* and members: an algorithm that returns the same object for the
+    same answer is proven and bound once.
     """
 
     def __init__(self, world: World, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
@@ -47,13 +42,27 @@ class Engine:
         self.buckets = buckets
         self.members = tuple(range(world.size))
         """Who takes part in the step; changes only by a roll call."""
-        self._proofs: dict[Schedule, Proof] = {}
-        self._programs: dict[tuple[Schedule, tuple[int, ...]], list[BoundProgram]] = {}
+        self._proven = lru_cache(KEPT)(_proven)
+        self._bound = lru_cache(KEPT)(self._bind)
+        self._scratch: dict[torch.dtype, Tensor] = {}
         self._roll = torch.zeros(world.size)
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when everybody takes part; proven."""
         return self._proven(self.algorithm.schedule(step, self.world.size))
+
+    def require_any_members(self) -> None:
+        """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
+        try:
+            self.algorithm.schedule(0, max(self.world.size - 1, 1))
+        except UsageError as error:
+            raise UsageError(f"{self.algorithm} cannot go on without a rank that has left join(): {error}") from error
+
+    def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Carry `buckets` from now on; only while nothing is in flight."""
+        self.buckets = buckets
+        self._bound.cache_clear()
+        self._scratch.clear()
 
     def submit(self, bucket: Bucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the future is done."""
@@ -72,32 +81,23 @@ class Engine:
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
         bucket.pack(1 / len(self.members))
-        bound = self._bound(step)[bucket.index]
+        schedule = self.algorithm.schedule(step, len(self.members))
+        bound = self._bound(schedule, self.members)[bucket.index]
         bound.run(Moment(step, bucket.index))
         bucket.unpack()
         return Span(bucket.index, begin_s, perf_counter(), bound.nbytes_sent)
 
-    def _bound(self, step: int) -> list[BoundProgram]:
-        schedule = self.algorithm.schedule(step, len(self.members))
-        key = schedule, self.members
-        if key not in self._programs:
-            self._programs[key] = self._bind(schedule)
-        return self._programs[key]
-
-    def _proven(self, schedule: Schedule) -> Schedule:
-        if schedule not in self._proofs:
-            self._proofs[schedule] = prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-        return schedule
-
-    def _bind(self, schedule: Schedule) -> list[BoundProgram]:
+    def _bind(self, schedule: Schedule, members: tuple[int, ...]) -> list[BoundProgram]:
         """Bind the schedule to every bucket; scratch is shared, since buckets travel one at a time."""
-        mine = program(self._proven(schedule).over(self.members, world=self.world.size), self.world.rank)
-        scratch: dict[torch.dtype, Tensor] = {}
-        for bucket in self.buckets:
-            need = scratch_numel(mine, bucket.wire.numel())
-            if bucket.wire.dtype not in scratch or scratch[bucket.wire.dtype].numel() < need:
-                scratch[bucket.wire.dtype] = bucket.wire.new_empty(need)
-        return [bind(mine, b.wire, self.world.transport, scratch[b.wire.dtype]) for b in self.buckets]
+        mine = program(self._proven(schedule).over(members, world=self.world.size), self.world.rank)
+        self._grow_scratch(mine)
+        return [bind(mine, b.wire, self.world.transport, self._scratch[b.wire.dtype]) for b in self.buckets]
+
+    def _grow_scratch(self, mine: Program) -> None:
+        for wire in (bucket.wire for bucket in self.buckets):
+            need = scratch_numel(mine, wire.numel())
+            if wire.dtype not in self._scratch or self._scratch[wire.dtype].numel() < need:
+                self._scratch[wire.dtype] = wire.new_empty(need)
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:
         begin_s = perf_counter()
@@ -110,3 +110,8 @@ class Engine:
         schedule = halving_doubling.all_reduce(self.world.size)
         self.world.run_now(schedule, self._roll, Moment(step, "roll call"))
         self.members = tuple(self._roll.nonzero().flatten().tolist())
+
+
+def _proven(schedule: Schedule) -> Schedule:
+    prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+    return schedule

@@ -29,8 +29,16 @@ class Lane:
         self._failure: BaseException | None = None
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` after all earlier ones; its error is raised by ``result()``."""
-        return self._pool.submit(self._run, task)
+        """Run `task` after all earlier ones; its error is raised by ``result()``.
+
+        Raises `TransportClosed` after `close`.
+        """
+        try:
+            return self._pool.submit(self._run, task)
+        except RuntimeError as error:  # of a pool that was shut down
+            raise TransportClosed(
+                "the world was closed, so nothing more can be sent: call init() for a new one"
+            ) from error
 
     def _run(self, task: Callable[[], T]) -> T:
         if self._failure is not None:

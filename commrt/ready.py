@@ -14,27 +14,34 @@ class LaunchOrder:
     """Counts the gradients of one backward pass; answers which buckets may leave.
 
     >>> order = LaunchOrder([("b.weight", "b.bias"), ("a.weight",)])
-    >>> order.mark(1, "a.weight"), order.mark(0, "b.bias"), order.mark(0, "b.weight")
+    >>> order.mark("a.weight"), order.mark("b.bias"), order.mark("b.weight")
     ([], [], [0, 1])
+    >>> order.seen
+    ['a.weight', 'b.bias', 'b.weight']
     """
 
     def __init__(self, members: Sequence[Sequence[str]]) -> None:
         self._members = [frozenset(names) for names in members]
+        self._bucket_of = {name: bucket for bucket, names in enumerate(members) for name in names}
         self.arm()
 
     def arm(self) -> None:
         """Start a backward pass: no gradient is ready."""
         self._missing = [set(names) for names in self._members]
         self._next = 0
+        self.seen: list[str] = []
+        """Gradients in the order in which they became ready in this pass."""
 
-    def mark(self, bucket: int, name: str) -> list[int]:
-        """Gradient `name` of `bucket` is ready: the buckets that may leave now, in order."""
+    def mark(self, name: str) -> list[int]:
+        """The gradient `name` is ready: the buckets that may leave now, in order."""
+        bucket = self._bucket_of[name]
         if name not in self._missing[bucket]:
             raise UsageError(
                 f"the gradient of {name} became ready twice in one backward pass. Reentrant activation "
                 "checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
         self._missing[bucket].remove(name)
+        self.seen.append(name)
         first = self._next
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["batches", "fingerprint", "flatten", "restore"]
+__all__ = ["batches", "dump", "fingerprint", "flatten", "load", "restore"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -25,6 +27,20 @@ def restore(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """
     for tensor, part in zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True):
         tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def dump(optimizers: Sequence[Optimizer]) -> Tensor:
+    """Settings and state of all `optimizers` as one row of bytes; costs a copy of the state."""
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict() for optimizer in optimizers], file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def load(flat: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    """Give `optimizers` what `dump` took from others like them."""
+    states = torch.load(io.BytesIO(flat.numpy().data), weights_only=True)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
 
 
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:

@@ -53,6 +53,8 @@ class World:
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
         self._holds_store = holds_store
         self._agreements = 0
+        self.attached = 0
+        """Models attached so far."""
         self._closed = False
 
     @property
@@ -91,8 +93,13 @@ class World:
     def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED) -> None:
         """Run `schedule` on `buffer` [numel] in place and wait for it; collective.
 
-        The schedule is trusted: `commrt.prove` it first.
+        The schedule is trusted: `commrt.prove` it first. Raises `UsageError` if it is not for all ranks of the world.
         """
+        if schedule.ranks != self.size:
+            raise UsageError(
+                f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "
+                f"them play it with schedule.over(ranks, world={self.size})"
+            )
         self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 
     def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> int:

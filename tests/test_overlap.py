@@ -72,8 +72,8 @@ def test_buckets_leave_once_and_in_order_whatever_becomes_ready_first(buckets, r
     for _ in range(2):
         order.arm()
         left = []
-        for b, name in names[:ready]:
-            left += order.mark(b, name)
+        for _, name in names[:ready]:
+            left += order.mark(name)
             assert all(set(buckets[i]) <= {n for _, n in names[:ready]} for i in left)
         assert left + order.rest() == list(range(len(buckets)))
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from threading import Lock
 
 import pytest
@@ -12,9 +16,12 @@ from torch.nn.functional import cross_entropy, embedding
 from torch.utils.checkpoint import checkpoint
 
 import commrt
+from commrt.algorithms import ring
+from commrt.buckets import STAMP_BITS
+from commrt.engine import KEPT
 from commrt.errors import DisagreementError, TransportClosed, TransportError, UsageError
 from commrt.testing.faults import fail_at, with_faults
-from commrt.testing.ranks import run_ranks
+from commrt.testing.ranks import local_worlds, run_ranks
 
 ONE_SEED_AT_A_TIME = Lock()
 """Threads share torch's generator."""
@@ -87,7 +94,7 @@ def test_the_busiest_rank_sends_what_the_proof_says():
         backward(model, world.rank)
         return replica.last.nbytes_sent
 
-    elements = sum(param.numel() for param in net().parameters()) + 4  # a flag per tensor
+    elements = sum(param.numel() for param in net().parameters()) + 4 + 2 * STAMP_BITS  # and a flag per tensor
     sent = run_ranks(4, body)
     assert sum(sent) == 2 * 3 * elements * 4
     assert max(sent) <= 2 * 3 / 4 * elements * 4 + 4 * 8 * 4  # chunks are even to within a granule
@@ -319,7 +326,7 @@ def test_a_layer_unfrozen_after_attach_is_refused():
         commrt.attach(model, optimizer, world=world)
         model[0].requires_grad_(requires_grad=True)
         backward(model, world.rank)
-        with pytest.raises(UsageError, match=r"0\.weight was frozen when the model was attached"):
+        with pytest.raises(UsageError, match=r"the optimizer steps 0\.weight, which was frozen, absent or outside"):
             optimizer.step()
 
     run_ranks(2, body)
@@ -427,6 +434,17 @@ def frozen():
     return net().requires_grad_(requires_grad=False)
 
 
+def with_buffer(buffer):
+    model = net()
+    model.register_buffer("odd", buffer)
+    return model
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return net()
+
+
 def complex_weights():
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
@@ -439,11 +457,17 @@ def complex_weights():
         (frozen, {}, "no parameter that requires a gradient"),
         (nn.Module, {}, "no parameter that requires a gradient"),
         (half_on_meta, {}, "on different devices .* move the model to one device"),
-        (lambda: net().to("meta"), {}, "this version moves CPU tensors only"),
+        (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
         (complex_weights, {}, "only real floating-point gradients"),
         (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
         (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
-        (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be positive"),
+        (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
+        (net, {"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be a positive number"),
+        (lambda: net(nn.LazyLinear(8)), {}, r"2\.weight has no shape yet: run one batch"),
+        (lambda: with_buffer(torch.ones(1).expand(5)), {}, r"odd is expanded, .* use its \.clone\(\)"),
+        (lambda: with_buffer(torch.eye(3).to_sparse()), {}, r"odd has layout torch\.sparse_coo"),
+        (lambda: with_buffer(torch.ones(3, device="meta")), {}, r"odd on meta\): move the model to one device"),
+        (made_in_inference_mode, {}, r"0\.weight was made under torch\.inference_mode"),
         (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -456,12 +480,13 @@ def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says)
     run_ranks(2, body)
 
 
-def test_a_model_is_attached_once():
+@pytest.mark.parametrize("again", [lambda model: model, lambda model: model[0], nn.Sequential], ids=range(3))
+def test_a_parameter_is_attached_once_alone_or_inside_another_module(again):
     def body(world):
         model = net()
         commrt.attach(model, world=world)
-        with pytest.raises(UsageError, match="attached already"):
-            commrt.attach(model, world=world)
+        with pytest.raises(UsageError, match="weight is attached already"):
+            commrt.attach(again(model), world=world)
 
     run_ranks(2, body)
 
@@ -469,3 +494,355 @@ def test_a_model_is_attached_once():
 def test_attach_without_a_world_says_so():
     with pytest.raises(UsageError, match=r"call commrt\.init\(\) first"):
         commrt.attach(net())
+
+
+def test_models_whose_backward_passes_differ_in_order_are_told_apart():
+    def body(world):
+        models = [net(), net()]
+        for model in models:
+            commrt.attach(model, sgd(model), world=world)
+        with pytest.raises(DisagreementError, match=r"was summed with another model's: .* different orders"):
+            backward(models[world.rank], world.rank)
+
+    run_ranks(2, body)
+
+
+def test_two_models_in_one_order_keep_their_own_means():
+    def body(world):
+        models = [net(), net(nn.Linear(8, 8))]
+        for model in models:
+            commrt.attach(model, sgd(model), world=world)
+        for step in range(3):
+            for model in models:
+                backward(model, world.rank, step)
+        return [gradients(model) for model in models]
+
+    first, second = run_ranks(2, body)
+    for ours, theirs in zip(first, second, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("member", [lambda model: model.late, lambda _: nn.Linear(8, 3)], ids=["added", "elsewhere"])
+def test_an_optimizer_that_steps_what_nobody_averages_is_refused(member):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        model.late = nn.Linear(8, 3)
+        stranger = member(model)
+        optimizer.add_param_group({"params": stranger.parameters()})
+        x, y = data(world.rank)
+        hidden = model[1](model[0](x))
+        cross_entropy(model[2](hidden) + stranger(hidden), y).backward()
+        with pytest.raises(
+            UsageError, match=r"the optimizer steps (late\.weight|a parameter of shape \[3, 8\]), which"
+        ):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_one_optimizer_may_step_two_attached_models():
+    def body(world):
+        models = [net(), net(nn.Linear(8, 8))]
+        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+        replicas = [commrt.attach(model, optimizer, world=world) for model in models]
+        for model in models:
+            backward(model, world.rank)
+        optimizer.step()
+        return [replica.replicas_equal() for replica in replicas]
+
+    assert run_ranks(2, body) == [[True, True]] * 2
+
+
+def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_gradient():
+    def body(world):
+        model = net()
+        optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
+        replica = commrt.attach(model, optimizers, world=world)
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if (world.rank, step) != (1, 2):
+                backward(model, world.rank, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 4)] * 2
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    def body(world):
+        with pytest.raises(UsageError, match="the SGD steps no parameter of the model"):
+            commrt.attach(net(), sgd(net()), world=world)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("what", ["lr", "type", "state"])
+def test_optimizers_that_differ_are_named_on_every_rank(what):
+    def body(world):
+        odd = world.rank == 1
+        model = net()
+        kind = torch.optim.Adam if what == "type" and odd else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.2 if what == "lr" and odd else 0.1)
+        if what == "state" and odd:
+            backward(model, 0)
+            optimizer.step()
+        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about optimizer: "):
+            commrt.attach(model, optimizer, world=world)
+
+    run_ranks(2, body)
+
+
+def test_training_goes_on_equally_after_join():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((7, 3, 5)[world.rank]):
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                optimizer.step()
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(3, body) == [(True, 10)] * 3
+
+
+def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
+    def body(world):
+        model, tied_to_four = net(), net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        with replica.join(), pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
+            pass
+        replica = commrt.attach(tied_to_four, algorithm=commrt.Torus2D(grid=(2, 2)), world=world)
+        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): a grid of 2 x 2"):
+            replica.join().__enter__()
+
+    run_ranks(4, body)
+
+
+def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world)
+        model[2].weight.data = torch.randn(5, 8)
+        model[2].bias.data = torch.randn(5)
+        with pytest.raises(UsageError, match=r"the gradient of 2\.bias has shape \[5\], but \[3\] when"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_that_changed_its_dtype_is_refused():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        commrt.attach(model, sgd(model), world=world)
+        model[2].num_batches_tracked = model[2].num_batches_tracked.int()
+        with pytest.raises(UsageError, match=r"have changed since attach\(\), now .*num_batches_tracked torch\.int32"):
+            model(data(world.rank)[0]).sum().backward()
+
+    run_ranks(1, body)
+
+
+def test_a_rank_without_a_gradient_takes_part_even_after_a_step_that_was_skipped():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
+        optimizer.zero_grad()
+        if world.rank == 0:
+            backward(model, 0)
+        optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 2)] * 2
+
+
+def test_a_closure_that_only_accumulates_is_noticed():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+
+        def closure():
+            with replica.no_sync():
+                backward(model, world.rank)
+
+        with pytest.raises(UsageError, match=r"never averaged: .* parameters have changed already"):
+            optimizer.step(closure)
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        optimizer.zero_grad()
+        optimizer.step()
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        handle = model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, 0)
+        handle.remove()
+        model.zero_grad()
+        backward(model, 0)
+        return gradients(model), replica.step
+
+    found, step = run_ranks(1, body)[0]
+    assert step == 1
+    assert all(map(torch.equal, found, local_gradients(net(), 0)))
+
+
+def test_backward_after_the_world_was_closed_says_so():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world)
+        world.close()
+        with pytest.raises(TransportClosed, match=r"the world was closed, .* call init\(\)"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_an_attach_that_failed_leaves_a_plain_model():
+    def body(world):
+        model = net()
+        with pytest.raises(TransportError):
+            commrt.attach(model, sgd(model), world=world)
+        backward(model, world.rank)
+        return gradients(model)
+
+    for rank, found in enumerate(run_ranks(2, body, wrap=with_faults(fail_at(bucket="state")))):
+        assert all(map(torch.equal, found, local_gradients(net(), rank)))
+
+
+def test_attach_in_inference_mode_is_refused():
+    def body(world):
+        with torch.inference_mode(), pytest.raises(UsageError, match="call it outside"):
+            commrt.attach(net(), world=world)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["replica kept", "replica dropped"])
+def test_a_model_that_is_dropped_is_freed_without_detach(keep):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        backward(model, world.rank)
+        return weakref.ref(model), weakref.ref(replica), replica if keep else None
+
+    with local_worlds(1)[0] as world:
+        model, replica, kept = body(world)
+        gc.collect()
+        assert (model() is not None) == keep
+        del kept
+        gc.collect()
+        assert model() is None
+        assert replica() is None
+
+
+def test_hooks_live_as_long_as_any_part_of_the_model():
+    def body(world):
+        parts = [nn.Linear(6, 8), nn.Linear(8, 3)]
+        commrt.attach(nn.ModuleList(parts), world=world)
+        gc.collect()
+        x, y = data(world.rank)
+        cross_entropy(parts[1](parts[0](x)), y).backward()
+        return [param.grad for part in parts for param in part.parameters()]
+
+    assert all(map(torch.equal, *run_ranks(2, body)))
+
+
+def test_copies_and_pickles_of_an_attached_model_are_plain():
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]  # noqa: S301  # its own
+        for other in copies:
+            backward(other, world.rank)
+        return [gradients(other) for other in copies]
+
+    for rank, found in enumerate(run_ranks(2, body)):
+        for own in found:
+            assert all(map(torch.equal, own, local_gradients(net(), rank)))
+
+
+class Backwards(nn.Module):
+    """Layers that are registered in another order than they are used in."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+        self.middle = nn.Linear(8, 8)
+        self.first = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def test_buckets_follow_the_order_of_use_after_the_first_step():
+    def body(world):
+        model = seeded(Backwards)
+        replica = commrt.attach(model, sgd(model), world=world, bucket_cap_mb=1e-4)
+        layouts = []
+        for step in range(3):
+            layouts.append([{name.split(".")[0] for name in bucket.names} for bucket in replica.buckets])
+            backward(model, world.rank, step)
+        return layouts, gradients(model)
+
+    (layouts, ours), (theirs, others) = run_ranks(2, body)
+    assert layouts == theirs
+    assert layouts[0] == [{"first"}, {"middle"}, {"last"}]
+    assert layouts[1] == layouts[2] == [{"last"}, {"middle"}, {"first"}]
+    assert all(map(torch.equal, ours, others))
+
+
+class Restless:
+    """An algorithm that makes a new schedule each time."""
+
+    def schedule(self, step, ranks):
+        return ring.all_reduce(ranks).named(f"ring of step {step}")
+
+
+def test_programs_of_schedules_that_never_come_back_are_forgotten():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, algorithm=Restless(), world=world)
+        for step in range(2 * KEPT):
+            backward(model, world.rank, step)
+        return replica._engine._bound.cache_info().currsize
+
+    assert run_ranks(2, body) == [KEPT, KEPT]
+
+
+def test_a_schedule_of_fewer_ranks_says_who_is_left_out():
+    def body(world):
+        with pytest.raises(UsageError, match=r"of 2 ranks and the world has 3: .* schedule\.over"):
+            world.run(ring.all_reduce(2), torch.ones(4))
+        buffer = torch.ones(4)
+        if world.rank != 1:
+            world.run(ring.all_reduce(2).over([0, 2], world=3), buffer)
+        return buffer[0].item()
+
+    assert run_ranks(3, body) == [2.0, 1.0, 2.0]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May this model be averaged? All that `attach` refuses before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from commrt.buckets import Named
+from commrt.errors import UsageError
+
+__all__ = ["WIRES", "check_model", "check_optimizers", "check_wire", "describe_buffers", "describe_optimizers"]
+
+WIRES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_wire(wire: torch.dtype | None, bucket_cap_mb: float) -> None:
+    """Raise `UsageError` for a dtype that cannot travel or a bucket that cannot be filled."""
+    if wire is not None and wire not in WIRES:
+        raise UsageError(
+            f"wire={wire} cannot travel: use {', '.join(map(str, WIRES))}, or None for each dtype as it is"
+        )
+    if not (isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb} must be a positive number of MiB: 25 is a good start")
+
+
+def check_model(model: nn.Module, params: Sequence[Named]) -> None:
+    """Raise `UsageError` unless the gradients of `params` can be averaged and all state of `model` overwritten."""
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError("the model is wrapped in DistributedDataParallel already: attach the bare module instead")
+    if torch.is_inference_mode_enabled():
+        raise UsageError("attach() under torch.inference_mode(): call it outside, gradients do not exist there")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if complaint := _complaint(tensor):
+            raise UsageError(f"{name} {complaint}")
+    if not params:
+        raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
+    for name, param in params:
+        if not param.dtype.is_floating_point:
+            raise UsageError(f"{name} is of dtype {param.dtype}: only real floating-point gradients can be averaged")
+    _check_devices(chain(params, model.named_buffers()))
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(
+                f"{name or 'the model'} makes sparse gradients, which cannot be averaged: use sparse=False"
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> None:
+    """Raise `UsageError` for an optimizer that steps none of `params`."""
+    ours = {id(param) for _, param in params}
+    for optimizer in optimizers:
+        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            raise UsageError(
+                f"the {type(optimizer).__name__} steps no parameter of the model: build it from model.parameters()"
+            )
+
+
+def describe_buffers(model: nn.Module) -> str:
+    """Names, dtypes and shapes of all buffers, as ranks compare them."""
+    return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
+
+
+def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
+    """All that decides how `optimizers` step, except the values of their state: types, settings, who has state."""
+    names = {id(param): name for name, param in params}
+    return "; ".join(chain.from_iterable(_settings(optimizer, names) for optimizer in optimizers))
+
+
+def _settings(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
+    for group in optimizer.param_groups:
+        members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
+        values = (f"{key}={_plain(value)}" for key, value in group.items() if key not in ("params", "param_names"))
+        yield f"{type(optimizer).__name__}({', '.join(values)}) of {' '.join(members)}, * has state"
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _complaint(tensor: Tensor) -> str | None:
+    """What keeps a parameter or buffer from being overwritten with rank 0's."""
+    if is_lazy(tensor):
+        return "has no shape yet: run one batch through the model before attach()"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}: only dense tensors can be sent"
+    if tensor.is_inference():
+        return "was made under torch.inference_mode(): make the model outside of it"
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is expanded, several elements share one place in memory: use its .clone()"
+    return None
+
+
+def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    devices: dict[torch.device, str] = {}
+    for name, tensor in tensors:
+        devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UsageError(f"the model lies on different devices ({where}): move the model to one device")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise UsageError("the model is on the meta device, it has no values: use model.to_empty() and initialise it")
+    if device.type != "cpu":
+        raise UsageError(f"the model is on {device}: this version moves CPU tensors only")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate before ``optimizer.step()``: refuses what would let the replicas drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from commrt.errors import UsageError
+
+__all__ = ["Gate"]
+
+UNAVERAGED = (
+    "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
+    "outside no_sync()"
+)
+
+
+class Gate:
+    """Knows whether the gradients at hand were averaged, and by which optimizers they have been used.
+
+    A rank that comes to its step without any gradient calls `take_part` first, so that the others get its zeros.
+    `refuse` is called with a parameter that has a gradient which nobody averages.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        params: Sequence[Tensor],
+        take_part: Callable[[], None],
+        refuse: Callable[[Tensor], None],
+    ) -> None:
+        self._optimizers = optimizers
+        self._params = params
+        self._averaged_here = {id(param) for param in params}
+        self._take_part = take_part
+        self._refuse = refuse
+        self._held_back = False
+        self._unused_by: set[int] = set()
+        """Optimizers that have not stepped since gradients were averaged."""
+
+    def register(self) -> list[RemovableHandle]:
+        """Stand before and after each step of the optimizers."""
+        before = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
+        return before + [optimizer.register_step_post_hook(self._after) for optimizer in self._optimizers]
+
+    def hold_back(self) -> None:
+        """A backward pass has added to gradients without averaging them."""
+        self._held_back = True
+
+    def open(self) -> None:
+        """All gradients have been averaged."""
+        self._held_back = False
+        self._unused_by = {id(optimizer) for optimizer in self._optimizers}
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._refuse_strangers(optimizer)
+        if all(param.grad is None for param in self._params):  # zeroed since: what is known is about older ones
+            self._held_back = False
+            self._unused_by.clear()
+        if self._held_back:
+            raise UsageError(UNAVERAGED)
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if id(optimizer) not in self._unused_by and not has_closure:
+            self._take_part()
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._unused_by.discard(id(optimizer))
+        if self._held_back:  # by the closure
+            raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and id(param) not in self._averaged_here:
+                    self._refuse(param)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What averaging costs: one step, and all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Span", "Stats", "StepReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the lane did for one bucket, in seconds of ``time.perf_counter``."""
+
+    bucket: int | str
+    begin_s: float
+    end_s: float
+    nbytes_sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one synchronous step cost this rank."""
+
+    step: int
+    members: tuple[int, ...]
+    """The ranks whose gradients were averaged."""
+    exposed_s: float
+    """The part of `comm_s` that the backward pass did not hide: how long ``backward()`` waited at its end."""
+    spans: tuple[Span, ...]
+    """The lane's work, bucket by bucket."""
+
+    @property
+    def comm_s(self) -> float:
+        """Time the lane was busy: packing, transfers, reductions, unpacking."""
+        return sum(span.end_s - span.begin_s for span in self.spans)
+
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes this rank sent."""
+        return sum(span.nbytes_sent for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Totals over the steps since `attach`; fields as in `StepReport`."""
+
+    steps: int = 0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    nbytes_sent: int = 0
+
+    def plus(self, report: StepReport) -> Stats:
+        """With one more step."""
+        return Stats(
+            self.steps + 1,
+            self.comm_s + report.comm_s,
+            self.exposed_s + report.exposed_s,
+            self.nbytes_sent + report.nbytes_sent,
+        )
