@@ -8,7 +8,6 @@ peer to peer leads to the rank that left none: it is dead, stopped, or elsewhere
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +16,7 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from commrt.errors import TransportError
+from commrt.patience import within
 
 __all__ = ["diagnose", "leave_report", "linger"]
 
@@ -74,15 +74,8 @@ def _shelf(rank: int) -> str:
     return f"report/{rank}"
 
 
-def _answered(ask: Callable[[], T], seconds: float) -> T | None:
-    """The store's answer, or None: a stopped process never gives one."""
-    answers: list[T] = []
-
-    def asking() -> None:
-        with suppress(RuntimeError):
-            answers.append(ask())
-
-    thread = threading.Thread(target=asking, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None
+def _answered(ask: Callable[[], T], limit_s: float) -> T | None:
+    """The store's answer, or None if it went away or keeps silent."""
+    with suppress(RuntimeError, TimeoutError):
+        return within(limit_s, ask)
+    return None

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -20,36 +22,53 @@ class Lane:
     """A worker thread with a memory: after the first failure everything later is refused.
 
     The ranks of a world run the same tasks in the same order; once one has failed here, the peers are no
-    longer in step and running the next one could only exchange the wrong bytes.
+    longer in step and running the next one could only exchange the wrong bytes. The thread does not keep the
+    process from ending.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None], name: str = "commrt") -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._on_failure = on_failure
         self._failure: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` after all earlier ones; its error is raised by ``result()``.
 
         Raises `TransportClosed` after `close`.
         """
-        try:
-            return self._pool.submit(self._run, task)
-        except RuntimeError as error:  # of a pool that was shut down
-            raise TransportClosed(
-                "the world was closed, so nothing more can be sent: call init() for a new one"
-            ) from error
+        if self._closed:
+            raise TransportClosed("the world was closed, so nothing more can be sent: call init() for a new one")
+        future: Future[T] = Future()
+        self._tasks.put(lambda: self._run(task, future))
+        return future
 
-    def _run(self, task: Callable[[], T]) -> T:
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # or it stays alive until the next one comes
+
+    def _run(self, task: Callable[[], T], future: Future[T]) -> None:
+        try:
+            result = self._attempt(task)
+        except BaseException as failure:  # whoever waits for the future raises it
+            self._fail(failure)
+            future.set_exception(failure)
+        else:
+            future.set_result(result)
+
+    def _attempt(self, task: Callable[[], T]) -> T:
         if self._failure is not None:
             raise TransportClosed("an earlier transfer failed, so this one was not started") from self._failure
-        try:
-            with torch.no_grad():
-                return task()
-        except BaseException as failure:
+        with torch.no_grad():
+            return task()
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
             self._failure = failure
             self._on_failure(failure)
-            raise
 
     @property
     def failure(self) -> BaseException | None:
@@ -57,5 +76,7 @@ class Lane:
         return self._failure
 
     def close(self) -> None:
-        """Wait for the running task and take no more."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Finish what was submitted and take no more."""
+        self._closed = True
+        self._tasks.put(None)
+        self._thread.join()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -12,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from commrt.agreement import agree
+from commrt.agreement import agree, forget
 from commrt.algorithms import tree
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, UsageError
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportClosed, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
+from commrt.patience import within
 from commrt.program import program
 from commrt.schedule import Schedule
 from commrt.transport.gloo import GlooTransport
@@ -53,9 +56,11 @@ class World:
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
         self._holds_store = holds_store
         self._agreements = 0
+        self._topics: list[str] = []  # of agreements that are still on the store
         self.attached = 0
         """Models attached so far."""
         self._closed = False
+        self._abandoned = False
 
     @property
     def rank(self) -> int:
@@ -80,7 +85,17 @@ class World:
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
         self._agreements += 1
-        agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+        self._topics.append(f"{topic} ({self._agreements})")
+        agree(self.store, self.rank, self.size, self._topics[-1], claim, self.timeout_s)
+        self._forget_earlier()
+
+    def _forget_earlier(self) -> None:
+        """All ranks have come to the last agreement, so nobody looks at those before it any more."""
+        *earlier, last = self._topics
+        self._topics = [last]
+        if self.rank == 0:
+            with suppress(TimeoutError):  # whoever needs the store next will say so
+                within(self.timeout_s, lambda: forget(self.store, self.size, earlier))
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -115,6 +130,8 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
+        if self._abandoned:  # then this is only the echo
+            return
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         diagnose(self.store, self.rank, self.size, failure)
@@ -128,18 +145,31 @@ class World:
             self.lane.close()
             self.transport.close()
 
+    def abandon(self, why: BaseException) -> None:
+        """Give up at once: interrupt what the lane is doing, tell the others `why`, close."""
+        if not self.closed:
+            self._abandoned = True
+            leave_report(self.store, self.rank, why)
+            self.transport.abort()
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abandon(error)
 
 
 _current: World | None = None
 _opened = 0
 """Worlds opened by this process; keeps the keys of one apart from those of the next on the same store."""
+_held: dict[tuple[str, int], Store] = {}
+"""Stores that live in this process, by address: a port is bound once."""
 
 
 def current() -> World:
@@ -194,15 +224,29 @@ def _launched(launch: Launch, timeout_s: float) -> World:
 
 
 def _store(launch: Launch, holds_store: bool, timeout_s: float) -> Store:
-    host, port, limit = launch.address, launch.port, timedelta(seconds=timeout_s)
+    address, limit = (launch.address, launch.port), timedelta(seconds=timeout_s)
+    if address in _held:
+        return _held[address]
+    where = f"{launch.address}:{launch.port}"
+    advice = "is rank 0 running there, is the port free, and do MASTER_ADDR and MASTER_PORT say the same on every rank"
     try:
-        return TCPStore(host, port, None, holds_store, limit, wait_for_workers=False)
-    except RuntimeError as error:
+        store = within(timeout_s + 1, lambda: TCPStore(*address, None, holds_store, limit, wait_for_workers=False))
+    except (RuntimeError, TimeoutError) as error:
         raise DeadlineExceeded(
-            f"no store at {host}:{port} within {timeout_s:g} s: is rank 0 running there, is the port free, "
-            "and do MASTER_ADDR and MASTER_PORT say the same on every rank",
-            Place(rank=launch.rank, peer=0),
+            f"no store answers at {where} within {timeout_s:g} s: {advice}", Place(rank=launch.rank, peer=0)
         ) from error
+    if holds_store:
+        _held[address] = store
+    return store
+
+
+def _leave() -> None:
+    """The process ends, perhaps in the middle of a transfer: do not wait for its deadline."""
+    if _current is not None:
+        _current.abandon(TransportClosed("the process ended without closing its world"))
+
+
+atexit.register(_leave)
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:

@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from commrt.cli import train
 from commrt.cli.app import app
 from commrt.errors import CommrtError
+from commrt.testing.processes import free_port
 
 COMMAND = Path(sys.executable).with_name("commrt")
 RANKS = [*range(1, 65), 97]
@@ -63,7 +69,13 @@ def test_verify_can_show_the_schedule():
         (("train", "--compare", "nccl"), "choose one of ddp, halving_doubling, ring, torus2d"),
         (("train", "--batch-size", "3"), "--batch-size 3 must give each of 4 workers an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
-        (("train", "--timeout-s", "0"), "must be positive"),
+        (("train", "--timeout-s", "0"), "--timeout-s 0.0 must be a positive number"),
+        (("train", "--timeout-s", "inf"), "--timeout-s inf must be"),
+        (("train", "--bucket-cap-mb", "nan"), "--bucket-cap-mb nan must be"),
+        (("train", "--lr", "inf"), "--lr inf must be a number"),
+        (("train", "--seed", "-1"), "--seed -1 must be between 0"),
+        (("train", "--seed", str(2**63)), "must be between 0"),
+        (("verify", "torus2d", "--grid", "0x4"), "a grid of 0 x 4 does not fit 4 ranks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -79,6 +91,7 @@ def test_bad_input_is_one_sentence(args, says):
         ("verify", "ring", "--ranks", "0"),
         ("verify", "torus2d", "--grid", "3x3"),
         ("train", "--workers", "0"),
+        ("train", "--lr", "nan"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(args):
@@ -132,3 +145,51 @@ def test_train_runs_under_torchrun():
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["workers"], record["replicas_equal"]) == (2, True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variables", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+def test_train_compares_with_ddp_under_any_launcher(variables):
+    rank_name, size_name = variables
+    port = str(free_port())
+    base = dict(os.environ) | {size_name: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    call = [COMMAND, "train", "--epochs", "1", "--compare", "ddp", "--compare", "ring", "--json"]
+    ranks = [
+        subprocess.Popen(call, env=base | {rank_name: str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=110) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    record = json.loads(outputs[0][0])
+    assert outputs[1][0] == b""
+    assert [other["algorithm"] for other in record["compared"]] == ["ddp", "ring"]
+    assert all(one["replicas_equal"] for one in (record, *record["compared"]))
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_the_command_and_its_workers_without_a_traceback():
+    ours, theirs = pty.openpty()  # a progress bar moves on terminals only
+    call = [COMMAND, "train", "--workers", "2", "--epochs", "10000"]
+    process = subprocess.Popen(call, stderr=theirs, stdout=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = ""
+    try:
+        while "loss 0" not in shown:
+            shown += os.read(ours, 4096).decode(errors="replace")
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(OSError):  # how a terminal ends
+            while more := os.read(ours, 4096):
+                shown += more.decode(errors="replace")
+        assert process.wait(timeout=60) == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(ours)
+    assert "Traceback" not in shown
+
+
+def test_what_a_worker_said_is_told_as_a_sentence():
+    written = {"message": "UsageError: too little. ", "extraInfo": {"py_callstack": "Traceback ..."}}
+    assert train._sentence(written) == "UsageError: too little"
+    assert train._sentence("Signal 9 (SIGKILL) received by PID 1") == "Signal 9 (SIGKILL) received by PID 1"

@@ -83,7 +83,10 @@ def doctor(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Run the command. An error raised on purpose is one sentence; exit code 2 for bad input, 1 for bad luck."""
+    """Run the command. An error raised on purpose is one sentence.
+
+    Exit codes: 2 for bad input, 1 for bad luck, 130 for Ctrl-C.
+    """
     try:
         app()
     except CommrtError as error:

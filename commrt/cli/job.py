@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from math import isfinite
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 from torch.nn.functional import cross_entropy
 
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
@@ -24,6 +27,8 @@ from commrt.world import World, init
 __all__ = ["DDP", "Job", "Progress", "Result", "work"]
 
 DDP = "ddp"
+MAX_SEED = 2**63 - 1
+"""What torch's generators take; each epoch uses the next one."""
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[float], None]
@@ -55,8 +60,13 @@ class Job:
                 f"--batch-size {self.batch_size} must give each of {workers} workers an image, and there are "
                 f"{TRAIN_IMAGES} to train on"
             )
-        if not (self.timeout_s > 0 and self.bucket_cap_mb > 0):
-            raise UsageError("--timeout-s and --bucket-cap-mb must be positive")
+        for option, value in (("--timeout-s", self.timeout_s), ("--bucket-cap-mb", self.bucket_cap_mb)):
+            if not (isfinite(value) and value > 0):
+                raise UsageError(f"{option} {value} must be a positive number")
+        if not (isfinite(self.lr) and self.lr >= 0):
+            raise UsageError(f"--lr {self.lr} must be a number, 0 or more")
+        if not 0 <= self.seed <= MAX_SEED - self.epochs:
+            raise UsageError(f"--seed {self.seed} must be between 0 and {MAX_SEED - self.epochs}")
 
     def steps(self, workers: int) -> int:
         """Steps of the whole run."""
@@ -85,7 +95,7 @@ class Result:
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     """Train as one rank of the world that this process was launched into; collective."""
     torch.set_num_threads(1)
-    with _ddp_group() if job.algorithm == DDP else nullcontext(), closing(init(job.timeout_s)) as world:
+    with init(job.timeout_s) as world, _ddp_group(job, world):
         model = lenet(job.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         averaging = _averaging(job, world, model, optimizer)
@@ -96,8 +106,13 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
 
 
 @contextmanager
-def _ddp_group() -> Iterator[None]:
-    dist.init_process_group("gloo")
+def _ddp_group(job: Job, world: World) -> Iterator[None]:
+    """The process group that DDP needs, where it is what is asked for."""
+    if job.algorithm != DDP:
+        yield
+        return
+    store, limit = PrefixStore("ddp", world.store), timedelta(seconds=job.timeout_s)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
     try:
         yield
     finally:

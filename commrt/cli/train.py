@@ -7,11 +7,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -23,6 +25,7 @@ from commrt.launch import LOOPBACK, launched
 
 __all__ = ["run"]
 
+SHUTDOWN_S = 5
 ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("test accuracy", lambda r: f"{r.test_accuracy:.1%}"),
     ("images/s", lambda r: f"{r.images_per_second:,.0f}"),
@@ -73,14 +76,29 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
+        **_shutdown(),
     )
     try:
         results: dict[int, list[Result]] = elastic_launch(config, _work_as_child)(jobs)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        what = f"worker {rank} failed: {failure.message}. Its own output, if any, stands above"
+        what = f"worker {rank} failed: {_sentence(failure.message)}. Its own output, if any, stands above"
         raise CommrtError(what) from failed
+    except SignalException as signalled:  # torch has ended the workers
+        raise KeyboardInterrupt from signalled
     return results[0]
+
+
+def _shutdown() -> dict[str, Any]:
+    """How long a worker that was told to end may take; one that is stopped never will."""
+    known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))  # not by torch 2.11
+    return {"shutdown_timeout": SHUTDOWN_S} if known else {}
+
+
+def _sentence(message: str | dict[str, Any]) -> str:
+    """What the worker said; a dict where torch's `record` wrote it."""
+    text = message if isinstance(message, str) else str(message.get("message", "it did not say why"))
+    return text.strip().rstrip(".")
 
 
 @contextmanager

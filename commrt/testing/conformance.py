@@ -184,6 +184,21 @@ def an_aborted_peer_releases_those_who_wait(make: Make) -> None:
     _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
 
 
+def a_closed_peer_releases_those_who_wait(make: Make) -> None:
+    """Even if somebody still holds its bound exchanges."""
+    transports = make(2, PATIENT_S)
+    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
+    held = transports[1].bind(Group([Parcel(0, torch.empty(5))], []))
+    begin = monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(exchange, NOW)
+        transports[1].close()
+        error = waiting.exception()
+    _raises(TransportClosed, lambda: held(NOW))
+    _require(isinstance(error, TransportError) and error.place.peer == 1, f"expected one that names 1, got {error!r}")
+    _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
+
+
 def a_closed_transport_refuses(make: Make) -> None:
     """Closing twice is fine; using it after is an error of its own kind."""
     transport = make(2, SHORT_S)[0]
@@ -220,6 +235,7 @@ CHECKS: tuple[Check, ...] = (
     a_stranger_is_refused,
     a_silent_peer_ends_in_a_deadline_that_names_it,
     an_aborted_peer_releases_those_who_wait,
+    a_closed_peer_releases_those_who_wait,
     a_closed_transport_refuses,
     sizes_that_differ_never_pass_for_success,
 )

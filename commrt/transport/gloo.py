@@ -39,10 +39,15 @@ class _Line(NamedTuple):
 
     peer: int
     data: list[Tensor]
-    post: Callable[[list[Tensor], int, int], Work]
+    is_send: bool
     number: count[int]
     """Counts the transfers of its direction and pair; shared by all that are bound on it."""
     nbytes: int
+
+    def start(self, backend: Any) -> Work:
+        """Post it on `backend`, which is not kept: it must be able to go away under a bound exchange."""
+        post: Callable[[list[Tensor], int, int], Work] = backend.send if self.is_send else backend.recv
+        return post(self.data, self.peer, self.tag())
 
     def tag(self) -> int:
         """The next transfer's tag: differs where the two ends differ in number or size."""
@@ -94,15 +99,14 @@ class GlooTransport:
     def _lines(self, group: Group) -> list[_Line]:
         if self._group is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=group.hop))
-        recv, send = self._group.recv, self._group.send
-        lines = [_Line(p.peer, [p.data], recv, self._received[p.peer], p.data.nbytes) for p in group.recvs]
-        return lines + [_Line(p.peer, [p.data], send, self._sent[p.peer], p.data.nbytes) for p in group.sends]
+        lines = [_Line(p.peer, [p.data], False, self._received[p.peer], p.data.nbytes) for p in group.recvs]
+        return lines + [_Line(p.peer, [p.data], True, self._sent[p.peer], p.data.nbytes) for p in group.sends]
 
     def _run(self, lines: list[_Line], moment: Moment, hop: int) -> None:
         works: list[Work] = []
         deadline = monotonic() + self.timeout_s
         try:
-            works.extend(line.post(line.data, line.peer, line.tag()) for line in lines)
+            works.extend(line.start(self._group) for line in lines)
             for work in works:
                 work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
         except RuntimeError as error:
