@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.agreement import agree
 from commrt.algorithms import tree
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, UsageError
+from commrt.errors import DisagreementError, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
 from commrt.program import program
+from commrt.rendezvous import is_loopback, meet
 from commrt.schedule import Schedule
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
@@ -179,23 +179,11 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
-    holds_store = launch.rank == 0 and not launch.store_exists
-    store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", _store(launch, holds_store, timeout_s))
-    loopback = LOOPBACK if launch.address in (LOOPBACK, "localhost") else None
+    store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
+    loopback = LOOPBACK if is_loopback(launch.address) else None
     transport = _connected(store, launch.rank, launch.size, timeout_s, loopback)
+    holds_store = launch.rank == 0 and not launch.store_exists
     return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
-
-
-def _store(launch: Launch, holds_store: bool, timeout_s: float) -> Store:
-    host, port, limit = launch.address, launch.port, timedelta(seconds=timeout_s)
-    try:
-        return TCPStore(host, port, None, holds_store, limit, wait_for_workers=False)
-    except RuntimeError as error:
-        raise DeadlineExceeded(
-            f"no store at {host}:{port} within {timeout_s:g} s: is rank 0 running there, is the port free, "
-            "and do MASTER_ADDR and MASTER_PORT say the same on every rank",
-            Place(rank=launch.rank, peer=0),
-        ) from error
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
