@@ -1,106 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ranks mean the same? Asked on the store before anything is sent, because a mismatch later is a hang."""
+"""Do all ranks mean the same? Asked on the store before anything is sent, because a mismatch later is a hang.
+
+The first verdict stands and is every rank's: a rank that gives up waiting gives the verdict that some are missing, so
+nobody leaves with a yes from a question that another left with an error.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
-from commrt.patience import within
+from commrt.asking import ANSWER_S, ask
+from commrt.errors import DeadlineExceeded, DisagreementError, Place
 
-__all__ = ["agree", "forget"]
+__all__ = ["agree"]
 
-AGREED = "agreed"
+AGREED, DIFFERENT, LATE = "agreed", "different", "late"
 LINGER_S = 5.0
-"""How long rank 0 waits for the others to read how it ended: the store may live in its process."""
-GRACE_S = 2.0
-"""How much later than the deadline a store that never answers is given up: its own deadline comes first."""
+"""How long rank 0 waits for the others to read a verdict."""
 
 
 def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, str], timeout_s: float) -> None:
     """Return when all `size` ranks made the same `claim` under `topic`; a topic is used once.
 
-    Raises `DisagreementError` on **every** rank if one differs from rank 0, naming the rank and the first
-    field that differs; `DeadlineExceeded` with the missing ranks if some do not come, or if the store does not
-    answer; `PeerLost` if the store goes away. Cost: about five store operations per rank.
+    Raises `DisagreementError` on **every** rank if one differs from rank 0, naming the rank and the first field that
+    differs; `DeadlineExceeded` with the missing ranks if some do not come, or with rank 0 if the store gives no answer;
+    `PeerLost` if the store is gone. The store may live in rank 0, and end with it: rank 0 returns after all have read
+    the verdict, or `LINGER_S` seconds later, and leaves nothing on the store.
+    Cost: about seven store operations per rank, and two more per rank on rank 0.
     """
-    table = _Table(PrefixStore(topic, store), rank, size, topic, timeout_s)
-    holder = "the process that holds the store (rank 0, or torchrun's agent)"
-    try:
-        within(timeout_s + LINGER_S + GRACE_S, lambda: table.agree(dict(claim)))
-    except DeadlineExceeded:
-        raise
-    except TimeoutError as error:
-        what = f"{topic}: {holder} does not answer: it is stopped, or its machine cannot be reached; look there"
-        raise DeadlineExceeded(what, Place(rank=rank)) from error
-    except RuntimeError as error:
-        raise PeerLost(f"{topic}: {holder} ended: look at its output", Place(rank=rank)) from error
-
-
-def forget(store: Store, size: int, topics: Sequence[str]) -> None:
-    """Delete what agreements left on `store`; once all ranks have come to a later one, nobody looks there."""
-    for topic in topics:
-        shelf = PrefixStore(topic, store)
-        for key in ("claim", "verdict", "agreeing", "read", "all read", *map(_here, range(size))):
-            with suppress(RuntimeError):
-                shelf.delete_key(key)
+    question = _Question(PrefixStore(topic, store), rank, size, timeout_s, monotonic() + timeout_s)
+    verdict, reason = ask(lambda: question.verdict(claim), timeout_s + ANSWER_S, rank)
+    ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
+    if verdict == DIFFERENT:
+        raise DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments")
+    if verdict == LATE:
+        raise DeadlineExceeded(f"{topic}: {reason}", Place(rank=rank))
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """Where the ranks meet for one topic."""
+class _Question:
+    """One topic: its shelf of the store, who asks, and until when."""
 
     shelf: Store
     rank: int
     size: int
-    topic: str
     timeout_s: float
+    deadline_s: float
 
-    def agree(self, claim: dict[str, str]) -> None:
-        self.shelf.set(_here(self.rank), "")
+    def verdict(self, claim: Mapping[str, str]) -> list[str]:
+        """The verdict that stands, and its reason."""
+        self.shelf.set(f"here/{self.rank}", "")
         if self.rank == 0:
-            self.shelf.set("claim", json.dumps(claim))
-        self._wait("claim")
-        objection = _difference(self.rank, claim, json.loads(self.shelf.get("claim")))
-        if objection:
-            self.shelf.set("verdict", objection)
+            self.shelf.set("claim", json.dumps(dict(claim)))
+        if self._come(["claim"], self.deadline_s):
+            self._vote(claim, json.loads(self.shelf.get("claim")))
+        if not self._come(["verdict"], self.deadline_s):
+            self._give(LATE, self._whom_it_waits_for())
+        verdict: list[str] = json.loads(self.shelf.get("verdict"))
+        return verdict
+
+    def leave(self, verdict: str) -> None:
+        """Rank 0 goes last, and clears the shelf unless a rank may still come to read."""
+        self.shelf.set(f"read/{self.rank}", "")
+        if self.rank != 0:
+            return
+        readers = set(range(self.size)) - set(self._missing() if verdict == LATE else ())
+        all_read = self._come([f"read/{rank}" for rank in readers], monotonic() + LINGER_S)
+        if all_read and verdict != LATE:
+            ours = (f"{what}/{rank}" for what in ("here", "read") for rank in range(self.size))
+            for key in ("claim", "agreeing", "verdict", *ours):
+                self.shelf.delete_key(key)
+
+    def _vote(self, claim: Mapping[str, str], first: Mapping[str, str]) -> None:
+        difference = _difference(self.rank, claim, first)
+        if difference:
+            self._give(DIFFERENT, difference)
         elif self.shelf.add("agreeing", 1) == self.size:
-            self.shelf.compare_set("verdict", "", AGREED)
-        self._wait("verdict")
-        verdict = self.shelf.get("verdict").decode()
-        if verdict != AGREED:
-            self._let_all_read(self.size)
-            raise DisagreementError(f"{self.topic}: {verdict}. Start every rank with the same code and arguments")
+            self._give(AGREED, "")
 
-    def _wait(self, key: str) -> None:
+    def _give(self, verdict: str, reason: str) -> None:
+        self.shelf.compare_set("verdict", "", json.dumps([verdict, reason]))
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.size) if not self.shelf.check([f"here/{rank}"])]
+
+    def _whom_it_waits_for(self) -> str:
+        missing = self._missing()
+        who = f"ranks {missing} did not come" if missing else "all ranks came, but not all of them answered"
+        return f"{who} within {self.timeout_s:g} s: start them, or look at their output"
+
+    def _come(self, keys: list[str], deadline_s: float) -> bool:
+        left_s = max(deadline_s - monotonic(), 0.001)  # torch takes 0 for no limit
         try:
-            self.shelf.wait([key], timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            missing = [other for other in range(self.size) if not self.shelf.check([_here(other)])]
-            self._let_all_read(self.size - len(missing))
-            raise DeadlineExceeded(self._absence(missing), Place(rank=self.rank)) from error
-
-    def _absence(self, missing: list[int]) -> str:
-        who = f"ranks {missing} did not come" if missing else "the others did not finish"
-        return f"{self.topic}: {who} within {self.timeout_s:g} s: start them, or look at their output"
-
-    def _let_all_read(self, readers: int) -> None:
-        """Nobody should learn of an end by a lost connection to the store."""
-        if self.shelf.add("read", 1) == readers:
-            self.shelf.set("all read", "")
-        if self.rank == 0:
-            with suppress(RuntimeError):
-                self.shelf.wait(["all read"], timedelta(seconds=LINGER_S))
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
+            self.shelf.wait(keys, timedelta(seconds=left_s))
+        except DistNetworkError:
+            raise
+        except RuntimeError:
+            return False
+        return True
 
 
 def _difference(rank: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

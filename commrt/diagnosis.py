@@ -15,13 +15,11 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from commrt.asking import ANSWER_S, ask
 from commrt.errors import TransportError
-from commrt.patience import within
 
 __all__ = ["diagnose", "leave_report", "linger"]
 
-ANSWER_S = 2.0
-"""How long to wait for a store that may itself be gone."""
 GRACE_S = 1.0
 """How long a peer may be late with its own report: deadlines do not expire at the same instant."""
 LINGER_S = 3.0
@@ -48,7 +46,7 @@ def diagnose(store: Store, rank: int, size: int, failure: BaseException) -> None
 
 def linger(store: Store) -> None:
     """Keep the store of this process alive until the others have read it, or for a while."""
-    _answered(lambda: store.get("reports read"), LINGER_S)
+    _answered(lambda: store.wait(["reports read"], timedelta(seconds=LINGER_S)), LINGER_S + ANSWER_S)
 
 
 def _trail(store: Store, rank: int, peer: int | None) -> Iterator[str]:
@@ -74,8 +72,8 @@ def _shelf(rank: int) -> str:
     return f"report/{rank}"
 
 
-def _answered(ask: Callable[[], T], limit_s: float) -> T | None:
-    """The store's answer, or None if it went away or keeps silent."""
-    with suppress(RuntimeError, TimeoutError):
-        return within(limit_s, ask)
+def _answered(question: Callable[[], T], limit_s: float) -> T | None:
+    """The store's answer, or None: this rank has failed already, and a lost store is no news beside that."""
+    with suppress(RuntimeError, TransportError):
+        return ask(question, limit_s)
     return None

@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.agreement import agree, forget
+from commrt.agreement import agree
 from commrt.algorithms import tree
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportClosed, UsageError
+from commrt.errors import DisagreementError, TransportClosed, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
-from commrt.patience import within
 from commrt.program import program
+from commrt.rendezvous import is_loopback, meet
 from commrt.schedule import Schedule
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
@@ -56,7 +54,6 @@ class World:
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
         self._holds_store = holds_store
         self._agreements = 0
-        self._topics: list[str] = []  # of agreements that are still on the store
         self.attached = 0
         """Models attached so far."""
         self._closed = False
@@ -85,17 +82,7 @@ class World:
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
         self._agreements += 1
-        self._topics.append(f"{topic} ({self._agreements})")
-        agree(self.store, self.rank, self.size, self._topics[-1], claim, self.timeout_s)
-        self._forget_earlier()
-
-    def _forget_earlier(self) -> None:
-        """All ranks have come to the last agreement, so nobody looks at those before it any more."""
-        *earlier, last = self._topics
-        self._topics = [last]
-        if self.rank == 0:
-            with suppress(TimeoutError):  # whoever needs the store next will say so
-                within(self.timeout_s, lambda: forget(self.store, self.size, earlier))
+        agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -168,8 +155,6 @@ class World:
 _current: World | None = None
 _opened = 0
 """Worlds opened by this process; keeps the keys of one apart from those of the next on the same store."""
-_held: dict[tuple[str, int], Store] = {}
-"""Stores that live in this process, by address: a port is bound once."""
 
 
 def current() -> World:
@@ -216,28 +201,11 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
-    holds_store = launch.rank == 0 and not launch.store_exists
-    store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", _store(launch, holds_store, timeout_s))
-    loopback = LOOPBACK if launch.address in (LOOPBACK, "localhost") else None
+    store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
+    loopback = LOOPBACK if is_loopback(launch.address) else None
     transport = _connected(store, launch.rank, launch.size, timeout_s, loopback)
+    holds_store = launch.rank == 0 and not launch.store_exists
     return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
-
-
-def _store(launch: Launch, holds_store: bool, timeout_s: float) -> Store:
-    address, limit = (launch.address, launch.port), timedelta(seconds=timeout_s)
-    if address in _held:
-        return _held[address]
-    where = f"{launch.address}:{launch.port}"
-    advice = "is rank 0 running there, is the port free, and do MASTER_ADDR and MASTER_PORT say the same on every rank"
-    try:
-        store = within(timeout_s + 1, lambda: TCPStore(*address, None, holds_store, limit, wait_for_workers=False))
-    except (RuntimeError, TimeoutError) as error:
-        raise DeadlineExceeded(
-            f"no store answers at {where} within {timeout_s:g} s: {advice}", Place(rank=launch.rank, peer=0)
-        ) from error
-    if holds_store:
-        _held[address] = store
-    return store
 
 
 def _leave() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from contextlib import suppress
 from itertools import pairwise
 
@@ -15,8 +14,6 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.launch import LOOPBACK
-from commrt.patience import within
 
 STRIKE = 5
 """The step at which something happens."""
@@ -103,39 +100,6 @@ def other_layout(tell, odd_one, what):
     cap = 1.0 if what == "bucket size" and odd else 0.01
     commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=cap)
     return "attached"
-
-
-def asks_a_store_that_is_struck(tell, timeout_s):
-    """Rank 0, which holds the store, is struck; the others want to agree on something afterwards."""
-    world = commrt.init(60)
-    world.transport.timeout_s = timeout_s
-    if world.rank == 0:
-        tell("strike me")
-        while True:
-            signal.pause()
-    with suppress(TimeoutError, RuntimeError):
-        while True:
-            within(0.5, lambda: world.store.check(["anything"]))
-    world.agree("the weather")
-
-
-def asks_a_port_where_nobody_answers(tell):
-    """Rank 1 looks for the store where something else listens."""
-    if os.environ["RANK"] == "1":
-        with socket.create_server((LOOPBACK, 0)) as mute:
-            os.environ["MASTER_PORT"] = str(mute.getsockname()[1])
-            commrt.init(1.0)
-
-
-def opens_three_worlds(tell):
-    """One after the other, on one port."""
-    sums = []
-    for _ in range(3):
-        with commrt.init(30) as world:
-            buffer = torch.ones(8)
-            world.run(ring.all_reduce(world.size), buffer)
-            sums.append(buffer[0].item())
-    return sums
 
 
 def leaves_with_an_error(tell):

@@ -12,7 +12,6 @@ import pytest
 
 import commrt
 from commrt.testing.processes import run_processes
-from commrt.testing.ranks import run_ranks
 
 TIMEOUT_S = 3.0
 LIMIT_S = 40.0
@@ -115,47 +114,9 @@ def test_ranks_that_never_come_are_named():
     assert "ranks [1, 2] did not come within 1.5 s" in outcomes[0].error
 
 
-@pytest.mark.parametrize(
-    ("blow", "kind", "says"),
-    [(signal.SIGSTOP, "DeadlineExceeded", "does not answer"), (signal.SIGKILL, "PeerLost", "ended")],
-    ids=["stopped", "killed"],
-)
-def test_an_agreement_outlives_the_store(blow, kind, says):
-    def on_message(rank, message, process):
-        os.kill(process.pid, blow)
-        return True
-
-    outcomes = run_processes(3, casualties.asks_a_store_that_is_struck, 1.0, limit_s=LIMIT_S, on_message=on_message)
-    for survivor in outcomes[1:]:
-        assert survivor.error is not None
-        assert re.match(rf"{kind}: the weather .*the process that holds the store \(rank 0, .*{says}", survivor.error)
-
-
-def test_a_port_where_nobody_answers_ends_by_the_deadline():
-    outcomes = run_processes(2, casualties.asks_a_port_where_nobody_answers, limit_s=LIMIT_S)
-    assert outcomes[1].error is not None
-    assert re.match(r"DeadlineExceeded: no store answers at 127\.0\.0\.1:\d+ within 1 s: ", outcomes[1].error)
-
-
-def test_a_process_may_open_one_world_after_the_other():
-    outcomes = run_processes(3, casualties.opens_three_worlds)
-    assert [outcome.value for outcome in outcomes] == [[3.0] * 3] * 3
-
-
 def test_a_world_left_by_an_error_tells_the_others_at_once():
     outcomes = run_processes(
         2, casualties.leaves_with_an_error, limit_s=LIMIT_S, on_message=lambda *message: message[1] == "stays"
     )
     assert outcomes[0].error is not None
     assert re.search(r"peer 1.* Rank 1 saw KeyError: ", outcomes[0].error)
-
-
-def test_agreements_leave_nothing_but_the_last_on_the_store():
-    def body(world):
-        for _ in range(5):
-            world.agree("something", colour="blue")
-            world.all_equal("rank", str(world.rank))
-        world.agree("the end")
-        return world.store.num_keys()
-
-    assert run_ranks(3, body)[0] <= 3 + 5

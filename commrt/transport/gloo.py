@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
+from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.transport.protocol import Exchange, Group, Moment, split_self
 
@@ -71,10 +72,11 @@ class GlooTransport:
 
     def _connect(self, store: Store, host: str | None) -> Any:
         limit = timedelta(seconds=self.timeout_s)
+        # Only without options does torch look at GLOO_SOCKET_IFNAME.
+        options = _options(host, limit) if host else limit
         try:
-            # Only without options does torch look at GLOO_SOCKET_IFNAME.
-            return ProcessGroupGloo(store, self.rank, self.ranks, _options(host, limit) if host else limit)
-        except RuntimeError as error:
+            return ask(lambda: ProcessGroupGloo(store, self.rank, self.ranks, options), self.timeout_s + ANSWER_S)
+        except (RuntimeError, TransportError) as error:
             raise TransportError(
                 f"not all {self.ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
                 "world size, and look at the output of those that are missing",

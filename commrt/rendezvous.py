@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the ranks of a launch meet: a store that rank 0 holds, unless the launcher does."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from commrt.asking import ANSWER_S, ask
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
+from commrt.launch import LOOPBACK, Launch
+
+__all__ = ["is_loopback", "meet"]
+
+_held: dict[tuple[str, int], Store] = {}
+"""The stores that live in this process, as long as it does: the next world meets at the same port."""
+
+
+def meet(launch: Launch, timeout_s: float) -> Store:
+    """The store of `launch`, made by its rank 0 where the launcher holds none.
+
+    Raises `DeadlineExceeded` if none answers within `timeout_s`, `TransportError` if the port is taken.
+    """
+    where = launch.address, launch.port
+    if where in _held:
+        return _held[where]
+    holds_it = launch.rank == 0 and not launch.store_exists
+    store = _open(launch, holds_it, timeout_s)
+    if holds_it:
+        _held[where] = store
+    return store
+
+
+def is_loopback(address: str) -> bool:
+    """True if nobody outside this machine can reach `address`."""
+    return address in (LOOPBACK, "localhost")
+
+
+def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
+    at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
+    listener = _loopback_listener(launch) if holds_it and is_loopback(launch.address) else None
+    try:
+        return ask(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + ANSWER_S, launch.rank)
+    except DeadlineExceeded as error:
+        what = (
+            f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "
+            "not stopped? If it is another program, set MASTER_PORT to a free port on every rank"
+        )
+        raise DeadlineExceeded(what, place) from error
+    except (RuntimeError, PeerLost) as error:
+        what = (
+            f"no store at {at} within {timeout_s:g} s: is rank 0 running there, is the port free, "
+            "and do MASTER_ADDR and MASTER_PORT say the same on every rank"
+        )
+        raise DeadlineExceeded(what, place) from error
+
+
+def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | None) -> Store:
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(
+        launch.address, launch.port, None, holds_it, limit, wait_for_workers=False, master_listen_fd=listener
+    )
+
+
+def _loopback_listener(launch: Launch) -> int:
+    """A listening socket that only this machine can reach; left to itself, torch listens on all addresses."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, launch.port))
+        except OSError as error:
+            what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
+            raise TransportError(what, Place(rank=launch.rank)) from error
+        listener.listen(socket.SOMAXCONN)
+        return listener.detach()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker process of test_rendezvous runs."""
+
+from __future__ import annotations
+
+import signal
+
+import commrt
+
+
+def ask_a_struck_holder(tell, timeout_s):
+    """Rank 0, which holds the store, asks to be struck while the others wait for its answer."""
+    world = commrt.init(60)
+    world.agree("breakfast", where="here")  # all are connected
+    world.transport.timeout_s = timeout_s
+    if world.rank == 0:
+        tell("strike me")
+        while True:
+            signal.pause()
+    world.agree("lunch", where="here")
+    return "agreed"
+
+
+def ask_with_one_absent(tell, timeouts_s):
+    """The last rank stays away from the question; the others differ in their patience."""
+    world = commrt.init(60)
+    if world.rank < len(timeouts_s):
+        world.transport.timeout_s = timeouts_s[world.rank]
+        world.agree("lunch", where="here")
+    else:
+        tell("absent")
+        while True:
+            signal.pause()
+
+
+def several_worlds(tell, times):
+    """One world after the other in the same processes."""
+    seen = []
+    for number in range(times):
+        with commrt.init(30) as world:
+            world.agree("number", number=str(number))
+            seen.append((world.rank, world.size))
+    return seen

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks leave a question with the same answer, in time, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from time import monotonic
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from commrt.agreement import agree
+from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError
+from commrt.testing.processes import free_port
+from commrt.testing.ranks import local_worlds
+
+PATIENT_S = 30.0
+
+
+def one_in_memory(ranks):
+    return [HashStore()] * ranks
+
+
+def one_behind_sockets(ranks):
+    port, limit = free_port(), timedelta(seconds=PATIENT_S)
+    return [TCPStore("127.0.0.1", port, None, rank == 0, limit, wait_for_workers=False) for rank in range(ranks)]
+
+
+def one_with_prefixes(ranks):
+    return [PrefixStore("outer", PrefixStore("inner", store)) for store in one_behind_sockets(ranks)]
+
+
+def answers(stores, claims, timeouts_s=None):
+    """What each rank that comes leaves with; a claim of None is a rank that does not come."""
+
+    def answer(rank):
+        try:
+            timeout_s = timeouts_s[rank] if timeouts_s else PATIENT_S
+            agree(stores[rank], rank, len(claims), "colour", {"colour": claims[rank]}, timeout_s)
+        except CommrtError as error:
+            return error
+        return None
+
+    come = [rank for rank, claim in enumerate(claims) if claim is not None]
+    with ThreadPoolExecutor(len(come)) as pool:
+        return list(pool.map(answer, come))
+
+
+@pytest.mark.parametrize("make", [one_in_memory, one_behind_sockets, one_with_prefixes])
+@pytest.mark.parametrize("claims", [["red"] * 3, ["red", "red", "blue"]], ids=["a yes", "a no"])
+def test_an_answer_leaves_nothing_on_the_store(make, claims):
+    stores = make(3)
+    before = stores[0].num_keys()
+    for _ in range(3):
+        assert {type(answer) for answer in answers(stores, claims)} == {
+            type(None) if len(set(claims)) == 1 else DisagreementError
+        }
+    assert stores[0].num_keys() == before
+
+
+def test_who_gives_up_first_answers_for_all():
+    begin = monotonic()
+    errors = answers(one_in_memory(3), ["red", "red", None], [PATIENT_S, 0.2, PATIENT_S])
+    assert [type(error) for error in errors] == [DeadlineExceeded] * 2
+    assert all("ranks [2] did not come within 0.2 s" in str(error) for error in errors)
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_who_comes_after_the_others_gave_up_is_told_so():
+    stores = one_in_memory(2)
+    answers(stores, ["red", None], [0.1, 0.1])
+    begin = monotonic()
+    (late,) = answers(stores, [None, "red"])
+    assert isinstance(late, DeadlineExceeded)
+    assert "ranks [1] did not come within 0.1 s" in str(late)
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
+    world, _ = local_worlds(2, timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
+        world.all_equal("weights", "mark")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks find each other through one store, and a store that is dead, stopped or no store at all is an error in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from time import monotonic
+
+import meetings
+import pytest
+
+from commrt.errors import DeadlineExceeded, TransportError
+from commrt.launch import Launch
+from commrt.rendezvous import meet
+from commrt.testing.processes import free_port, run_processes
+
+LIMIT_S = 40.0
+
+
+def launch(rank, port):
+    return Launch("torchrun", rank, 2, rank, 2, "127.0.0.1", port)
+
+
+def test_a_port_where_something_listens_but_never_answers_is_an_error():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        begin = monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"did not answer as a store within 0\.3 s.* \[rank 1, peer 0\]"):
+            meet(launch(1, silent.getsockname()[1]), 0.3)
+        assert monotonic() - begin < 10
+
+
+def test_a_port_where_nobody_listens_is_an_error():
+    with pytest.raises(DeadlineExceeded, match=r"no store at 127\.0\.0\.1:\d+ within 0\.3 s"):
+        meet(launch(1, free_port()), 0.3)
+
+
+def test_a_port_that_is_taken_is_an_error_at_once():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(TransportError, match="is taken on this machine: set MASTER_PORT"):
+            meet(launch(0, other.getsockname()[1]), 60)
+
+
+def test_a_store_on_the_loopback_is_for_this_machine_alone():
+    port = free_port()
+    meet(launch(0, port), 5)
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):  # what listens on all addresses listens here too
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("blow", "says"),
+    [(signal.SIGSTOP, "DeadlineExceeded: the store gave no answer"), (signal.SIGKILL, "PeerLost: the connection to")],
+    ids=["stopped", "killed"],
+)
+def test_a_store_that_goes_away_during_a_question_is_named(blow, says):
+    def strike(rank, message, process):
+        os.kill(process.pid, blow)
+        return True
+
+    outcomes = run_processes(3, meetings.ask_a_struck_holder, 3.0, limit_s=LIMIT_S, on_message=strike)
+    for other in outcomes[1:]:
+        assert other.error is not None
+        assert other.error.startswith(says)
+        assert "the process that holds the store (rank 0" in other.error
+        assert f"[rank {other.rank}, peer 0]" in other.error
+
+
+@pytest.mark.processes
+def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_read_why():
+    outcomes = run_processes(3, meetings.ask_with_one_absent, (1.0, 30.0), limit_s=LIMIT_S, on_message=lambda *_: True)
+    for waiting in outcomes[:2]:
+        assert waiting.error is not None
+        assert waiting.error.startswith("DeadlineExceeded: lunch")
+        assert "ranks [2] did not come within 1 s" in waiting.error
+
+
+@pytest.mark.processes
+def test_a_process_opens_one_world_after_the_other():
+    outcomes = run_processes(2, meetings.several_worlds, 3, limit_s=LIMIT_S)
+    assert [outcome.value for outcome in outcomes] == [[(rank, 2)] * 3 for rank in range(2)], outcomes
