@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from commrt.errors import UsageError
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
+from commrt.transport.protocol import Allocate, zeros
 
 __all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "plan_buckets"]
 
@@ -108,14 +109,18 @@ class Bucket:
 
 
 def build_buckets(
-    params: Sequence[Named], wire: torch.dtype | None, cap_nbytes: int, first_cap_nbytes: int = MIB
+    params: Sequence[Named],
+    wire: torch.dtype | None,
+    cap_nbytes: int,
+    first_cap_nbytes: int = MIB,
+    allocate: Allocate = zeros,
 ) -> list[Bucket]:
-    """Buckets with their wire buffers for `params`, given in order of registration."""
+    """Buckets with their wire buffers, made by `allocate`, for `params`, given in order of registration."""
     first_cap_nbytes = min(first_cap_nbytes, cap_nbytes)
     ready = list(reversed(params))
     units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in ready]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)
-    return [_bucket(index, [ready[i] for i in members], wire) for index, members in enumerate(plan)]
+    return [_bucket(index, [ready[i] for i in members], wire, allocate) for index, members in enumerate(plan)]
 
 
 def check_params(params: Iterable[Named]) -> None:
@@ -134,9 +139,8 @@ def check_params(params: Iterable[Named]) -> None:
         raise UsageError(f"the parameters lie on different devices ({where}): move the model to one device")
 
 
-def _bucket(index: int, params: list[Named], wire: torch.dtype | None) -> Bucket:
+def _bucket(index: int, params: list[Named], wire: torch.dtype | None, allocate: Allocate) -> Bucket:
     first = params[0][1]
     numel = sum(param.numel() for _, param in params) + len(params)
-    narrower = wire is not None and wire.itemsize < first.element_size()
-    dtype = wire if narrower else first.dtype
-    return Bucket(index, params, torch.zeros(numel, dtype=dtype, device=first.device))
+    dtype = wire if wire is not None and wire.itemsize < first.element_size() else first.dtype
+    return Bucket(index, params, allocate(numel, dtype, first.device))

@@ -96,7 +96,7 @@ class Engine:
         for bucket in self.buckets:
             need = scratch_numel(mine, bucket.wire.numel())
             if bucket.wire.dtype not in scratch or scratch[bucket.wire.dtype].numel() < need:
-                scratch[bucket.wire.dtype] = bucket.wire.new_empty(need)
+                scratch[bucket.wire.dtype] = self.world.transport.allocate(need, bucket.wire.dtype, bucket.wire.device)
         return [bind(mine, b.wire, self.world.transport, scratch[b.wire.dtype]) for b in self.buckets]
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:

@@ -94,7 +94,8 @@ def attach(
     _check_model(model, params, wire)
     if not bucket_cap_mb > 0:
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb} must be positive: 25 is a good start")
-    engine = Engine(world, algorithm, build_buckets(params, wire, int(bucket_cap_mb * MIB)))
+    buckets = build_buckets(params, wire, int(bucket_cap_mb * MIB), allocate=world.transport.allocate)
+    engine = Engine(world, algorithm, buckets)
     _agree(engine, model, broadcast_buffers)
     replica = Replica(model, optimizer, engine, broadcast_buffers)
     replica.overwrite_with_first()
