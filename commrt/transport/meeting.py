@@ -59,7 +59,8 @@ def meet(store: Store, rank: int, ranks: int, timeout_s: float) -> dict[int, soc
             for peer in range(rank):
                 ends[peer] = _call(store, rank, peer)
             ends.update(_callers(listener, password, range(rank + 1, ranks), deadline))
-            _require_all(ends, rank, ranks, timeout_s)
+        if silent := set(range(ranks)) - {rank, *ends}:
+            raise _missing(store, rank, sorted(silent), timeout_s)  # noqa: TRY301  # all ends are closed below
     except BaseException:
         for end in ends.values():
             end.close()
@@ -67,17 +68,12 @@ def meet(store: Store, rank: int, ranks: int, timeout_s: float) -> dict[int, soc
     return ends
 
 
-def _require_all(ends: Collection[int], rank: int, ranks: int, timeout_s: float) -> None:
-    if missing := sorted(set(range(ranks)) - {rank, *ends}):
-        raise _missing(rank, missing, timeout_s)
-
-
 def _wait_for_addresses(store: Store, rank: int, timeout_s: float) -> None:
-    keys = [str(peer) for peer in range(rank)]
+    below = range(rank)
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        store.wait([str(peer) for peer in below], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise _missing(rank, [int(key) for key in keys if not store.check([key])], timeout_s) from error
+        raise _missing(store, rank, below, timeout_s) from error
 
 
 def _call(store: Store, rank: int, peer: int) -> socket.socket:
@@ -143,9 +139,11 @@ def _address(name: str) -> str:
     return f"\0commrt-{name}"
 
 
-def _missing(rank: int, peers: list[int], timeout_s: float) -> DeadlineExceeded:
+def _missing(store: Store, rank: int, silent: Collection[int], timeout_s: float) -> DeadlineExceeded:
+    """Names those of `silent` that never came; the others may only have waited for them."""
+    peers = [peer for peer in silent if not store.check([str(peer)])] or list(silent)
     return DeadlineExceeded(
         f"ranks {peers} did not come within {timeout_s:g} s: start all of them, with the same world size, and look at "
         "the output of those that are missing",
-        Place(rank, peers[0] if peers else None),
+        Place(rank, peers[0]),
     )

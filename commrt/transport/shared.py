@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from time import monotonic
@@ -102,6 +101,10 @@ class _Deal:
         return sizes[0] if sizes else 0
 
 
+WhereOf = Callable[[_Deal], Place]
+"""What an error says of a deal."""
+
+
 class SharedTransport:
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
@@ -179,11 +182,14 @@ class SharedTransport:
             raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
 
     def _run(self, deals: Sequence[_Deal], moment: Moment, hop: int) -> None:
+        def place(deal: _Deal) -> Place:
+            return Place(self.rank, deal.peer, *moment, hop, deal.nbytes)
+
         try:
             self._report_the_dead()
             for deal in deals:
                 deal.begin()
-            self._serve({deal.link.fd: deal for deal in deals}, moment, hop)
+            self._serve({deal.link.fd: deal for deal in deals}, place)
         except TransportError as failure:
             self._failure = failure
             raise
@@ -194,47 +200,38 @@ class SharedTransport:
             for link in self._links.values():
                 link.forget(number)
 
-    def _serve(self, waiting: dict[int, _Deal], moment: Moment, hop: int) -> None:
-        """Hear whoever has something to say, until nobody in `waiting` is left."""
+    def _serve(self, waiting: dict[int, _Deal], place: WhereOf) -> None:
+        """Hear whoever has something to say, until every deal in `waiting` is finished and taken out of it."""
         deadline = monotonic() + self.timeout_s
-        poller = select.poll()
-        ready = list(waiting)  # words may have come already; asking is cheaper than polling first
+        ready = list(waiting)  # words may be here already, and looking costs no more than polling
         while True:
             for fd in ready:
-                deal = waiting[fd]
-                self._hear(deal, moment, hop)
-                if deal.finished:
+                self._hear(waiting[fd], place)
+                if waiting[fd].finished:
                     del waiting[fd]
-                    with suppress(KeyError):
-                        poller.unregister(fd)
-                else:
-                    poller.register(fd, deal.awaited)
             if not waiting:
                 return
-            left_s = deadline - monotonic()
-            if left_s <= 0:
-                raise self._late(waiting.values(), moment, hop)
-            ready = [fd for fd, _ in poller.poll(ceil(left_s * 1000))]
+            ready = _poll(waiting.values(), deadline - monotonic())
+            if not ready and monotonic() > deadline:
+                raise self._late(waiting.values(), place)
 
-    def _hear(self, deal: _Deal, moment: Moment, hop: int) -> None:
-        place = Place(self.rank, deal.peer, *moment, hop, deal.nbytes)
+    def _hear(self, deal: _Deal, place: WhereOf) -> None:
         try:
             speaks = deal.hear()
         except OSError as error:
-            self._refuse_if_over(place)
+            self._refuse_if_over(place(deal))
             what = f"the peer's memory cannot be used here ({error}): is there a limit on open files or on memory"
-            raise TransportError(what, place) from error
+            raise TransportError(what, place(deal)) from error
         if quarrel := deal.quarrel():
-            raise SizeMismatch(f"{quarrel}: the ranks run different programs", place)
+            raise SizeMismatch(f"{quarrel}: the ranks run different programs", place(deal))
         if not speaks and not deal.finished:
-            self._refuse_if_over(place)
-            raise PeerLost("the peer is gone: its process ended or gave up; look at its own output", place)
+            self._refuse_if_over(place(deal))
+            raise PeerLost("the peer is gone: its process ended or gave up; look at its own output", place(deal))
 
-    def _late(self, waiting: Collection[_Deal], moment: Moment, hop: int) -> DeadlineExceeded:
-        peers = sorted(deal.peer for deal in waiting)
+    def _late(self, waiting: Collection[_Deal], place: WhereOf) -> DeadlineExceeded:
+        first, peers = min(waiting, key=_peer), sorted(map(_peer, waiting))
         what = f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running another program"
-        first = min(waiting, key=lambda deal: deal.peer)
-        return DeadlineExceeded(what, Place(self.rank, first.peer, *moment, hop, first.nbytes))
+        return DeadlineExceeded(what, place(first))
 
     def close(self) -> None:
         """End all conversations; peers that wait for this rank get `PeerLost` at once. Allocated memory stays."""
@@ -253,6 +250,18 @@ class SharedTransport:
 
 
 _OPEN: WeakSet[SharedTransport] = WeakSet()
+
+
+def _poll(waiting: Iterable[_Deal], left_s: float) -> list[int]:
+    """The descriptors that became ready in `left_s` seconds, at the latest."""
+    poller = select.poll()
+    for deal in waiting:
+        poller.register(deal.link.fd, deal.awaited)
+    return [fd for fd, _ in poller.poll(ceil(left_s * 1000))] if left_s > 0 else []
+
+
+def _peer(deal: _Deal) -> int:
+    return deal.peer
 
 
 def _hang_up(links: Iterable[Link]) -> None:
