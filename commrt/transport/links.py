@@ -15,6 +15,7 @@ Packets arrive whole and in order. A socket that ends means that its process is 
 from __future__ import annotations
 
 import array
+import mmap
 import socket
 import struct
 from collections import deque
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from commrt.transport.segments import Segment, mapped
@@ -65,7 +67,7 @@ class Link:
         """What the peer expected in place of our oldest untaken offer, if it refused that."""
         self._unsent: deque[tuple[bytes, list[int]]] = deque()  # packets with descriptors; the socket was full
         self._shown: set[int] = set()  # our segments that the peer maps
-        self._mapped: dict[int, Tensor] = {}  # the peer's segments, as bytes
+        self._mapped: dict[int, mmap.mmap] = {}  # the peer's segments
 
     @property
     def full(self) -> bool:
@@ -91,9 +93,10 @@ class Link:
         for packet in said:
             self._say(packet)
 
-    def source(self, offer: Offer) -> Tensor:
-        """The offered bytes, where they are."""
-        return self._mapped[offer.number][offer.offset : offer.offset + offer.nbytes]
+    def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
+        """The offered bytes, where they are, as a row of `dtype`, aligned or not."""
+        memory, numel = self._mapped[offer.number], offer.nbytes // dtype.itemsize
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offer.offset)
 
     def took(self, count: int) -> None:
         """Tell the peer that `count` more of its offers were taken."""

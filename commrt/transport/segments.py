@@ -103,9 +103,9 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def mapped(fd: int) -> Tensor:
-    """The bytes of another process's segment; takes `fd` and closes it."""
+def mapped(fd: int) -> mmap.mmap:
+    """Another process's segment; takes `fd` and closes it."""
     try:
-        return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+        return mmap.mmap(fd, 0)
     finally:
         os.close(fd)

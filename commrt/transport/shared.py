@@ -41,7 +41,7 @@ class _Deal:
     segments: frozenset[Segment]
     """What the sends lie in."""
     targets: Sequence[Tensor]
-    """Where the receives go, as bytes."""
+    """Where the receives go."""
     received: int = 0
     """How many receives of the running exchange have happened."""
 
@@ -76,7 +76,7 @@ class _Deal:
             if offers[0].nbytes != target.nbytes:
                 self.link.refuse(target.nbytes)
                 break
-            target.copy_(self.link.source(offers.popleft()))
+            target.copy_(self.link.source(offers.popleft(), target.dtype))
             self.received += 1
         if self.received > before:
             self.link.took(self.received - before)
@@ -152,7 +152,7 @@ class SharedTransport:
         """Where the peers find each of `sends`, and what must be copied there first."""
         outside = {id(p.data): p.data for p in sends if not self._arena.covers(p.data)}
         slots = dict(zip(outside, self._stage([data.nbytes for data in outside.values()]), strict=True))
-        copies = [(_as_bytes(data), slots[key]) for key, data in outside.items()]
+        copies = [(_plain(data), slots[key].view(data.dtype)) for key, data in outside.items()]
         return [slots.get(id(p.data), p.data) for p in sends], copies
 
     def _stage(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -171,7 +171,7 @@ class SharedTransport:
             mine = [data for data, p in zip(memory, group.sends, strict=True) if p.peer == peer]
             places = [self._arena.locate(data) for data in mine]
             sends = [Offer(at[0].number, at[1], data.nbytes) for at, data in zip(places, mine, strict=True)]
-            targets = [_as_bytes(p.data) for p in group.recvs if p.peer == peer]
+            targets = [_plain(p.data) for p in group.recvs if p.peer == peer]
             segments = frozenset(segment for segment, _ in places)
             yield _Deal(peer, self._links[peer], sends, packets(sends), segments, targets)
 
@@ -277,9 +277,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _as_bytes(data: Tensor) -> Tensor:
+def _plain(data: Tensor) -> Tensor:
     _require_cpu(data.device)
-    return data.detach().view(torch.uint8)
+    return data.detach()
 
 
 def _require_cpu(device: torch.device) -> None:
