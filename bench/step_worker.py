@@ -8,6 +8,7 @@ Each way has a module whose backward pass is one multiplication per parameter, a
 import gc
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from time import perf_counter
@@ -22,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 from commrt.buckets import MIB, Bucket, build_buckets
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.shared import SharedTransport
+from commrt.world import World
 
 __all__ = ["HOST", "PEERS", "Job", "work"]
 
@@ -31,11 +35,14 @@ TOLERANCE = {FP32: 1e-6, BF16: 1e-2}
 """Largest relative L2 error against the average in fp64."""
 
 ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling()}
+WAYS = {name: (algorithm, "shared") for name, algorithm in ALGORITHMS.items()}
+WAYS["ring over gloo"] = ALGORITHMS["ring"], "gloo"
+"""This project's variants: algorithm and transport."""
 PEERS = (
     {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp"}
-    | {f"{name} fp32": "ddp" for name in ALGORITHMS}
+    | {f"{name} fp32": "ddp" for name in WAYS}
     | {"ddp bf16 hook": "ddp"}
-    | {f"{name} bf16": "ddp" for name in ALGORITHMS}
+    | {f"{name} bf16": "ddp" for name in WAYS}
 )
 """Every variant, and whom it is compared with."""
 
@@ -88,13 +95,22 @@ def work(rank: int, job: Job, answers: SimpleQueue) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = f"tcp://{HOST}:{job.port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.ranks)
-    with commrt.init():
-        times = measure(variants(rank), job)
+    with ExitStack() as open_worlds:
+        worlds = {kind: open_worlds.enter_context(world_over(kind, rank, job.ranks)) for kind in ("shared", "gloo")}
+        times = measure(variants(rank, worlds), job)
         gathered: list[Times] = [{} for _ in range(job.ranks)]
         dist.all_gather_object(gathered, times)
     dist.destroy_process_group()
     if rank == 0:
         answers.put({name: [max(turn) for turn in zip(*(g[name] for g in gathered), strict=True)] for name in times})
+
+
+def world_over(kind: str, rank: int, ranks: int) -> World:
+    """A world on the running group's store, with the transport asked for."""
+    store = dist.PrefixStore(f"bench/{kind}", dist.distributed_c10d._get_default_store())
+    wires = dist.PrefixStore("wires", store)
+    transport = SharedTransport(wires, rank, ranks) if kind == "shared" else GlooTransport(wires, rank, ranks)
+    return World(transport, store, rank)
 
 
 def measure(ways: dict[str, Variant], job: Job) -> Times:
@@ -123,7 +139,7 @@ def check(name: str, variant: Variant, expected: Tensor) -> None:
     assert error <= TOLERANCE[variant.wire], f"{name} is off by {error:.1e}"
 
 
-def variants(rank: int) -> dict[str, Variant]:
+def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
     """All variants by name; they share the memory of parameters and gradients, not the modules."""
     shapes = resnet50()
     params = [torch.zeros(shape) for shape in shapes.values()]
@@ -138,11 +154,15 @@ def variants(rank: int) -> dict[str, Variant]:
         "ddp views": Variant(FP32, DistributedDataParallel(dots(), gradient_as_bucket_view=True)),
         "gloo, no overlap": bucketed(dots()),
     }
-    ways |= {f"{name} fp32": attached(dots(), algorithm, FP32) for name, algorithm in ALGORITHMS.items()}
+    ways |= {
+        f"{name} fp32": attached(dots(), worlds[kind], algorithm, FP32) for name, (algorithm, kind) in WAYS.items()
+    }
     compressing = DistributedDataParallel(dots())
     compressing.register_comm_hook(None, compress)
     ways["ddp bf16 hook"] = Variant(BF16, compressing)
-    ways |= {f"{name} bf16": attached(dots(), algorithm, BF16) for name, algorithm in ALGORITHMS.items()}
+    ways |= {
+        f"{name} bf16": attached(dots(), worlds[kind], algorithm, BF16) for name, (algorithm, kind) in WAYS.items()
+    }
     return ways
 
 
@@ -154,9 +174,9 @@ def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
     return bf16_compress_hook(group, bucket)
 
 
-def attached(module: nn.Module, algorithm: commrt.Algorithm, wire: torch.dtype) -> Variant:
+def attached(module: nn.Module, world: World, algorithm: commrt.Algorithm, wire: torch.dtype) -> Variant:
     """This project."""
-    commrt.attach(module, algorithm=algorithm, wire=wire)
+    commrt.attach(module, algorithm=algorithm, world=world, wire=wire)
     return Variant(wire, module)
 
 

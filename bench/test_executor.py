@@ -12,7 +12,7 @@ from commrt.collective import all_reduce
 from commrt.executor import GRANULE, bind
 from commrt.program import Program, program
 from commrt.proof import verify
-from commrt.transport.protocol import Exchange, Group, Moment
+from commrt.transport.protocol import Exchange, Group, Moment, zeros
 
 MOMENT = Moment(0, 0)
 RANKS = 1024
@@ -25,7 +25,9 @@ def nothing(moment: Moment) -> None:
 class NullTransport:
     """A `Transport` that moves nothing."""
 
+    kind = "null"
     timeout_s = 1.0
+    allocate = staticmethod(zeros)
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank

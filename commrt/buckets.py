@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
+from commrt.transport.protocol import Allocate, zeros
 
 __all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "plan_buckets"]
 
@@ -143,17 +144,18 @@ def build_buckets(
     cap_nbytes: int,
     model: int = 0,
     first_cap_nbytes: int = MIB,
+    allocate: Allocate = zeros,
 ) -> list[Bucket]:
-    """Buckets with their wire buffers for `params`, given in the order in which their gradients become ready."""
+    """Buckets for `params`, given in the order in which gradients become ready; wire buffers are made by `allocate`."""
     first_cap_nbytes = min(first_cap_nbytes, cap_nbytes)
     units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in params]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)
-    return [_bucket(index, [params[i] for i in members], wire, model) for index, members in enumerate(plan)]
+    members = ([params[i] for i in group] for group in plan)
+    return [Bucket(index, named, _wire(named, wire, allocate), model) for index, named in enumerate(members)]
 
 
-def _bucket(index: int, params: list[Named], wire: torch.dtype | None, model: int) -> Bucket:
+def _wire(params: list[Named], wire: torch.dtype | None, allocate: Allocate) -> Tensor:
     first = params[0][1]
     numel = sum(param.numel() for _, param in params) + len(params) + 2 * STAMP_BITS
-    narrower = wire is not None and wire.itemsize < first.element_size()
-    dtype = wire if narrower else first.dtype
-    return Bucket(index, params, torch.zeros(numel, dtype=dtype, device=first.device), model)
+    dtype = wire if wire is not None and wire.itemsize < first.element_size() else first.dtype
+    return allocate(numel, dtype, first.device)

@@ -97,7 +97,7 @@ class Engine:
         for wire in (bucket.wire for bucket in self.buckets):
             need = scratch_numel(mine, wire.numel())
             if wire.dtype not in self._scratch or self._scratch[wire.dtype].numel() < need:
-                self._scratch[wire.dtype] = wire.new_empty(need)
+                self._scratch[wire.dtype] = self.world.transport.allocate(need, wire.dtype, wire.device)
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:
         begin_s = perf_counter()

@@ -15,10 +15,20 @@ from dataclasses import dataclass
 
 from commrt.errors import UsageError
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Launch", "default_timeout_s", "launched", "read_launch", "read_timeout_s"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Launch",
+    "chosen_transport",
+    "default_timeout_s",
+    "launched",
+    "read_launch",
+    "read_timeout_s",
+    "read_transport",
+]
 
 DEFAULT_TIMEOUT_S = 300.0
 LOOPBACK = "127.0.0.1"
+TRANSPORTS = ("shared", "gloo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,11 @@ def default_timeout_s() -> float:
     return read_timeout_s(os.environ)
 
 
+def chosen_transport() -> str | None:
+    """`read_transport` of this process's environment."""
+    return read_transport(os.environ)
+
+
 def read_launch(env: Mapping[str, str]) -> Launch | None:
     """The launch described by `env`, or None if no launcher is recognised.
 
@@ -111,6 +126,14 @@ def read_timeout_s(env: Mapping[str, str]) -> float:
     if not 0 < timeout_s < float("inf"):
         raise UsageError(f"COMMRT_TIMEOUT_S={text!r} is no positive number of seconds")
     return timeout_s
+
+
+def read_transport(env: Mapping[str, str]) -> str | None:
+    """What COMMRT_TRANSPORT asks for: shared, gloo, or None if nothing is asked for."""
+    kind = env.get("COMMRT_TRANSPORT")
+    if kind not in (None, *TRANSPORTS):
+        raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(TRANSPORTS)}, or unset it")
+    return kind
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

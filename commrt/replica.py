@@ -66,7 +66,8 @@ def attach(
     check_optimizers(optimizers, params)
     _require_unattached(params)
     world.attached += 1
-    cut = partial(build_buckets, wire=wire, cap_nbytes=int(bucket_cap_mb * MIB), model=world.attached)
+    cap_nbytes, allocate = int(bucket_cap_mb * MIB), world.transport.allocate
+    cut = partial(build_buckets, wire=wire, cap_nbytes=cap_nbytes, model=world.attached, allocate=allocate)
     engine = Engine(world, algorithm, cut(params[::-1]))
     _agree(engine, model, broadcast_buffers, describe_optimizers(optimizers, params))
     replica = Replica(model, optimizers, engine, cut, broadcast_buffers=broadcast_buffers)

@@ -18,13 +18,15 @@ from commrt.diagnosis import diagnose, leave_report, linger
 from commrt.errors import DisagreementError, TransportClosed, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
-from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
+from commrt.launch import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched
 from commrt.program import program
 from commrt.rendezvous import is_loopback, meet
 from commrt.schedule import Schedule
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
+from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Moment, Transport
+from commrt.transport.shared import SharedTransport
 
 __all__ = ["World", "current", "init"]
 
@@ -169,8 +171,13 @@ def init(timeout_s: float | None = None) -> World:
 
     In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
     world of one. `timeout_s` is the deadline of every wait (default: COMMRT_TIMEOUT_S, or 300). A second call
-    returns the world that is already open. Raises `UsageError` for contradictory variables, `TransportError`
-    if the other ranks do not come, `DisagreementError` if they differ about the size of the world.
+    returns the world that is already open.
+
+    Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
+    (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
+
+    Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come,
+    `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
     if _current is not None and not _current.closed:
@@ -218,5 +225,23 @@ atexit.register(_leave)
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
-    agree(store, rank, size, "init", {"world size": str(size)}, timeout_s)
+    choice = chosen_transport()
+    claim = {"world size": str(size), "COMMRT_TRANSPORT": choice or "not set"}
+    agree(store, rank, size, "init", claim, timeout_s)
+    if choice != "gloo" and _on_one_host(store, rank, size, timeout_s):
+        return SharedTransport(PrefixStore("shared", store), rank, size, timeout_s)
+    if choice == "shared":
+        raise UsageError(
+            "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
+            "unset it, or start them all on one"
+        )
     return GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)
+
+
+def _on_one_host(store: Store, rank: int, size: int, timeout_s: float) -> bool:
+    """The same answer on every rank."""
+    try:
+        agree(store, rank, size, "host", {"host": host_identity() or f"none that rank {rank} can share"}, timeout_s)
+    except DisagreementError:
+        return False
+    return True

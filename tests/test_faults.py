@@ -45,6 +45,13 @@ def assert_names_the_place(error, victim):
     assert f"peer {victim}" in error, error
 
 
+@pytest.fixture(params=["shared", "gloo"])
+def transport(request, monkeypatch):
+    """What the workers exchange through; elsewhere they choose, and take shared memory."""
+    monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
+
+
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(("algorithm", "victim"), [(commrt.Torus2D(), 1), (commrt.Ring(), 3)], ids=["torus", "ring"])
 def test_a_killed_worker_is_named_by_all_survivors_long_before_the_deadline(algorithm, victim):
     outcomes = strike(4, victim, signal.SIGKILL, algorithm, timeout_s=10 * LIMIT_S)
@@ -62,6 +69,7 @@ def test_the_death_of_the_rank_that_holds_the_store_is_an_error_too():
         assert survivor.error.startswith(("PeerLost", "DeadlineExceeded"))
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_stopped_worker_ends_the_others_by_the_deadline():
     victim = 2
     outcomes = strike(4, victim, signal.SIGSTOP, commrt.Torus2D())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import commrt
 from commrt.errors import CommrtError, UsageError
-from commrt.launch import LAUNCHERS, Launch, read_launch, read_timeout_s
+from commrt.launch import LAUNCHERS, Launch, read_launch, read_timeout_s, read_transport
 
 AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
 OPEN_MPI = {
@@ -92,6 +92,17 @@ def test_a_deadline_is_a_positive_number_of_seconds(text):
 def test_the_default_deadline_is_five_minutes():
     assert read_timeout_s({}) == 300
     assert read_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
+
+
+@pytest.mark.parametrize("kind", ["", "nccl", "Shared"])
+def test_a_transport_is_one_that_there_is(kind):
+    with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
+        read_transport({"COMMRT_TRANSPORT": kind})
+
+
+def test_nothing_is_asked_for_unless_it_is():
+    assert read_transport({}) is None
+    assert read_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
 
 
 variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size", "job")]

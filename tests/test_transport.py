@@ -15,6 +15,7 @@ from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Group, Moment, Parcel
+from commrt.transport.shared import SharedTransport
 
 
 def local(ranks, timeout_s):
@@ -29,11 +30,17 @@ def gloo(ranks, timeout_s):
         return [future.result() for future in futures]
 
 
+def shared(ranks, timeout_s):
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: SharedTransport(store, rank, ranks, timeout_s), range(ranks)))
+
+
 def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
-@pytest.mark.parametrize("make", [local, gloo, harmless])
+@pytest.mark.parametrize("make", [local, gloo, shared, harmless])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
 def test_conforms(check, make):
     check(make)

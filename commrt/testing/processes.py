@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function once per rank in real processes on this machine, over Gloo on the loopback."""
+"""Run a function once per rank in real processes on this machine, with their store on the loopback."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, split_self
+from commrt.transport.protocol import Exchange, Group, Moment, split_self, zeros
 
 __all__ = ["GlooTransport"]
 
@@ -61,6 +61,9 @@ class GlooTransport:
     Connects to every peer at construction, through `store`; raises `TransportError` if one does not come.
     `host` is the address that this rank listens on, None for Gloo's own choice (``GLOO_SOCKET_IFNAME``).
     """
+
+    kind = "gloo"
+    allocate = staticmethod(zeros)
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0, host: str | None = None) -> None:
         self.rank = rank

@@ -15,7 +15,7 @@ from time import monotonic
 from torch import Tensor
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, split_self
+from commrt.transport.protocol import Exchange, Group, Moment, split_self, zeros
 
 __all__ = ["Fabric", "LocalTransport"]
 
@@ -121,6 +121,9 @@ class Fabric:
 
 class LocalTransport:
     """One rank of a `Fabric`; a `Transport`."""
+
+    kind = "local"
+    allocate = staticmethod(zeros)
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric

@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
 
-__all__ = ["Exchange", "Group", "Moment", "Parcel", "Transport", "split_self"]
+__all__ = ["CPU", "Allocate", "Exchange", "Group", "Moment", "Parcel", "Transport", "split_self", "zeros"]
+
+CPU = torch.device("cpu")
 
 
 class Moment(NamedTuple):
@@ -53,9 +56,22 @@ class Group:
 Exchange = Callable[[Moment], None]
 """Runs a bound group once: returns when all its transfers have happened, raises `TransportError` otherwise."""
 
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+"""(numel, dtype, device) -> zeros [numel]."""
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Ordinary memory, as an `Allocate`."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
 
 class Transport(Protocol):
     """What carries groups. Every implementation passes `commrt.testing.conformance`."""
+
+    @property
+    def kind(self) -> str:
+        """What it moves bytes through, in a word."""
+        ...
 
     @property
     def rank(self) -> int:
@@ -70,6 +86,13 @@ class Transport(Protocol):
     @property
     def timeout_s(self) -> float:
         """An exchange that takes longer ends in `DeadlineExceeded`."""
+        ...
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """Zeros [numel] in memory that this transport moves best; it lives as long as a tensor lies in it.
+
+        Any other memory can be sent and received too. Raises `UsageError` for a device that it cannot move.
+        """
         ...
 
     def bind(self, group: Group) -> Exchange:

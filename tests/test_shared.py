@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory: nothing is copied twice, nothing is left behind, and nobody waits for who is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+
+import neighbours
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from commrt.errors import DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, UsageError
+from commrt.testing.processes import run_processes
+from commrt.transport import links, meeting
+from commrt.transport.protocol import Group, Moment, Parcel
+from commrt.transport.segments import SEGMENT_NBYTES, aligned
+from commrt.transport.shared import SharedTransport
+
+NOW = Moment(step=7, bucket=3)
+PATIENT_S = 60.0
+FAR_FROM_PATIENT_S = 20.0
+
+
+def world_of(ranks, timeout_s=PATIENT_S):
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: SharedTransport(store, rank, ranks, timeout_s), range(ranks)))
+
+
+@pytest.fixture
+def pair():
+    transports = world_of(2)
+    yield transports
+    for transport in transports:
+        transport.close()
+
+
+def both(pair, groups):
+    """Run one group per rank; what each raised."""
+
+    def run(transport, group):
+        transport.bind(group)(NOW)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [future.exception() for future in list(map(pool.submit, [run, run], pair, groups))]
+
+
+def across(pair, data, landing):
+    """Rank 0 sends `data`, rank 1 receives it."""
+    return both(pair, [Group([Parcel(1, data)], []), Group([], [Parcel(0, landing)])])
+
+
+def descriptors():
+    """What each descriptor of this process refers to."""
+    return [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+
+
+def shared_memory():
+    """The numbers of mappings and of descriptors of segments in this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return tuple(sum("/memfd:commrt" in line for line in lines) for lines in (maps, descriptors()))
+
+
+def test_allocated_memory_is_zero_and_a_send_from_it_is_not_staged(pair):
+    data, landing = pair[0].allocate(1000, torch.float32), torch.ones(1000)
+    assert across(pair, data, landing) == [None, None]
+    assert not landing.any()
+    assert pair[0]._staging.numel() == 0
+    data.fill_(3)
+    assert across(pair, data, landing) == [None, None]
+    assert bool((landing == 3).all())
+
+
+def test_ordinary_memory_is_staged_in_room_that_exchanges_share(pair):
+    for size in (5000, 1000, 5000):
+        landing = torch.empty(size)
+        assert across(pair, torch.arange(float(size)), landing) == [None, None]
+        assert torch.equal(landing, torch.arange(float(size)))
+    assert pair[0]._staging.numel() == aligned(5000 * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex128])
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (1, 2), (3, 1000), (7, 4099)])
+def test_any_view_arrives_bit_by_bit_and_touches_nothing_beside_it(pair, dtype, start, stop):
+    data, landing = pair[0].allocate(5000, dtype), pair[1].allocate(5000, dtype)
+    noise = torch.randint(0, 2, (data.nbytes,), dtype=torch.uint8)
+    data.view(torch.uint8).copy_(noise)
+    assert across(pair, data[start:stop], landing[start:stop]) == [None, None]
+    size = dtype.itemsize
+    expected = torch.zeros_like(noise)
+    expected[start * size : stop * size] = noise[start * size : stop * size]
+    assert torch.equal(landing.view(torch.uint8), expected)
+
+
+def test_sizes_that_differ_are_named_on_both_ends(pair):
+    errors = across(pair, torch.ones(4), torch.ones(5))
+    assert [type(error) for error in errors] == [SizeMismatch, SizeMismatch]
+    assert "sends 16 bytes and the peer expects 20" in str(errors[0])
+    assert "sends 16 bytes and this rank expects 20" in str(errors[1])
+    assert [(error.place.peer, error.place.step, error.place.nbytes) for error in errors] == [(1, 7, 16), (0, 7, 20)]
+
+
+def test_after_a_failure_nothing_more_is_exchanged(pair):
+    across(pair, torch.ones(4), torch.ones(5))
+    errors = across(pair, torch.ones(4), torch.ones(4))
+    assert [type(error) for error in errors] == [TransportClosed, TransportClosed]
+    assert [type(error.__cause__) for error in errors] == [SizeMismatch, SizeMismatch]
+
+
+def test_twenty_thousand_small_parcels_each_way_do_not_block_each_other(pair):
+    count = 20_000
+    sent = [transport.allocate(count, torch.int32).copy_(torch.arange(count) + i) for i, transport in enumerate(pair)]
+    landing = [torch.zeros(count, dtype=torch.int32) for _ in pair]
+
+    def parcels(peer, row):
+        return [Parcel(peer, element) for element in row.split(1)]
+
+    groups = [Group(parcels(1 - i, sent[i]), parcels(1 - i, landing[i])) for i in range(2)]
+    assert len(groups[0].sends) * links.OFFER.size > 2 * socket_room()
+    assert both(pair, groups) == [None, None]
+    assert torch.equal(landing[0], sent[1])
+    assert torch.equal(landing[1], sent[0])
+
+
+def socket_room():
+    return int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="ascii"))
+
+
+def test_a_peer_that_does_not_listen_ends_in_the_deadline_even_if_the_socket_is_full():
+    transports = world_of(2, timeout_s=0.3)
+    many = Group([Parcel(1, element) for element in torch.ones(20_000).split(1)], [])
+    with pytest.raises(DeadlineExceeded, match=r"no answer from ranks \[1\] within 0.3 s.*rank 0, peer 1, step 7"):
+        transports[0].bind(many)(NOW)
+
+
+def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
+    link, words = pair[1]._links[0], 0
+    while not link.full:
+        link.took(0)
+        words += 1
+    for _ in range(words):
+        link.took(0)
+    landing = torch.zeros(3)
+    assert across(pair, torch.ones(3), landing) == [None, None]
+    assert landing.sum() == 3
+
+
+def test_segments_go_with_their_last_tensor_on_both_ends(pair):
+    landing = torch.empty(8)
+    before, counts = shared_memory(), []
+    for _ in range(12):
+        data = pair[0].allocate(SEGMENT_NBYTES // 4, torch.float32)
+        assert across(pair, data[:8], landing) == [None, None]
+        counts.append(shared_memory())
+    assert len(set(counts[2:])) == 1
+    assert counts[-1][0] <= before[0] + 4
+
+
+def test_closing_leaves_no_memory_and_no_descriptor():
+    before, fds = shared_memory(), len(descriptors())
+    pair = world_of(3)[:2]
+    across(pair, pair[0].allocate(10, torch.float32), torch.empty(10))
+    across(pair, torch.ones(10), torch.empty(10))
+    assert shared_memory() > before
+    for transport in pair:
+        transport.close()
+    assert shared_memory() == before
+    del pair, transport
+    assert len(descriptors()) == fds
+
+
+def test_memory_outlives_its_transport():
+    transports = world_of(2)
+    data = transports[0].allocate(100, torch.float32)
+    transports[0].close()
+    del transports
+    assert data.fill_(2).sum() == 200
+
+
+def test_closing_releases_a_peer_that_waits(pair):
+    exchange = pair[0].bind(Group([], [Parcel(1, torch.empty(5))]))
+    begin = monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(exchange, NOW)
+        pair[1].close()
+        error = waiting.exception()
+    assert isinstance(error, PeerLost)
+    assert error.place.peer == 1
+    assert monotonic() - begin < FAR_FROM_PATIENT_S
+
+
+def test_a_peer_that_leaves_after_its_part_is_no_loss():
+    transports = world_of(3)
+    received = torch.empty(2)
+    exchange = transports[0].bind(Group([], [Parcel(1, received[:1]), Parcel(2, received[1:])]))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(exchange, NOW)
+        for peer in (1, 2):
+            transports[peer].bind(Group([Parcel(0, torch.tensor([float(peer)]))], []))(NOW)
+            transports[peer].close()
+        waiting.result()
+    assert received.tolist() == [1.0, 2.0]
+
+
+def test_a_rank_that_never_comes_is_named_by_those_above_and_below():
+    store, begin = HashStore(), monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(SharedTransport, store, rank, 3, 0.4) for rank in (0, 2)]
+        errors = [future.exception() for future in futures]
+    assert [type(error) for error in errors] == [DeadlineExceeded] * 2
+    assert all("ranks [1] did not come within 0.4 s" in str(error) for error in errors)
+    assert [error.place.peer for error in errors] == [1, 1]
+    assert monotonic() - begin < FAR_FROM_PATIENT_S
+
+
+def test_a_rank_that_left_while_the_others_came_is_lost():
+    store = HashStore()
+    with pytest.raises(DeadlineExceeded):
+        SharedTransport(store, 0, 2, 0.1)
+    with pytest.raises(PeerLost, match="listens no more"):
+        SharedTransport(store, 1, 2, PATIENT_S)
+
+
+def test_strangers_are_shown_out():
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(SharedTransport, store, 0, 2, PATIENT_S)
+        store.wait(["0"], timedelta(seconds=PATIENT_S))
+        name = store.get("0").decode().split()[0]
+        for greeting in (b"", meeting.RANK.pack(1) + bytes(meeting.PASSWORD_NBYTES), b"hello"):
+            with meeting._socket() as stranger:
+                stranger.connect(meeting._address(name))
+                stranger.send(greeting)
+        silent = meeting._socket()
+        silent.connect(meeting._address(name))
+        one = pool.submit(SharedTransport, store, 1, 2, PATIENT_S)
+        pair = zero.result(), one.result()
+        silent.close()
+    landing = torch.zeros(3)
+    assert across(pair, torch.ones(3), landing) == [None, None]
+    assert landing.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_memory_of_a_gpu_is_refused(pair):
+    with pytest.raises(UsageError, match="move them to the CPU"):
+        pair[0].allocate(3, torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.processes
+def test_a_killed_process_is_noticed_at_once_though_a_forked_child_lives_on():
+    children = []
+
+    def on_message(rank, child, process):
+        children.append(child)
+        os.kill(process.pid, signal.SIGKILL)
+        return True
+
+    try:
+        outcomes = run_processes(2, neighbours.forks_and_waits, PATIENT_S, on_message=on_message)
+        os.kill(children[0], 0)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    assert outcomes[0].error is not None
+    assert outcomes[0].error.startswith("PeerLost")
+    assert outcomes[0].seconds < FAR_FROM_PATIENT_S
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("chosen", "hosts", "kind"),
+    [(None, "aaa", "shared"), ("shared", "aaa", "shared"), ("gloo", "aaa", "gloo"), (None, "aba", "gloo")],
+)
+def test_all_ranks_choose_the_same_transport(monkeypatch, chosen, hosts, kind):
+    if chosen:
+        monkeypatch.setenv("COMMRT_TRANSPORT", chosen)
+    outcomes = run_processes(3, neighbours.on_hosts, hosts)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, kind)] * 3
+
+
+@pytest.mark.processes
+def test_a_platform_without_the_means_takes_gloo_on_every_rank():
+    outcomes = run_processes(2, neighbours.on_hosts, "--")
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, "gloo")] * 2
+
+
+@pytest.mark.processes
+def test_insisting_on_shared_memory_between_hosts_is_an_error_on_every_rank(monkeypatch):
+    monkeypatch.setenv("COMMRT_TRANSPORT", "shared")
+    outcomes = run_processes(2, neighbours.on_hosts, "ab")
+    assert all("UsageError: COMMRT_TRANSPORT=shared, but not all ranks" in str(o.error) for o in outcomes)
