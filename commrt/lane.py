@@ -49,5 +49,5 @@ class Lane:
         return self._failure
 
     def close(self) -> None:
-        """Wait for the running task and take no more."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Take no more tasks, and wait for those that were submitted: peers are in the same ones."""
+        self._pool.shutdown(wait=True)

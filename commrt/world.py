@@ -14,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.agreement import agree
 from commrt.algorithms import tree
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK, Launch, default_timeout_s, launched
@@ -34,7 +34,7 @@ class World:
     """A fixed set of ranks that can run schedules on tensors.
 
     All communication happens on one thread of its own, in the order of the calls: every rank must make the
-    same calls in the same order. Use as a context manager, or call `close`.
+    same calls in the same order. Use as a context manager: left by an error, it tells the others at once.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class World:
         self._holds_store = holds_store
         self._agreements = 0
         self._closed = False
+        self._aborted = False
 
     @property
     def rank(self) -> int:
@@ -72,8 +73,8 @@ class World:
 
     @property
     def closed(self) -> bool:
-        """True after `close`, or after a failure."""
-        return self._closed or self.lane.failure is not None
+        """True after `close`, `abort`, or a failure."""
+        return self._closed or self._aborted or self.lane.failure is not None
 
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
@@ -108,6 +109,8 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
+        if self._aborted:
+            return
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         diagnose(self.store, self.rank, self.size, failure)
@@ -115,11 +118,24 @@ class World:
             linger(self.store)
 
     def close(self) -> None:
-        """Stop the lane and drop the connections. Safe to call twice; not collective."""
+        """Finish what was started, then drop the connections. Safe to call twice; not collective."""
         if not self._closed:
             self._closed = True
             self.lane.close()
             self.transport.close()
+
+    def abort(self, reason: BaseException) -> None:
+        """Give up because of `reason`: a running transfer ends, and ranks that wait for this one learn why.
+
+        Safe to call twice, and after a failure. `close` is still due.
+        """
+        if self.closed:
+            return
+        self._aborted = True
+        leave_report(self.store, self.rank, reason)
+        self.transport.abort()
+        if self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
+            linger(self.store)  # the others know nothing of this rank's own errors
 
     def __enter__(self) -> Self:
         return self
@@ -127,6 +143,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.abort(error)
         self.close()
 
 
