@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
@@ -16,7 +17,7 @@ from time import monotonic
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, ask
-from commrt.errors import DeadlineExceeded, DisagreementError, Place
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError
 
 __all__ = ["agree"]
 
@@ -36,7 +37,8 @@ def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, st
     """
     question = _Question(PrefixStore(topic, store), rank, size, timeout_s, monotonic() + timeout_s)
     verdict, reason = ask(lambda: question.verdict(claim), timeout_s + ANSWER_S, rank)
-    ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
+    with suppress(RuntimeError, TransportError):  # the verdict is known
+        ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
     if verdict == DIFFERENT:
         raise DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments")
     if verdict == LATE:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.agreement import agree
 from commrt.algorithms import tree
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import DisagreementError, TransportClosed, UsageError
+from commrt.errors import CommrtError, DisagreementError, TransportClosed, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched
@@ -37,7 +37,7 @@ class World:
     """A fixed set of ranks that can run schedules on tensors.
 
     All communication happens on one thread of its own, in the order of the calls: every rank must make the
-    same calls in the same order. Use as a context manager, or call `close`.
+    same calls in the same order. Use as a context manager: left by an error, it tells the others at once.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class World:
         self.attached = 0
         """Models attached so far."""
         self._closed = False
-        self._abandoned = False
+        self._aborted = False
 
     @property
     def rank(self) -> int:
@@ -78,8 +78,8 @@ class World:
 
     @property
     def closed(self) -> bool:
-        """True after `close`, or after a failure."""
-        return self._closed or self.lane.failure is not None
+        """True after `close`, `abort`, or a failure."""
+        return self._closed or self._aborted or self.lane.failure is not None
 
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
@@ -119,7 +119,7 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
-        if self._abandoned:  # then this is only the echo
+        if self._aborted:
             return
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
@@ -128,19 +128,24 @@ class World:
             linger(self.store)
 
     def close(self) -> None:
-        """Stop the lane and drop the connections. Safe to call twice; not collective."""
+        """Finish what was started, then drop the connections. Safe to call twice; not collective."""
         if not self._closed:
             self._closed = True
             self.lane.close()
             self.transport.close()
 
-    def abandon(self, why: BaseException) -> None:
-        """Give up at once: interrupt what the lane is doing, tell the others `why`, close."""
-        if not self.closed:
-            self._abandoned = True
-            leave_report(self.store, self.rank, why)
-            self.transport.abort()
-        self.close()
+    def abort(self, reason: BaseException) -> None:
+        """Give up because of `reason`: a running transfer ends, and ranks that wait for this one learn why.
+
+        Safe to call twice, and after a failure. `close` is still due.
+        """
+        if self.closed:
+            return
+        self._aborted = True
+        leave_report(self.store, self.rank, reason)
+        self.transport.abort()
+        if self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
+            linger(self.store)  # the others know nothing of this rank's own errors
 
     def __enter__(self) -> Self:
         return self
@@ -148,10 +153,9 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abandon(error)
+        if error is not None:
+            self.abort(error)
+        self.close()
 
 
 _current: World | None = None
@@ -218,7 +222,8 @@ def _launched(launch: Launch, timeout_s: float) -> World:
 def _leave() -> None:
     """The process ends, perhaps in the middle of a transfer: do not wait for its deadline."""
     if _current is not None:
-        _current.abandon(TransportClosed("the process ended without closing its world"))
+        _current.abort(TransportClosed("the process ended without closing its world"))
+        _current.close()
 
 
 atexit.register(_leave)

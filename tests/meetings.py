@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker process of test_rendezvous runs."""
+"""What each worker process of test_rendezvous and test_world runs."""
 
 from __future__ import annotations
 
 import signal
 
+import torch
+
 import commrt
+from commrt.transport.protocol import Moment
+
+NOW = Moment(0, "test")
 
 
 def ask_a_struck_holder(tell, timeout_s):
@@ -41,3 +46,17 @@ def several_worlds(tell, times):
             world.agree("number", number=str(number))
             seen.append((world.rank, world.size))
     return seen
+
+
+def interrupted_in_a_transfer(tell, victim, absent):
+    """The victim waits for one that sends nothing, the others for the victim, which asks to be interrupted."""
+    with commrt.init(300) as world:
+        world.agree("ready", for_what="transfers")
+        if world.rank == absent:
+            tell("absent")
+            while True:
+                signal.pause()
+        if world.rank == victim:
+            tell("interrupt me")
+        pair = (absent, victim) if world.rank == victim else (victim, world.rank)
+        world.lane.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()

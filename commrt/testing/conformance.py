@@ -172,31 +172,52 @@ def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
 
 def an_aborted_peer_releases_those_who_wait(make: Make) -> None:
     """Long before the deadline, with an error that names it."""
-    transports = make(2, PATIENT_S)
-    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
-    begin = monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(exchange, NOW)
-        transports[1].abort()
-        del transports
-        error = waiting.exception()
-    _require(isinstance(error, TransportError) and error.place.peer == 1, f"expected one that names 1, got {error!r}")
-    _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
+    _require_released(make, lambda transport: transport.abort())
 
 
 def a_closed_peer_releases_those_who_wait(make: Make) -> None:
-    """Even if somebody still holds its bound exchanges."""
+    """Also while somebody holds what was bound on it."""
+    _require_released(make, lambda transport: transport.close())
+
+
+def _require_released(make: Make, leave: Callable[[Transport], None]) -> None:
     transports = make(2, PATIENT_S)
     exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
-    held = transports[1].bind(Group([Parcel(0, torch.empty(5))], []))
+    held = transports[1].bind(Group([Parcel(0, torch.ones(5))], []))
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(exchange, NOW)
-        transports[1].close()
+        leave(transports[1])
         error = waiting.exception()
-    _raises(TransportClosed, lambda: held(NOW))
     _require(isinstance(error, TransportError) and error.place.peer == 1, f"expected one that names 1, got {error!r}")
     _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
+    _raises(TransportClosed, lambda: held(NOW))
+
+
+def an_abort_ends_the_exchange_that_is_running(make: Make) -> None:
+    """Called from another thread, it does not wait for the deadline."""
+    transport = make(2, PATIENT_S)[0]
+    exchange = transport.bind(Group([], [Parcel(1, torch.empty(5))]))
+    begin = monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(exchange, NOW)
+        transport.abort()
+        error = running.exception()
+    _require(isinstance(error, TransportClosed), f"expected TransportClosed, got {error!r}")
+    _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
+
+
+def what_was_sent_arrives_though_the_sender_closes(make: Make) -> None:
+    """A rank may be done, and leave, before its peer has read the last transfer."""
+
+    def body(t: Transport) -> bool:
+        data = torch.full((100_000,), 3.0) if t.rank == 0 else torch.zeros(100_000)
+        t.bind(Group([Parcel(1, data)], []) if t.rank == 0 else Group([], [Parcel(0, data)]))(NOW)
+        t.close()
+        return bool((data == 3.0).all())
+
+    for _ in range(20):
+        _require(_on_all(make(2, PATIENT_S), body) == [True, True], "the end of it was lost")
 
 
 def a_closed_transport_refuses(make: Make) -> None:
@@ -236,6 +257,8 @@ CHECKS: tuple[Check, ...] = (
     a_silent_peer_ends_in_a_deadline_that_names_it,
     an_aborted_peer_releases_those_who_wait,
     a_closed_peer_releases_those_who_wait,
+    an_abort_ends_the_exchange_that_is_running,
+    what_was_sent_arrives_though_the_sender_closes,
     a_closed_transport_refuses,
     sizes_that_differ_never_pass_for_success,
 )

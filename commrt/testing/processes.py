@@ -106,6 +106,7 @@ def _listen(
                 kind, content, seconds = unfinished[rank].recv()
             except (EOFError, ConnectionResetError):
                 del unfinished[rank]
+                processes[rank].join(timeout=5.0)  # it closed the pipe by ending, which takes it a while
                 continue
             _record(outcomes[rank], kind, content, seconds)
             if kind == "message" and on_message is not None and on_message(rank, content, processes[rank]):

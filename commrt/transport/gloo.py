@@ -30,7 +30,7 @@ __all__ = ["GlooTransport"]
 TAGS = 1 << 31
 """Gloo's tags are 32-bit and torch passes them as a signed int."""
 NEVER = TAGS - 1
-"""A tag that nobody sends with; see `GlooTransport.abort`."""
+"""A tag that nobody sends with; see `GlooTransport.close`."""
 POLL = timedelta(milliseconds=1)
 """How long a failed group asks each of its other transfers what became of it."""
 
@@ -40,19 +40,19 @@ class _Line(NamedTuple):
 
     peer: int
     data: list[Tensor]
-    is_send: bool
+    sends: bool
     number: count[int]
     """Counts the transfers of its direction and pair; shared by all that are bound on it."""
     nbytes: int
 
-    def start(self, backend: Any) -> Work:
-        """Post it on `backend`, which is not kept: it must be able to go away under a bound exchange."""
-        post: Callable[[list[Tensor], int, int], Work] = backend.send if self.is_send else backend.recv
-        return post(self.data, self.peer, self.tag())
-
     def tag(self) -> int:
         """The next transfer's tag: differs where the two ends differ in number or size."""
         return (next(self.number) * 0x9E3779B1 ^ self.nbytes) % NEVER
+
+    def start(self, group: Any) -> Work:
+        """Post it; no reference to `group` is kept, for the connections live as long as one."""
+        post: Callable[[list[Tensor], int, int], Work] = group.send if self.sends else group.recv
+        return post(self.data, self.peer, self.tag())
 
 
 class GlooTransport:
@@ -92,12 +92,13 @@ class GlooTransport:
         lines = self._lines(rest)
 
         def exchange(moment: Moment) -> None:
-            if self._group is None:
+            group = self._group
+            if group is None:
                 raise TransportClosed("the transport was closed", Place(self.rank, None, *moment, rest.hop))
             for source, target in copies:
                 target.copy_(source)
             if lines:
-                self._run(lines, moment, rest.hop)
+                self._run(group, lines, moment, rest.hop)
 
         return exchange
 
@@ -107,11 +108,11 @@ class GlooTransport:
         lines = [_Line(p.peer, [p.data], False, self._received[p.peer], p.data.nbytes) for p in group.recvs]
         return lines + [_Line(p.peer, [p.data], True, self._sent[p.peer], p.data.nbytes) for p in group.sends]
 
-    def _run(self, lines: list[_Line], moment: Moment, hop: int) -> None:
+    def _run(self, group: Any, lines: list[_Line], moment: Moment, hop: int) -> None:
         works: list[Work] = []
         deadline = monotonic() + self.timeout_s
         try:
-            works.extend(line.start(self._group) for line in lines)
+            works.extend(line.start(group) for line in lines)
             for work in works:
                 work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
         except RuntimeError as error:
@@ -127,6 +128,8 @@ class GlooTransport:
         broken = [pair for pair in unfinished if not _is_late(pair[1])]
         line, state = (broken or unfinished or [(lines[0], error)])[0]
         place = Place(self.rank, line.peer, moment.step, moment.bucket, hop, line.nbytes)
+        if self._group is None:
+            return TransportClosed("this rank gave the transport up during the transfer", place)
         if not _is_late(state):
             return PeerLost("the connection to the peer broke: its process ended; look at its own output", place)
         peers = sorted({line.peer for line, _ in unfinished})
@@ -134,11 +137,7 @@ class GlooTransport:
         return DeadlineExceeded(what, place)
 
     def close(self) -> None:
-        """Drop the connections; peers that still wait for this rank see them break."""
-        self._group = None
-
-    def abort(self) -> None:
-        """As `close`, but at once, and whoever holds references.
+        """Drop the connections, whoever holds references; peers that still wait for this rank see them break.
 
         Gloo's own ``abort`` and ``shutdown`` leave the sockets open (tried with torch 2.13); a receive that
         times out closes them all. A line that is broken already refuses even that, so every peer is tried.
@@ -148,6 +147,8 @@ class GlooTransport:
             if peer != self.rank:
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], peer, NEVER).wait(POLL)
+
+    abort = close
 
 
 def _options(host: str, limit: timedelta) -> Any:

@@ -104,11 +104,14 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything; later exchanges raise `TransportClosed`. Safe to call twice."""
+        """Release everything; later exchanges raise `TransportClosed`. Safe to call twice.
+
+        What was sent arrives; peers that still wait for this rank learn it as soon as the medium allows.
+        """
         ...
 
     def abort(self) -> None:
-        """Give up: as `close`, and peers that wait for this rank learn it as soon as the medium allows."""
+        """As `close`, from any thread: an exchange that is running on another one ends in `TransportClosed`."""
         ...
 
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that leaves its world by an error leaves at once, and the others learn why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import monotonic
+
+import meetings
+import pytest
+import torch
+
+from commrt.algorithms import ring
+from commrt.errors import PeerLost, TransportClosed, UsageError
+from commrt.testing.processes import run_processes
+from commrt.testing.ranks import local_worlds
+
+PATIENT_S = 30.0
+LIMIT_S = 40.0
+
+
+def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
+    first, second = local_worlds(2, timeout_s=PATIENT_S)
+
+    def fail():
+        with first:
+            raise OSError("the data set is gone")
+
+    begin = monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.run, ring.all_reduce(2), torch.ones(2))
+        with pytest.raises(OSError, match="the data set is gone"):
+            fail()
+        error = waiting.exception()
+    assert isinstance(error, PeerLost)
+    assert "Rank 0 saw OSError: the data set is gone" in str(error)
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end():
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    begin = monotonic()
+    running = world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
+    with pytest.raises(KeyboardInterrupt), world:
+        raise KeyboardInterrupt
+    assert isinstance(running.exception(), TransportClosed)
+    assert world.closed
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_a_world_that_closes_finishes_what_was_submitted():
+    worlds = local_worlds(2, timeout_s=PATIENT_S)
+    buffers = [torch.ones(2) for _ in worlds]
+    go_on = Event()
+    for world, buffer in zip(worlds, buffers, strict=True):
+        world.lane.submit(go_on.wait)
+        for _ in range(3):
+            world.lane.submit(lambda w=world, b=buffer: w.run_now(ring.all_reduce(2), b, meetings.NOW))
+    with ThreadPoolExecutor(2) as pool:
+        closing = [pool.submit(world.close) for world in worlds]
+        go_on.set()
+    assert [future.exception() for future in closing] == [None, None]
+    assert [buffer.tolist() for buffer in buffers] == [[8.0, 8.0]] * 2
+
+
+def test_who_gave_up_cannot_go_on():
+    world, _ = local_worlds(2)
+    world.abort(UsageError("no"))
+    world.abort(UsageError("no"))
+    with pytest.raises(TransportClosed):
+        world.run(ring.all_reduce(2), torch.ones(2))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it(victim):
+    absent, other = 2, 1 - victim
+
+    def interrupt(rank, message, process):
+        if message == "interrupt me":
+            os.kill(process.pid, signal.SIGINT)
+        return message == "absent"
+
+    outcomes = run_processes(
+        3, meetings.interrupted_in_a_transfer, victim, absent, limit_s=LIMIT_S, on_message=interrupt
+    )
+    assert outcomes[victim].exit_code == 1  # Python's for an interrupt; None if it had to be killed
+    assert outcomes[other].error is not None
+    assert outcomes[other].error.startswith("PeerLost")
+    assert f"peer {victim}, step" in outcomes[other].error
