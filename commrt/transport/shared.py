@@ -224,7 +224,7 @@ class SharedTransport:
             raise TransportError(what, place(deal)) from error
         if quarrel := deal.quarrel():
             raise SizeMismatch(f"{quarrel}: the ranks run different programs", place(deal))
-        if not speaks and not deal.finished:
+        if not speaks:
             self._refuse_if_over(place(deal))
             raise PeerLost("the peer is gone: its process ended or gave up; look at its own output", place(deal))
 
