@@ -196,13 +196,14 @@ def _require_released(make: Make, leave: Callable[[Transport], None]) -> None:
 
 def an_abort_ends_the_exchange_that_is_running(make: Make) -> None:
     """Called from another thread, it does not wait for the deadline."""
-    transport = make(2, PATIENT_S)[0]
+    transport, peer = make(2, PATIENT_S)
     exchange = transport.bind(Group([], [Parcel(1, torch.empty(5))]))
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(exchange, NOW)
         transport.abort()
         error = running.exception()
+    peer.close()  # and lives until here: one that is collected has left
     _require(isinstance(error, TransportClosed), f"expected TransportClosed, got {error!r}")
     _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
 
