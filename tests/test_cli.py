@@ -180,7 +180,7 @@ def test_ctrl_c_ends_the_command_and_its_workers_without_a_traceback():
         with suppress(OSError):  # how a terminal ends
             while more := os.read(ours, 4096):
                 shown += more.decode(errors="replace")
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=60) == 130, shown
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from commrt.launch import Launch
 from commrt.rendezvous import meet
 from commrt.testing.processes import free_port, run_processes
 
-LIMIT_S = 40.0
+LIMIT_S = 80.0
 
 
 def launch(rank, port):

@@ -19,7 +19,7 @@ from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds
 
 PATIENT_S = 30.0
-LIMIT_S = 40.0
+LIMIT_S = 80.0
 
 
 def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
