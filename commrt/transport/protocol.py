@@ -57,6 +57,9 @@ Exchange = Callable[[Moment], None]
 class Transport(Protocol):
     """What carries groups. Every implementation passes `commrt.testing.conformance`."""
 
+    timeout_s: float
+    """An exchange that takes longer ends in `DeadlineExceeded`. May be set between exchanges."""
+
     @property
     def rank(self) -> int:
         """This rank."""
@@ -65,11 +68,6 @@ class Transport(Protocol):
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        ...
-
-    @property
-    def timeout_s(self) -> float:
-        """An exchange that takes longer ends in `DeadlineExceeded`."""
         ...
 
     def bind(self, group: Group) -> Exchange:
