@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker process of test_rendezvous and test_world runs."""
+"""What each worker process of test_rendezvous, test_world and test_cli runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import signal
 
 import torch
+import torch.distributed as dist
 
 import commrt
+from commrt.cli import job
 from commrt.transport.protocol import Moment
 
 NOW = Moment(0, "test")
@@ -36,6 +38,16 @@ def ask_with_one_absent(tell, timeouts_s):
         tell("absent")
         while True:
             signal.pause()
+
+
+def ddp_with_one_absent(tell, timeout_s):
+    """The last rank joins DDP's group and does nothing in it."""
+    with commrt.init(timeout_s, start_timeout_s=60) as world, job.ddp_group(world):
+        if world.rank == world.size - 1:
+            tell("absent")
+            while True:
+                signal.pause()
+        dist.all_reduce(torch.ones(1))
 
 
 def several_worlds(tell, times):

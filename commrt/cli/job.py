@@ -25,7 +25,7 @@ from commrt.replica import attach
 from commrt.state import fingerprint
 from commrt.world import World, init
 
-__all__ = ["DDP", "Job", "Progress", "Result", "work"]
+__all__ = ["DDP", "Job", "Progress", "Result", "ddp_group", "work"]
 
 DDP = "ddp"
 SEEDS = range(-(2**63), 2**64)
@@ -105,7 +105,7 @@ class Result:
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     """Train as one rank of the world that this process was launched into; collective."""
     torch.set_num_threads(1)
-    with init(job.timeout_s) as world, _ddp_group(world) if job.algorithm == DDP else nullcontext():
+    with init(job.timeout_s) as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
         model = lenet(job.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         averaging = _averaging(job, world, model, optimizer)
@@ -116,7 +116,7 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
 
 
 @contextmanager
-def _ddp_group(world: World) -> Iterator[None]:
+def ddp_group(world: World) -> Iterator[None]:
     """Torch's default group, of the ranks and on the store of `world`, whoever launched them."""
     store, limit = PrefixStore(DDP, world.store), timedelta(seconds=world.timeout_s)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
