@@ -20,6 +20,7 @@ __all__ = [
     "Launch",
     "chosen_transport",
     "default_timeout_s",
+    "is_timeout",
     "launched",
     "read_launch",
     "read_timeout_s",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 300.0
+LONGEST_TIMEOUT_S = 2e6
+"""Sockets count milliseconds in 32 bits."""
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = ("shared", "gloo")
 
@@ -99,6 +102,8 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     """
     known = next((one for one in LAUNCHERS if one.rank in env), None)
     if known is None:
+        if env.get("WORLD_SIZE", "1") != "1":
+            raise UsageError(f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not: set both, or neither")
         return None
     if known.size not in env:
         raise UsageError(f"{known.rank} is set but {known.size} is not: set both, or neither to run as one process")
@@ -123,8 +128,8 @@ def read_timeout_s(env: Mapping[str, str]) -> float:
         timeout_s = float(text)
     except ValueError:
         timeout_s = 0.0
-    if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"COMMRT_TIMEOUT_S={text!r} is no positive number of seconds")
+    if not is_timeout(timeout_s):
+        raise UsageError(f"COMMRT_TIMEOUT_S={text!r} is no deadline: set it to seconds, above 0 and up to 2,000,000")
     return timeout_s
 
 
@@ -134,6 +139,11 @@ def read_transport(env: Mapping[str, str]) -> str | None:
     if kind not in (None, *TRANSPORTS):
         raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(TRANSPORTS)}, or unset it")
     return kind
+
+
+def is_timeout(seconds: float) -> bool:
+    """True if a wait can last `seconds`."""
+    return 0 < seconds <= LONGEST_TIMEOUT_S
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -18,7 +18,15 @@ from commrt.diagnosis import diagnose, leave_report, linger
 from commrt.errors import CommrtError, DisagreementError, TransportClosed, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
-from commrt.launch import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched
+from commrt.launch import (
+    DEFAULT_TIMEOUT_S,
+    LOOPBACK,
+    Launch,
+    chosen_transport,
+    default_timeout_s,
+    is_timeout,
+    launched,
+)
 from commrt.program import program
 from commrt.rendezvous import is_loopback, meet
 from commrt.schedule import Schedule
@@ -73,7 +81,7 @@ class World:
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of every wait for a peer."""
+        """The deadline of every wait for a peer, once all are connected."""
         return self.transport.timeout_s
 
     @property
@@ -170,12 +178,13 @@ def current() -> World:
     return _current
 
 
-def init(timeout_s: float | None = None) -> World:
+def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None) -> World:
     """Join the world this process was launched into, and remember it as the current one.
 
     In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
-    world of one. `timeout_s` is the deadline of every wait (default: COMMRT_TIMEOUT_S, or 300). A second call
-    returns the world that is already open.
+    world of one. `start_timeout_s` is the deadline for all ranks to come and connect (default: `timeout_s`, but at
+    least 300: jobs start unevenly), `timeout_s` that of every later wait (default: COMMRT_TIMEOUT_S, or 300). A second
+    call returns the world that is already open.
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
@@ -186,17 +195,20 @@ def init(timeout_s: float | None = None) -> World:
     global _current, _opened
     if _current is not None and not _current.closed:
         return _current
-    limit = default_timeout_s() if timeout_s is None else timeout_s
-    if limit <= 0:
-        raise UsageError(f"timeout_s={limit} would expire at once: give a positive number of seconds")
+    step_limit = default_timeout_s() if timeout_s is None else timeout_s
+    start_limit = max(step_limit, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
+    for name, limit in (("timeout_s", step_limit), ("start_timeout_s", start_limit)):
+        if not is_timeout(limit):
+            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
     launch = launched()
     _opened += 1
     if dist.is_available() and dist.is_initialized():
-        _current = _in_running_group(launch, limit)
+        _current = _in_running_group(launch, start_limit)
     elif launch is not None and launch.size > 1:
-        _current = _launched(launch, limit)
+        _current = _launched(launch, start_limit)
     else:
-        _current = World(Fabric(1, limit).transport(0), HashStore(), launcher="one process")
+        _current = World(Fabric(1).transport(0), HashStore(), launcher="one process")
+    _current.transport.timeout_s = step_limit
     return _current
 
 
@@ -204,7 +216,7 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     local_rank = launch.local_rank if launch else 0
     if size == 1:
-        return World(Fabric(1, timeout_s).transport(0), HashStore(), local_rank, "torch.distributed")
+        return World(Fabric(1).transport(0), HashStore(), local_rank, "torch.distributed")
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
     transport = _connected(store, rank, size, timeout_s)

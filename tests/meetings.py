@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker process of test_rendezvous and test_world runs."""
+"""What each worker process of test_rendezvous, test_world and test_cli runs."""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import torch
+import torch.distributed as dist
 
 import commrt
+from commrt.cli import job
 from commrt.transport.protocol import Moment
 
 NOW = Moment(0, "test")
@@ -15,9 +18,8 @@ NOW = Moment(0, "test")
 
 def ask_a_struck_holder(tell, timeout_s):
     """Rank 0, which holds the store, asks to be struck while the others wait for its answer."""
-    world = commrt.init(60)
+    world = commrt.init(timeout_s, start_timeout_s=60)
     world.agree("breakfast", where="here")  # all are connected
-    world.transport.timeout_s = timeout_s
     if world.rank == 0:
         tell("strike me")
         while True:
@@ -27,15 +29,25 @@ def ask_a_struck_holder(tell, timeout_s):
 
 
 def ask_with_one_absent(tell, timeouts_s):
-    """The last rank stays away from the question; the others differ in their patience."""
-    world = commrt.init(60)
-    if world.rank < len(timeouts_s):
-        world.transport.timeout_s = timeouts_s[world.rank]
+    """Who has no deadline stays away from the question; the others differ in their patience."""
+    rank = int(os.environ["RANK"])
+    world = commrt.init(timeouts_s[rank], start_timeout_s=60)
+    if timeouts_s[rank] is not None:
         world.agree("lunch", where="here")
     else:
         tell("absent")
         while True:
             signal.pause()
+
+
+def ddp_with_one_absent(tell, timeout_s):
+    """The last rank joins DDP's group and does nothing in it."""
+    with commrt.init(timeout_s, start_timeout_s=60) as world, job.ddp_group(world):
+        if world.rank == world.size - 1:
+            tell("absent")
+            while True:
+                signal.pause()
+        dist.all_reduce(torch.ones(1))
 
 
 def several_worlds(tell, times):

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import json
 import os
-import pty
+import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE
 
+import meetings
 import pytest
 from typer.testing import CliRunner
 
-from commrt.cli import train
 from commrt.cli.app import app
 from commrt.errors import CommrtError
-from commrt.testing.processes import free_port
+from commrt.testing.processes import free_port, run_processes
 
 COMMAND = Path(sys.executable).with_name("commrt")
 RANKS = [*range(1, 65), 97]
@@ -69,13 +70,16 @@ def test_verify_can_show_the_schedule():
         (("train", "--compare", "nccl"), "choose one of ddp, halving_doubling, ring, torus2d"),
         (("train", "--batch-size", "3"), "--batch-size 3 must give each of 4 workers an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
-        (("train", "--timeout-s", "0"), "--timeout-s 0.0 must be a positive number"),
-        (("train", "--timeout-s", "inf"), "--timeout-s inf must be"),
-        (("train", "--bucket-cap-mb", "nan"), "--bucket-cap-mb nan must be"),
-        (("train", "--lr", "inf"), "--lr inf must be a number"),
-        (("train", "--seed", "-1"), "--seed -1 must be between 0"),
-        (("train", "--seed", str(2**63)), "must be between 0"),
-        (("verify", "torus2d", "--grid", "0x4"), "a grid of 0 x 4 does not fit 4 ranks"),
+        (("train", "--timeout-s", "0"), "--timeout-s 0 is no deadline"),
+        (("train", "--timeout-s", "nan"), "--timeout-s nan is no deadline"),
+        (("train", "--timeout-s", "inf"), "--timeout-s inf is no deadline"),
+        (("train", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0 is no size"),
+        (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf is no size"),
+        (("train", "--lr", "inf"), "--lr inf is no learning rate"),
+        (("train", "--seed", str(2**64)), "--seed 18446744073709551616 with --epochs 10: each epoch needs a seed"),
+        (("train", "--seed", str(2**64 - 9)), "--seed 18446744073709551607 with --epochs 10: each epoch needs a seed"),
+        (("train", "--seed", str(-(2**63) - 1)), "each epoch needs a seed of its own in -9223372036854775808.."),
+        (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -89,9 +93,12 @@ def test_bad_input_is_one_sentence(args, says):
     [
         ("verify", "tree"),
         ("verify", "ring", "--ranks", "0"),
+        ("verify", "ring", "--ranks", "1000000"),
+        ("train", "--epochs", "99999999999999999999"),
+        ("train", "--lr", "nan"),
+        ("train", "--seed", str(2**64)),
         ("verify", "torus2d", "--grid", "3x3"),
         ("train", "--workers", "0"),
-        ("train", "--lr", "nan"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(args):
@@ -99,6 +106,74 @@ def test_bad_input_ends_with_code_2_and_no_traceback(args):
     assert result.returncode == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def workers_importing_torch(process):
+    """Process ids of the workers of `process` that have come so far."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in workers if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("whom", [os.killpg, os.kill], ids=["of the terminal", "of the command alone"])
+def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(whom):
+    args = [COMMAND, "train", "--workers", "2", "--epochs", "1000000"]
+    with subprocess.Popen(args, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
+        workers = []
+        while len(workers) < 2 and process.poll() is None:
+            workers = workers_importing_torch(process)
+        whom(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert output == ("", "commrt: stopped by SIGINT\n")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.processes
+def test_a_worker_that_fails_is_one_sentence():
+    result = command("train", "--workers", "2", "--epochs", "1", "--timeout-s", "1e-6", "--json")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert re.search(r"^commrt: worker \d failed: DeadlineExceeded: [^{}]*$", result.stderr, re.MULTILINE), (
+        result.stderr
+    )
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.processes
+def test_ddp_keeps_the_deadline_too():
+    waiting, _ = run_processes(2, meetings.ddp_with_one_absent, 1.0, limit_s=40, on_message=lambda *_: True)
+    assert waiting.error is not None
+    assert "Timed out waiting 1000ms" in waiting.error
+
+
+def plain_variables(rank, port):
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def open_mpi_variables(rank, port):
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": f"a job of the test at port {port}",
+    }
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variables", [plain_variables, open_mpi_variables])
+def test_train_and_compare_under_a_launcher_that_holds_no_store(variables):
+    port = free_port()
+    args = ["train", "--epochs", "1", "--compare", "ddp", "--json"]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda rank: command(*args, env=os.environ | variables(rank, port)), range(2)))
+    assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
+    record = json.loads(results[0].stdout)
+    assert (record["workers"], record["replicas_equal"]) == (2, True)
+    assert record["compared"][0]["fingerprint"] == record["fingerprint"]
+    assert results[1].stdout == ""
 
 
 def test_verify_needs_no_torch():
@@ -111,15 +186,27 @@ def test_verify_needs_no_torch():
 def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     record = json.loads(invoke("doctor", "--json").stdout)
     assert record["ok"]
-    assert {"python", "torch", "cupy", "launcher", "gpu", "exchange"} <= {
+    assert {"python", "torch", "cupy", "launcher", "deadline", "gpu", "exchange"} <= {
         finding["name"] for finding in record["findings"]
     }
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("COMMRT_TIMEOUT_S", "soon")
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "unset it" in result.output
     assert "WORLD_SIZE" in result.output
+    assert "COMMRT_TIMEOUT_S" in result.output
+
+
+@pytest.mark.parametrize("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_doctor_finds_half_of_a_launch(half, monkeypatch):
+    monkeypatch.setenv(half, "3")
+    record = json.loads(invoke("doctor", "--json").stdout)
+    assert not record["ok"]
+    (launcher,) = [finding for finding in record["findings"] if finding["name"] == "launcher"]
+    assert launcher["verdict"] == "problem"
+    assert half in launcher["detail"]
 
 
 @pytest.mark.processes
@@ -145,51 +232,3 @@ def test_train_runs_under_torchrun():
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["workers"], record["replicas_equal"]) == (2, True)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("variables", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
-def test_train_compares_with_ddp_under_any_launcher(variables):
-    rank_name, size_name = variables
-    port = str(free_port())
-    base = dict(os.environ) | {size_name: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    call = [COMMAND, "train", "--epochs", "1", "--compare", "ddp", "--compare", "ring", "--json"]
-    ranks = [
-        subprocess.Popen(call, env=base | {rank_name: str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=110) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    record = json.loads(outputs[0][0])
-    assert outputs[1][0] == b""
-    assert [other["algorithm"] for other in record["compared"]] == ["ddp", "ring"]
-    assert all(one["replicas_equal"] for one in (record, *record["compared"]))
-
-
-@pytest.mark.processes
-def test_ctrl_c_ends_the_command_and_its_workers_without_a_traceback():
-    ours, theirs = pty.openpty()  # a progress bar moves on terminals only
-    call = [COMMAND, "train", "--workers", "2", "--epochs", "10000"]
-    process = subprocess.Popen(call, stderr=theirs, stdout=theirs, start_new_session=True)
-    os.close(theirs)
-    shown = ""
-    try:
-        while "loss 0" not in shown:
-            shown += os.read(ours, 4096).decode(errors="replace")
-        os.killpg(process.pid, signal.SIGINT)
-        with suppress(OSError):  # how a terminal ends
-            while more := os.read(ours, 4096):
-                shown += more.decode(errors="replace")
-        assert process.wait(timeout=60) == 130, shown
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        os.close(ours)
-    assert "Traceback" not in shown
-
-
-def test_what_a_worker_said_is_told_as_a_sentence():
-    written = {"message": "UsageError: too little. ", "extraInfo": {"py_callstack": "Traceback ..."}}
-    assert train._sentence(written) == "UsageError: too little"
-    assert train._sentence("Signal 9 (SIGKILL) received by PID 1") == "Signal 9 (SIGKILL) received by PID 1"

@@ -69,6 +69,7 @@ def test_ranks_on_one_machine_need_no_address():
     ("env", "says"),
     [
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: set both"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not: set both"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "contradict each other"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "contradict each other"),
@@ -83,7 +84,7 @@ def test_contradictions_are_refused_with_a_sentence(env, says):
         read_launch(env)
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan"])
+@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])
 def test_a_deadline_is_a_positive_number_of_seconds(text):
     with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
         read_timeout_s({"COMMRT_TIMEOUT_S": text})
@@ -127,6 +128,9 @@ def test_without_a_launcher_the_world_is_one_process(monkeypatch):
         assert again.timeout_s == 5
 
 
-def test_a_deadline_that_expires_at_once_is_refused():
-    with pytest.raises(UsageError, match="timeout_s=0 would expire at once"):
-        commrt.init(timeout_s=0)
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])
+def test_a_deadline_that_cannot_be_kept_is_refused(seconds):
+    with pytest.raises(UsageError, match=rf"^timeout_s={seconds} is no deadline"):
+        commrt.init(timeout_s=seconds)
+    with pytest.raises(UsageError, match=rf"^start_timeout_s={seconds} is no deadline"):
+        commrt.init(start_timeout_s=seconds)

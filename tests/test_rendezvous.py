@@ -76,7 +76,9 @@ def test_a_store_that_goes_away_during_a_question_is_named(blow, says):
 
 @pytest.mark.processes
 def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_read_why():
-    outcomes = run_processes(3, meetings.ask_with_one_absent, (1.0, 30.0), limit_s=LIMIT_S, on_message=lambda *_: True)
+    outcomes = run_processes(
+        3, meetings.ask_with_one_absent, (1.0, 30.0, None), limit_s=LIMIT_S, on_message=lambda *_: True
+    )
     for waiting in outcomes[:2]:
         assert waiting.error is not None
         assert waiting.error.startswith("DeadlineExceeded: lunch")

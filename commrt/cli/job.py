@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from math import isfinite
+from math import inf
 from time import perf_counter
 
 import torch
@@ -20,15 +20,16 @@ from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.cli.averaging import Attached, Averaging, Wrapped
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.errors import UsageError
+from commrt.launch import is_timeout
 from commrt.replica import attach
 from commrt.state import fingerprint
 from commrt.world import World, init
 
-__all__ = ["DDP", "Job", "Progress", "Result", "work"]
+__all__ = ["DDP", "Job", "Progress", "Result", "ddp_group", "work"]
 
 DDP = "ddp"
-MAX_SEED = 2**63 - 1
-"""What torch's generators take; each epoch uses the next one."""
+SEEDS = range(-(2**63), 2**64)
+"""What torch takes."""
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[float], None]
@@ -60,13 +61,22 @@ class Job:
                 f"--batch-size {self.batch_size} must give each of {workers} workers an image, and there are "
                 f"{TRAIN_IMAGES} to train on"
             )
-        for option, value in (("--timeout-s", self.timeout_s), ("--bucket-cap-mb", self.bucket_cap_mb)):
-            if not (isfinite(value) and value > 0):
-                raise UsageError(f"{option} {value} must be a positive number")
-        if not (isfinite(self.lr) and self.lr >= 0):
-            raise UsageError(f"--lr {self.lr} must be a number, 0 or more")
-        if not 0 <= self.seed <= MAX_SEED - self.epochs:
-            raise UsageError(f"--seed {self.seed} must be between 0 and {MAX_SEED - self.epochs}")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        if not is_timeout(self.timeout_s):
+            raise UsageError(
+                f"--timeout-s {self.timeout_s:g} is no deadline: give seconds, above 0 and up to 2,000,000"
+            )
+        if not 0 < self.bucket_cap_mb < inf:
+            raise UsageError(f"--bucket-cap-mb {self.bucket_cap_mb:g} is no size: give a positive number, such as 25")
+        if not 0 <= self.lr < inf:
+            raise UsageError(f"--lr {self.lr:g} is no learning rate: give a finite number that is not negative")
+        if not (self.epochs >= 1 and SEEDS.start <= self.seed <= SEEDS.stop - self.epochs):
+            raise UsageError(
+                f"--seed {self.seed} with --epochs {self.epochs}: each epoch needs a seed of its own in "
+                f"{SEEDS.start}..{SEEDS.stop - 1}"
+            )
 
     def steps(self, workers: int) -> int:
         """Steps of the whole run."""
@@ -95,7 +105,7 @@ class Result:
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     """Train as one rank of the world that this process was launched into; collective."""
     torch.set_num_threads(1)
-    with init(job.timeout_s) as world, _ddp_group(job, world):
+    with init(job.timeout_s) as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
         model = lenet(job.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         averaging = _averaging(job, world, model, optimizer)
@@ -106,12 +116,9 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
 
 
 @contextmanager
-def _ddp_group(job: Job, world: World) -> Iterator[None]:
-    """The process group that DDP needs, where it is what is asked for."""
-    if job.algorithm != DDP:
-        yield
-        return
-    store, limit = PrefixStore("ddp", world.store), timedelta(seconds=job.timeout_s)
+def ddp_group(world: World) -> Iterator[None]:
+    """Torch's default group, of the ranks and on the store of `world`, whoever launched them."""
+    store, limit = PrefixStore(DDP, world.store), timedelta(seconds=world.timeout_s)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
     try:
         yield

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from commrt.cli import job as running
@@ -43,9 +47,22 @@ def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
     jobs = [job, *(replace(job, algorithm=name) for name in compare)]
     for each in jobs:
         each.check(launch.size if launch else workers)
-    results = _work_through(jobs) if launch else _start(jobs, workers)
+    with _quiet_when_stopped():
+        results = _work_through(jobs) if launch else _start(jobs, workers)
     if launch is None or launch.rank == 0:
         _report(results, as_json)
+
+
+@contextmanager
+def _quiet_when_stopped() -> Iterator[None]:
+    """Ctrl-C, or a signal that torch's launcher has passed on to the workers: one line, and the shell's exit code."""
+    try:
+        yield
+    except (KeyboardInterrupt, SignalException) as stopped:
+        received = stopped.sigval if isinstance(stopped, SignalException) else signal.SIGINT
+        Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
+        print(f"commrt: stopped by {received.name}", file=sys.stderr)
+        raise SystemExit(128 + received) from None
 
 
 def _work_through(jobs: Sequence[Job]) -> list[Result]:
@@ -59,13 +76,38 @@ def _work_through(jobs: Sequence[Job]) -> list[Result]:
     return results
 
 
+@contextmanager
+def _ctrl_c_for_this_process_first() -> Iterator[None]:
+    """Workers are born with SIGINT blocked: interrupted while they import torch, each would print a traceback.
+
+    Here it still arrives, on a thread that does not block it, and is handled on the main thread as ever.
+    """
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts, which is before the first worker else
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        over.set()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @record  # hands a worker's error to the launcher
 def _work_as_child(jobs: Sequence[Job]) -> list[Result]:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # torch's launcher ends an interrupted worker quietly
     return _work_through(jobs)
 
 
+def _quieten_launcher() -> None:
+    """Each of its loggers has a level of its own; what goes wrong is raised too."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quieten_launcher()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -78,27 +120,26 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
         monitor_interval=0.1,
         **_shutdown(),
     )
+    config.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # on Ctrl-C workers get SIGTERM, which they cannot put off
     try:
-        results: dict[int, list[Result]] = elastic_launch(config, _work_as_child)(jobs)
+        with _ctrl_c_for_this_process_first():
+            results: dict[int, list[Result]] = elastic_launch(config, _work_as_child)(jobs)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        what = f"worker {rank} failed: {_sentence(failure.message)}. Its own output, if any, stands above"
-        raise CommrtError(what) from failed
-    except SignalException as signalled:  # torch has ended the workers
-        raise KeyboardInterrupt from signalled
+        raise CommrtError(f"worker {rank} failed: {_error_of(failure)}") from failed
     return results[0]
 
 
 def _shutdown() -> dict[str, Any]:
     """How long a worker that was told to end may take; one that is stopped never will."""
-    known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))  # not by torch 2.11
+    known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))  # not in every torch we run on
     return {"shutdown_timeout": SHUTDOWN_S} if known else {}
 
 
-def _sentence(message: str | dict[str, Any]) -> str:
-    """What the worker said; a dict where torch's `record` wrote it."""
-    text = message if isinstance(message, str) else str(message.get("message", "it did not say why"))
-    return text.strip().rstrip(".")
+def _error_of(failure: ProcessFailure) -> str:
+    """What a worker raised is in a record, what killed it is plain text."""
+    message: object = failure.message  # torch declares text only
+    return str(message["message"] if isinstance(message, dict) else message)
 
 
 @contextmanager

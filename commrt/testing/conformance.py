@@ -170,6 +170,17 @@ def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
     _require(got == (0, 2, 7, 3, 4, 20), f"it names {place}")
 
 
+def a_deadline_may_be_changed_between_exchanges(make: Make) -> None:
+    """Ranks connect with patience, and take their steps with less."""
+    transports = make(2, PATIENT_S)
+    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
+    transports[0].timeout_s = SHORT_S
+    begin = monotonic()
+    error = _raises(DeadlineExceeded, lambda: exchange(NOW))
+    _require(monotonic() - begin < PATIENT_S / 2, "it kept the old one")
+    _require(f"within {SHORT_S:g} s" in str(error), f"it says {error}")
+
+
 def an_aborted_peer_releases_those_who_wait(make: Make) -> None:
     """Long before the deadline, with an error that names it."""
     _require_released(make, lambda transport: transport.abort())
@@ -196,14 +207,13 @@ def _require_released(make: Make, leave: Callable[[Transport], None]) -> None:
 
 def an_abort_ends_the_exchange_that_is_running(make: Make) -> None:
     """Called from another thread, it does not wait for the deadline."""
-    transport, peer = make(2, PATIENT_S)
-    exchange = transport.bind(Group([], [Parcel(1, torch.empty(5))]))
+    transports = make(2, PATIENT_S)
+    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(exchange, NOW)
-        transport.abort()
+        transports[0].abort()
         error = running.exception()
-    peer.close()  # and lives until here: one that is collected has left
     _require(isinstance(error, TransportClosed), f"expected TransportClosed, got {error!r}")
     _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
 
@@ -256,6 +266,7 @@ CHECKS: tuple[Check, ...] = (
     half_a_self_transfer_is_refused,
     a_stranger_is_refused,
     a_silent_peer_ends_in_a_deadline_that_names_it,
+    a_deadline_may_be_changed_between_exchanges,
     an_aborted_peer_releases_those_who_wait,
     a_closed_peer_releases_those_who_wait,
     an_abort_ends_the_exchange_that_is_running,

@@ -62,7 +62,16 @@ class FaultyTransport:
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
         self._delayed: Moment | None = None
         self.kind, self.allocate = inner.kind, inner.allocate
-        self.rank, self.ranks, self.timeout_s = inner.rank, inner.ranks, inner.timeout_s
+        self.rank, self.ranks = inner.rank, inner.ranks
+
+    @property
+    def timeout_s(self) -> float:
+        """See `Transport.timeout_s`."""
+        return self._inner.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._inner.timeout_s = seconds
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""

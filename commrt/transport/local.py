@@ -57,15 +57,15 @@ class Fabric:
             self._gone.add(rank)
             self._changed.notify_all()
 
-    def run(self, rank: int, group: Group, moment: Moment) -> None:
+    def run(self, rank: int, group: Group, moment: Moment, timeout_s: float) -> None:
         """Post a whole group, then wait until all of it has happened."""
-        deadline = monotonic() + self.timeout_s
+        deadline = monotonic() + timeout_s
         with self._changed:
             posts = self._post(rank, group)
             while not all(post.done for _, post in posts):
                 self._raise_if_lost(rank, posts, group, moment)
                 if not self._changed.wait(deadline - monotonic()):
-                    raise self._late(rank, posts, group, moment)
+                    raise self._late(rank, posts, group, moment, timeout_s)
             self._raise_if_mismatched(rank, posts, group, moment)
 
     def _post(self, rank: int, group: Group) -> list[tuple[int, _Post]]:
@@ -106,10 +106,12 @@ class Fabric:
                     _place(rank, peer, post, group, moment),
                 )
 
-    def _late(self, rank: int, posts: list[tuple[int, _Post]], group: Group, moment: Moment) -> DeadlineExceeded:
+    def _late(
+        self, rank: int, posts: list[tuple[int, _Post]], group: Group, moment: Moment, timeout_s: float
+    ) -> DeadlineExceeded:
         waiting = [(peer, post) for peer, post in posts if not post.done]
         peers = sorted({peer for peer, _ in waiting})
-        what = f"no transfer with ranks {peers} within {self.timeout_s:g} s; who waits for whom: {self._waits()}"
+        what = f"no transfer with ranks {peers} within {timeout_s:g} s; who waits for whom: {self._waits()}"
         return DeadlineExceeded(what, _place(rank, *waiting[0], group, moment))
 
     def _waits(self) -> str:
@@ -142,7 +144,7 @@ class LocalTransport:
             for source, target in copies:
                 target.copy_(source)
             if rest.sends or rest.recvs:
-                self._fabric.run(self.rank, rest, moment)
+                self._fabric.run(self.rank, rest, moment, self.timeout_s)
 
         return exchange
 

@@ -68,6 +68,9 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
 class Transport(Protocol):
     """What carries groups. Every implementation passes `commrt.testing.conformance`."""
 
+    timeout_s: float
+    """An exchange that takes longer ends in `DeadlineExceeded`. May be set between exchanges."""
+
     @property
     def kind(self) -> str:
         """What it moves bytes through, in a word."""
@@ -81,11 +84,6 @@ class Transport(Protocol):
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        ...
-
-    @property
-    def timeout_s(self) -> float:
-        """An exchange that takes longer ends in `DeadlineExceeded`."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
