@@ -115,6 +115,11 @@ def workers_importing_torch(process):
     return [pid for pid in workers if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
 
 
+def blocks(pid, number):
+    (mask,) = re.findall(r"^SigBlk:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("whom", [os.killpg, os.kill], ids=["of the terminal", "of the command alone"])
 def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(whom):
@@ -123,6 +128,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(whom):
         workers = []
         while len(workers) < 2 and process.poll() is None:
             workers = workers_importing_torch(process)
+        assert blocks(workers[-1], signal.SIGINT)  # interrupted now, it would print a traceback
         whom(process.pid, signal.SIGINT)
         output = process.communicate(timeout=60)
     assert process.returncode == 130
