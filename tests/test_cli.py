@@ -115,16 +115,26 @@ def workers_importing_torch(process):
     return [pid for pid in workers if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
 
 
+def blocks(pid, number):
+    (mask,) = re.findall(r"^SigBlk:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("whom", [os.killpg, os.kill], ids=["of the terminal", "of the command alone"])
 def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(whom):
     args = [COMMAND, "train", "--workers", "2", "--epochs", "1000000"]
     with subprocess.Popen(args, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
         workers = []
-        while len(workers) < 2 and process.poll() is None:
-            workers = workers_importing_torch(process)
-        whom(process.pid, signal.SIGINT)
-        output = process.communicate(timeout=60)
+        try:
+            while len(workers) < 2 and process.poll() is None:
+                workers = workers_importing_torch(process)
+            assert blocks(workers[-1], signal.SIGINT)  # interrupted now, it would print a traceback
+            whom(process.pid, signal.SIGINT)
+            output = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert output == ("", "commrt: stopped by SIGINT\n")
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)

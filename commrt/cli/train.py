@@ -10,9 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from multiprocessing import resource_tracker
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,7 +28,6 @@ from commrt.launch import LOOPBACK, launched
 
 __all__ = ["run"]
 
-SHUTDOWN_S = 5
 ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("test accuracy", lambda r: f"{r.test_accuracy:.1%}"),
     ("images/s", lambda r: f"{r.images_per_second:,.0f}"),
@@ -118,7 +116,6 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
-        **_shutdown(),
     )
     config.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # on Ctrl-C workers get SIGTERM, which they cannot put off
     try:
@@ -128,12 +125,6 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
         rank, failure = failed.get_first_failure()
         raise CommrtError(f"worker {rank} failed: {_error_of(failure)}") from failed
     return results[0]
-
-
-def _shutdown() -> dict[str, Any]:
-    """How long a worker that was told to end may take; one that is stopped never will."""
-    known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))  # not in every torch we run on
-    return {"shutdown_timeout": SHUTDOWN_S} if known else {}
 
 
 def _error_of(failure: ProcessFailure) -> str:
