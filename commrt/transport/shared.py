@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError, UsageError
 from commrt.transport.links import Link, Offer, packets
 from commrt.transport.meeting import meet
@@ -123,7 +124,8 @@ class SharedTransport:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._failure: TransportError | None = None
         self._closed = False
-        self._links = {peer: Link(end) for peer, end in meet(store, rank, ranks, timeout_s).items()}
+        ends = ask(lambda: meet(store, rank, ranks, timeout_s), timeout_s + ANSWER_S, rank)
+        self._links = {peer: Link(end) for peer, end in ends.items()}
         _OPEN.add(self)
         finalize(self, _hang_up, tuple(self._links.values()))
 
