@@ -26,7 +26,7 @@ class StepReport:
     members: tuple[int, ...]
     """The ranks whose gradients were averaged."""
     exposed_s: float
-    """The part of `comm_s` that the backward pass did not hide: how long ``backward()`` waited at its end."""
+    """How long ``backward()`` waited at its end: what it did not hide, and the lane's own wait for a processor."""
     spans: tuple[Span, ...]
     """The lane's work, bucket by bucket."""
 
