@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 from torch.distributed import DistNetworkError
 
+from commrt.answer import Answer
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 
 __all__ = ["ANSWER_S", "HOLDER", "ask"]
@@ -31,7 +31,7 @@ def ask(question: Callable[[], T], limit_s: float, rank: int | None = None) -> T
     It runs on a thread of its own, which is abandoned when the time is up. Raises `DeadlineExceeded` then, `PeerLost`
     if the connection to the store broke, and whatever else `question` raises. Cost: 0.14 ms.
     """
-    answer: Future[T] = Future()
+    answer: Answer[T] = Answer()
     threading.Thread(target=_put, args=(question, answer), daemon=True, name="commrt-store").start()
     try:
         return answer.result(limit_s)
@@ -39,14 +39,16 @@ def ask(question: Callable[[], T], limit_s: float, rank: int | None = None) -> T
         what = f"the connection to the store broke: {HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
     except TimeoutError as error:
-        if answer.done():
+        if answer.given:
             raise
         what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
         raise DeadlineExceeded(what, Place(rank=rank, peer=0)) from error
 
 
-def _put(question: Callable[[], T], answer: Future[T]) -> None:
+def _put(question: Callable[[], T], answer: Answer[T]) -> None:
     try:
-        answer.set_result(question())
+        value = question()
     except BaseException as error:
-        answer.set_exception(error)
+        answer.fail(error)
+    else:
+        answer.give(value)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import lru_cache
 from time import perf_counter
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
+from commrt.answer import Answer
 from commrt.buckets import Bucket
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
@@ -64,15 +64,15 @@ class Engine:
         self._bound.cache_clear()
         self._scratch.clear()
 
-    def submit(self, bucket: Bucket, step: int) -> Future[Span]:
-        """Average `bucket` over the members; its gradients must not change until the future is done."""
+    def submit(self, bucket: Bucket, step: int) -> Answer[Span]:
+        """Average `bucket` over the members; its gradients must not change until the answer is there."""
         return self.world.lane.submit(lambda: self._carry(bucket, step))
 
-    def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
+    def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
         """Overwrite `flat` with the first member's."""
         return self.world.lane.submit(lambda: self._broadcast(flat, step))
 
-    def submit_roll_call(self, present: bool, step: int) -> Future[None]:
+    def submit_roll_call(self, present: bool, step: int) -> Answer[None]:
         """Ask all ranks who still has data; the answer is `members` from here on (empty if nobody)."""
         return self.world.lane.submit(lambda: self._call_roll(present, step))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
+from commrt.answer import Answer
 from commrt.errors import TransportClosed
 
 __all__ = ["Lane"]
@@ -34,30 +34,30 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` after all earlier ones; its error is raised by ``result()``.
+    def submit(self, task: Callable[[], T]) -> Answer[T]:
+        """Run `task` after all earlier ones; its error is raised by the answer's ``result()``.
 
         Raises `TransportClosed` after `close`.
         """
         if self._closed:
             raise TransportClosed("the world was closed, so nothing more can be sent: call init() for a new one")
-        future: Future[T] = Future()
-        self._tasks.put(lambda: self._run(task, future))
-        return future
+        answer: Answer[T] = Answer()
+        self._tasks.put(lambda: self._run(task, answer))
+        return answer
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # or it stays alive until the next one comes
 
-    def _run(self, task: Callable[[], T], future: Future[T]) -> None:
+    def _run(self, task: Callable[[], T], answer: Answer[T]) -> None:
         try:
             result = self._attempt(task)
-        except BaseException as failure:  # whoever waits for the future raises it
+        except BaseException as failure:  # whoever waits for the answer raises it
             self._fail(failure)
-            future.set_exception(failure)
+            answer.fail(failure)
         else:
-            future.set_result(result)
+            answer.give(result)
 
     def _attempt(self, task: Callable[[], T]) -> T:
         if self._failure is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.admission import check_model, check_optimizers, check_wire, describe_buffers, describe_optimizers
 from commrt.algorithms.torus import Torus2D
 from commrt.anchor import drop, hold
+from commrt.answer import Answer
 from commrt.autograd import at_end_of_backward, current_pass, on_gradient
 from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.engine import Engine
@@ -130,7 +130,7 @@ class Replica:
         self._order = LaunchOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
         self._stats = Stats()
-        self._in_flight: list[Future[Span]] = []
+        self._in_flight: list[Answer[Span]] = []
         self._buffers: list[Tensor] = []  # those being broadcast in this step, and their bytes
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._pass: int | None = None  # the backward pass whose gradients are being averaged
@@ -219,7 +219,7 @@ class Replica:
         begin_s = perf_counter()
         try:
             self._submit(self._order.rest())
-            spans = tuple(future.result() for future in self._in_flight)
+            spans = tuple(answer.result() for answer in self._in_flight)
         finally:
             self._pass = None
             self._in_flight = []

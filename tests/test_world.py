@@ -46,7 +46,7 @@ def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end():
     running = world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
     with pytest.raises(KeyboardInterrupt), world:
         raise KeyboardInterrupt
-    assert isinstance(running.exception(), TransportClosed)
+    assert isinstance(running.error(), TransportClosed)
     assert world.closed
     assert monotonic() - begin < PATIENT_S / 2
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -54,7 +55,7 @@ def run_processes(
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_child, args=(rank, size, port, pipe[1], body, args), daemon=True)
+        context.Process(target=_child, args=(rank, size, port, pipe[1], limit_s, body, args), daemon=True)
         for rank, pipe in enumerate(pipes)
     ]
     for process in processes:
@@ -76,7 +77,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _child(rank: int, size: int, port: int, pipe: Connection, body: Body, args: Sequence[Any]) -> None:
+def _child(rank: int, size: int, port: int, pipe: Connection, limit_s: float, body: Body, args: Sequence[Any]) -> None:
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs, before it is killed
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port)
     )
