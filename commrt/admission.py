@@ -13,20 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from commrt.buckets import Named
+from commrt.buckets import Named, is_expanded
 from commrt.errors import UsageError
 
 __all__ = ["WIRES", "check_model", "check_optimizers", "check_wire", "describe_buffers", "describe_optimizers"]
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENTS = (torch.float64, *WIRES)
 
 
 def check_wire(wire: torch.dtype | None, bucket_cap_mb: float) -> None:
     """Raise `UsageError` for a dtype that cannot travel or a bucket that cannot be filled."""
     if wire is not None and wire not in WIRES:
-        raise UsageError(
-            f"wire={wire} cannot travel: use {', '.join(map(str, WIRES))}, or None for each dtype as it is"
-        )
+        raise UsageError(f"wire={wire} cannot travel: use {_listed(WIRES)}, or None for each dtype as it is")
     if not (isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb} must be a positive number of MiB: 25 is a good start")
 
@@ -43,8 +42,8 @@ def check_model(model: nn.Module, params: Sequence[Named]) -> None:
     if not params:
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
     for name, param in params:
-        if not param.dtype.is_floating_point:
-            raise UsageError(f"{name} is of dtype {param.dtype}: only real floating-point gradients can be averaged")
+        if param.dtype not in GRADIENTS:
+            raise UsageError(f"{name} is of dtype {param.dtype}: gradients of {_listed(GRADIENTS)} can be averaged")
     _check_devices(chain(params, model.named_buffers()))
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
@@ -74,6 +73,10 @@ def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]
     return "; ".join(chain.from_iterable(_settings(optimizer, names) for optimizer in optimizers))
 
 
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
 def _settings(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
     for group in optimizer.param_groups:
         members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
@@ -93,7 +96,7 @@ def _complaint(tensor: Tensor) -> str | None:
         return f"has layout {tensor.layout}: only dense tensors can be sent"
     if tensor.is_inference():
         return "was made under torch.inference_mode(): make the model outside of it"
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if is_expanded(tensor):
         return "is expanded, several elements share one place in memory: use its .clone()"
     return None
 

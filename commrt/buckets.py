@@ -4,12 +4,12 @@
 Buckets are filled in the order in which gradients become ready. A wire buffer holds the gradients of its bucket
 one after the other, in the dtype that travels; then one flag per gradient, 1 if this rank had it, 0 if it sent
 zeros instead; then a stamp. Flags and stamp are summed with the rest, so after the reduction each rank knows which
-gradients somebody had, and that all ranks sent gradients of the same model.
+gradients somebody had, and that all ranks sent the same bucket of the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
+from commrt.stamp import STAMP_NUMEL, Claim, complaint, stamp
 from commrt.transport.protocol import Allocate, zeros
 
-__all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "plan_buckets"]
+__all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "is_expanded", "plan_buckets"]
 
 MIB = 1 << 20
 
-STAMP_BITS = 4
-"""Up to 16 models of one world are told apart."""
+CHANGED = (
+    "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
+    "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
+)
 
 Named = tuple[str, nn.Parameter]
 
@@ -63,12 +66,16 @@ def plan_buckets(units: Sequence[Unit], cap_nbytes: int, first_cap_nbytes: int) 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together.
+
+    A step of a bucket is `take`, on the thread that ran the backward pass; `pack` and `unpack`, on the lane; and
+    `settle`, on the first thread again. In between nobody else may touch the gradients, and who does is found out.
+    """
 
     index: int
     params: Sequence[Named]
     wire: Tensor
-    """[numel + len(params) + 2 * STAMP_BITS] gradients, flags, stamp."""
+    """[numel + len(params) + STAMP_NUMEL] gradients, flags, stamp."""
     model: int
     """Which of the models attached to one world this is."""
     views: list[Tensor] = field(init=False)
@@ -76,16 +83,20 @@ class Bucket:
     flags: Tensor = field(init=False)
     """[len(params)] a view of `wire`."""
     stamp: Tensor = field(init=False)
-    """[2 * STAMP_BITS] a view of `wire`: two places per bit of `model`, one of them 1; no sum hides a difference."""
-    own_stamp: Tensor = field(init=False)
-    """[2 * STAMP_BITS] which places of `stamp` are not 0 if all ranks sent this model's gradients."""
+    """[STAMP_NUMEL] a view of `wire`; see `commrt.stamp`."""
+    _claim: Claim = field(init=False)
+    _grads: list[Tensor | None] = field(init=False)
+    """The gradients on their way."""
+    _made: dict[int, Tensor] = field(init=False)
+    """Those that only other ranks had, by place."""
+    _versions: list[int] = field(init=False)
+    """How often each of them has been written to, if only we did."""
+    _own_stamp: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = [param.numel() for _, param in self.params]
-        *places, self.flags, self.stamp = torch.split(self.wire, [*sizes, len(sizes), 2 * STAMP_BITS])
+        *places, self.flags, self.stamp = torch.split(self.wire, [*sizes, len(sizes), STAMP_NUMEL])
         self.views = [place.view(param.shape) for place, (_, param) in zip(places, self.params, strict=True)]
-        bits = [(self.model >> i) & 1 for i in range(STAMP_BITS)]
-        self.own_stamp = torch.tensor([place == bit for bit in bits for place in (0, 1)], device=self.wire.device)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,45 +108,88 @@ class Bucket:
         shapes = (f"{name} {str(param.dtype)[6:]}{list(param.shape)}" for name, param in self.params)
         return f"bucket {self.index} ({str(self.wire.dtype)[6:]}): {', '.join(shapes)}"
 
+    def take(self, claim: Claim, is_ready: Callable[[str], bool]) -> None:
+        """Hold on to the gradients at hand, to be sent with `claim`.
+
+        Raises `UsageError` for one that does not fit, or that `is_ready` knows and that has gone since.
+        """
+        self._claim, self._own_stamp, self._made = claim, stamp(claim), {}
+        self._grads = [param.grad for _, param in self.params]
+        for view, name, grad in zip(self.views, self.names, self._grads, strict=True):
+            if grad is not None:
+                _require_fit(name, grad, view)
+            elif is_ready(name):
+                raise UsageError(CHANGED.format(name=name))
+        self._versions = _versions(self._grads)
+
     def pack(self, scale: float) -> None:
         """Gradients times `scale` into the wire buffer, zeros for those that are None."""
-        had = [param.grad is not None for _, param in self.params]
-        self._require_shapes()
-        sources = [param.grad for _, param in self.params if param.grad is not None]
-        pack(sources, [view for view, there in zip(self.views, had, strict=True) if there], scale)
+        self._require_unchanged()
+        sources = [grad for grad in self._grads if grad is not None]
+        pack(sources, [view for view, grad in zip(self.views, self._grads, strict=True) if grad is not None], scale)
         self.flags.fill_(1)
-        for i in (i for i, there in enumerate(had) if not there):
+        for i in (i for i, grad in enumerate(self._grads) if grad is None):
             self.views[i].zero_()
             self.flags[i] = 0
-        self.stamp.copy_(self.own_stamp)
+        self.stamp.copy_(self._own_stamp)
 
     def unpack(self) -> None:
         """The wire buffer into the gradients; one that no rank had stays None.
 
-        Raises `DisagreementError`, before it writes, if ranks sent the gradients of different models.
+        Raises `DisagreementError`, before it writes, if ranks sent different things.
         """
-        if not torch.equal(self.stamp != 0, self.own_stamp):
-            raise DisagreementError(
-                f"bucket {self.index} of this model was summed with another model's: the ranks call backward() of the "
-                "models attached to one world in different orders; use one order everywhere, or a world per model"
-            )
-        missing = [i for i, (_, param) in enumerate(self.params) if param.grad is None]
+        if not torch.equal(self.stamp != 0, self._own_stamp):
+            why = complaint(self.stamp)
+            raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
+        self._require_unchanged()
+        missing = [i for i, grad in enumerate(self._grads) if grad is None]
         elsewhere = self.flags.tolist() if missing else []
-        for i in (i for i in missing if elsewhere[i]):
-            param = self.params[i][1]
-            param.grad = torch.empty_like(param)
-        kept = [(view, param.grad) for view, (_, param) in zip(self.views, self.params, strict=True)]
-        pairs = [(view, grad) for view, grad in kept if grad is not None]
+        self._made = {i: torch.empty_like(self.params[i][1]) for i in missing if elsewhere[i]}
+        places = [
+            (view, self._made.get(i, grad)) for i, (view, grad) in enumerate(zip(self.views, self._grads, strict=True))
+        ]
+        pairs = [(view, grad) for view, grad in places if grad is not None]
         unpack([view for view, _ in pairs], [grad for _, grad in pairs])
+        self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]
 
-    def _require_shapes(self) -> None:
-        """A tensor of another shape would be written over its neighbours' places."""
-        for view, (name, param) in zip(self.views, self.params, strict=True):
-            if param.grad is not None and param.grad.shape != view.shape:
-                raise UsageError(
-                    f"the gradient of {name} has shape {list(param.grad.shape)}, but {list(view.shape)} when the model "
-                    "was attached: detach() and attach() again after changing parameters"
-                )
+    def settle(self) -> None:
+        """Give the parameters what has arrived; raises `UsageError` if somebody was at the gradients meanwhile."""
+        self._require_unchanged()
+        for (name, param), grad in zip(self.params, self._grads, strict=True):
+            if param.grad is not grad:
+                raise UsageError(CHANGED.format(name=name))
+        for i, made in self._made.items():
+            self.params[i][1].grad = made
+        self._grads, self._made, self._versions = [], {}, []  # or they would live until the next step
+
+    def _require_unchanged(self) -> None:
+        now = _versions(self._grads)
+        if now != self._versions:
+            changed = next(i for i, version in enumerate(now) if version != self._versions[i])
+            raise UsageError(CHANGED.format(name=self.names[changed]))
+
+
+def _versions(grads: Sequence[Tensor | None]) -> list[int]:
+    """-1 for None, and for views: all views of a tensor count together."""
+    return [-1 if grad is None or grad._base is not None else grad._version for grad in grads]  # noqa: SLF001  # nothing else tells
+
+
+def _require_fit(name: str, grad: Tensor, view: Tensor) -> None:
+    """A tensor of another shape would be written over its neighbours' places."""
+    if grad.shape != view.shape:
+        raise UsageError(
+            f"the gradient of {name} has shape {list(grad.shape)}, but {list(view.shape)} when the model "
+            "was attached: detach() and attach() again after changing parameters"
+        )
+    if grad.is_inference():
+        raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
+    if not grad.is_contiguous() and is_expanded(grad):
+        raise UsageError(f"the gradient of {name} is expanded, several elements share one place: use its .clone()")
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """True if several elements share one place in memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def build_buckets(
@@ -156,6 +210,6 @@ def build_buckets(
 
 def _wire(params: list[Named], wire: torch.dtype | None, allocate: Allocate) -> Tensor:
     first = params[0][1]
-    numel = sum(param.numel() for _, param in params) + len(params) + 2 * STAMP_BITS
+    numel = sum(param.numel() for _, param in params) + len(params) + STAMP_NUMEL
     dtype = wire if wire is not None and wire.itemsize < first.element_size() else first.dtype
     return allocate(numel, dtype, first.device)

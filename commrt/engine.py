@@ -64,6 +64,11 @@ class Engine:
         self._bound.cache_clear()
         self._scratch.clear()
 
+    def release(self) -> None:
+        """Let go of all memory; nothing can be carried any more."""
+        self.replace_buckets(())
+        self._proven.cache_clear()
+
     def submit(self, bucket: Bucket, step: int) -> Answer[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
         return self.world.lane.submit(lambda: self._carry(bucket, step))

@@ -18,6 +18,10 @@ UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
     "outside no_sync()"
 )
+MIDWAY = (
+    "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
+    "it, the other ranks wait for the rest: close the world and start again"
+)
 
 
 class Gate:
@@ -40,8 +44,11 @@ class Gate:
         self._take_part = take_part
         self._refuse = refuse
         self._held_back = False
+        self._closed = False
         self._unused_by: set[int] = set()
         """Optimizers that have not stepped since gradients were averaged."""
+        self.steps = 0
+        """How often an optimizer has stepped."""
 
     def register(self) -> list[RemovableHandle]:
         """Stand before and after each step of the optimizers."""
@@ -52,13 +59,19 @@ class Gate:
         """A backward pass has added to gradients without averaging them."""
         self._held_back = True
 
+    def close(self) -> None:
+        """Gradients are on their way."""
+        self._closed = True
+
     def open(self) -> None:
         """All gradients have been averaged."""
-        self._held_back = False
+        self._held_back = self._closed = False
         self._unused_by = {id(optimizer) for optimizer in self._optimizers}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._refuse_strangers(optimizer)
+        if self._closed:
+            raise UsageError(MIDWAY)
         if all(param.grad is None for param in self._params):  # zeroed since: what is known is about older ones
             self._held_back = False
             self._unused_by.clear()
@@ -70,6 +83,7 @@ class Gate:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._unused_by.discard(id(optimizer))
+        self.steps += 1
         if self._held_back:  # by the closure
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 

@@ -47,6 +47,10 @@ class LaunchOrder:
             self._next += 1
         return list(range(first, self._next))
 
+    def is_ready(self, name: str) -> bool:
+        """True if `mark` was told so in this pass."""
+        return name not in self._missing[self._bucket_of[name]]
+
     def rest(self) -> list[int]:
         """The backward pass has ended: the buckets that have not left yet."""
         first, self._next = self._next, len(self._missing)

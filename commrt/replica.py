@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,16 @@ from torch.utils.hooks import RemovableHandle
 from commrt.admission import check_model, check_optimizers, check_wire, describe_buffers, describe_optimizers
 from commrt.algorithms.torus import Torus2D
 from commrt.anchor import drop, hold
-from commrt.answer import Answer
 from commrt.autograd import at_end_of_backward, current_pass, on_gradient
+from commrt.averaging import BY_HAND, LATE, Averaging, Cut
 from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
-from commrt.ready import LaunchOrder
-from commrt.report import Span, Stats, StepReport
+from commrt.handover import overwrite, overwrite_model, overwrite_optimizers
+from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
-from commrt.state import batches, dump, fingerprint, flatten, load, restore
+from commrt.state import fingerprint
 from commrt.world import World, current
 
 __all__ = ["Replica", "attach"]
@@ -49,12 +48,13 @@ def attach(
 
     Parameters and buffers are overwritten with rank 0's. During each backward pass buckets leave on the
     world's lane as their gradients become ready; ``backward()`` returns when all are averaged, in place in
-    ``param.grad``. With `optimizer` (one, or all that step this model), ``step`` refuses gradients that were
-    never averaged, and settings are compared between ranks.
+    ``param.grad``; until then they must be left alone. With `optimizer` (one, or all that step this model), ``step``
+    refuses gradients that were never averaged, and settings are compared between ranks.
 
     `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
-    to the wire at each hop; replicas stay bitwise equal). `broadcast_buffers` sends rank 0's buffers to all in each
-    synchronous step, as DDP does. Collective. The hooks live as long as the model, or until `Replica.detach`.
+    to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
+    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous
+    step. Collective. The hooks live as long as the model, or until `Replica.detach`.
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """
@@ -111,32 +111,26 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         engine: Engine,
-        cut: Callable[[Sequence[Named]], list[Bucket]],
+        cut: Cut,
         *,
         broadcast_buffers: bool,
     ) -> None:
         self.model = model
-        self.step = 0
-        """Synchronous steps so far."""
         self.last: StepReport | None = None
         """The latest step."""
         self._engine = engine
-        self._cut = cut
         self._optimizers = optimizers
-        self._broadcast_buffers = broadcast_buffers
-        self._buffer_kinds = _kinds(model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
-        self._gate = Gate(optimizers, [param for _, param in self._params], self._take_part, self._refuse)
-        self._order = LaunchOrder([bucket.names for bucket in engine.buckets])
-        self._order_is_observed = False
+        self._gate = Gate(optimizers, [param for _, param in self._params], self._come_late, self._refuse)
+        self._averaging = Averaging(model, engine, self._gate, cut, broadcast_buffers=broadcast_buffers)
         self._stats = Stats()
-        self._in_flight: list[Answer[Span]] = []
-        self._buffers: list[Tensor] = []  # those being broadcast in this step, and their bytes
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._pass: int | None = None  # the backward pass whose gradients are being averaged
-        self._averaging = True
-        self._joining = False
+        self._is_synchronous = True
         self._handles = self._register()
+
+    @property
+    def step(self) -> int:
+        """Synchronous steps so far."""
+        return self._averaging.step
 
     def _register(self) -> list[RemovableHandle]:
         _replicas.add(self)
@@ -154,8 +148,6 @@ class Replica:
         """The buckets, in the order in which they leave."""
         return self._engine.buckets
 
-    # One backward pass: _begin at the first gradient, _submit as buckets fill, _finish at its end.
-
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         weakly = ref(self)
 
@@ -170,86 +162,37 @@ class Replica:
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout != torch.strided:
             raise UsageError(f"the gradient of {name} is {param.grad.layout}: only dense gradients can be averaged")
-        if not self._averaging:
+        if not self._is_synchronous:
             self._gate.hold_back()
             return
-        self._require_one_pass(name)
-        if self._pass is None:
+        if self._averaging.is_new(f"the gradient of {name}"):
             self._begin(current_pass())
             at_end_of_backward(self._finish)
-        self._submit(self._order.mark(name))
-
-    def _require_one_pass(self, name: str) -> None:
-        if self._pass in (None, current_pass()):
-            return
-        if self._engine.world.size == 1:  # nobody waits for the rest of the pass that was interrupted
-            self._pass = None
-            return
-        raise UsageError(
-            f"the gradient of {name} came from a backward pass inside or after one that did not end: an error "
-            "interrupted it, or reentrant activation checkpointing is on (use use_reentrant=False)"
-        )
+        self._averaging.mark(name)
 
     def _begin(self, number: int) -> None:
-        self._buffers = self._unchanged_buffers() if self._broadcast_buffers else []
-        self._pass = number
-        self._order.arm()
-        self._in_flight = []
-        if self._joining:
-            self._engine.submit_roll_call(True, self.step)
-        if self._buffers:
-            self._flat = flatten(self._buffers)
-            self._in_flight.append(self._engine.submit_broadcast(self._flat, self.step))
-
-    def _unchanged_buffers(self) -> list[Tensor]:
-        buffers = list(self.model.buffers())
-        if _kinds(buffers) != self._buffer_kinds:
-            raise UsageError(
-                f"the buffers' dtypes or shapes have changed since attach(), now {describe_buffers(self.model)}: "
-                "keep them as they are, or attach with broadcast_buffers=False"
-            )
-        return buffers
-
-    def _submit(self, indices: list[int]) -> None:
-        self._in_flight += [self._engine.submit(self._engine.buckets[i], self.step) for i in indices]
+        if _joined.get(self._engine.world, self) is not self:
+            raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
+        self._averaging.begin(number)
 
     def _finish(self) -> None:
-        if self._pass is None:
-            return
-        begin_s = perf_counter()
-        try:
-            self._submit(self._order.rest())
-            spans = tuple(answer.result() for answer in self._in_flight)
-        finally:
-            self._pass = None
-            self._in_flight = []
-        if self._buffers:
-            restore(self._flat, self._buffers)
-        self._record(StepReport(self.step, self._engine.members, perf_counter() - begin_s, spans))
-        if not (self._order_is_observed or self._joining):
-            self._observe_order()
-        self._gate.open()
+        self.last = self._averaging.finish()
+        self._stats = self._stats.plus(self.last)
 
-    def _record(self, report: StepReport) -> None:
-        self.last, self._stats = report, self._stats.plus(report)
-        self.step += 1
+    def average(self) -> None:
+        """Average the gradients at hand now; collective.
 
-    def _observe_order(self) -> None:
-        """Cut the buckets anew, in the order in which rank 0's gradients became ready in this pass."""
-        self._order_is_observed = True
-        place = {name: i for i, (name, _) in enumerate(self._params)}
-        seen = [place[name] for name in self._order.seen]
-        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))])
-        self._engine.submit_broadcast(order, self.step).result()
-        if order.tolist() != sorted(order.tolist()):
-            self._params = [self._params[i] for i in order.tolist()]
-            self._engine.replace_buckets(self._cut(self._params))
-            self._order = LaunchOrder([bucket.names for bucket in self.buckets])
+        For a rank that has no batch for this step: in place of its ``backward()``, while the others run theirs.
+        """
+        self._average(BY_HAND)
 
-    def _take_part(self) -> None:
-        """Average the gradients at hand, if any, where no backward pass did."""
-        self._begin(number=-1)
-        self._finish()
+    def _average(self, number: int) -> None:
+        if self._averaging.is_new("average()"):
+            self._begin(number)
+            self._finish()
+
+    def _come_late(self) -> None:
+        self._average(LATE)
 
     def _refuse(self, stranger: Tensor) -> None:
         """Raise for a parameter with a gradient that no replica averages."""
@@ -266,11 +209,11 @@ class Replica:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this context only accumulate; the first one outside averages what has gathered."""
-        before, self._averaging = self._averaging, False
+        before, self._is_synchronous = self._is_synchronous, False
         try:
             yield
         finally:
-            self._averaging = before
+            self._is_synchronous = before
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -279,17 +222,19 @@ class Replica:
         A rank that leaves the context early stays until all have; steps average over those that still have
         data, and divide by their number. At the end all ranks get parameters, buffers and the optimizers' state of
         one that worked to the end. Costs one small all-reduce per step. Raises `UsageError` inside another
-        ``join()``, and for an algorithm that cannot do without a rank.
+        ``join()``, for the gradients of another model of the world, and for an algorithm that cannot do without a rank.
         """
-        if self._joining:
-            raise UsageError("join() inside join(): one around the whole loop is enough")
+        if self._engine.world in _joined:
+            raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
         self._engine.require_any_members()
-        self._joining = True
+        self._averaging.joining = True
+        _joined[self._engine.world] = self
         try:
             yield
             self._outlast()
         finally:
-            self._joining = False
+            self._averaging.joining = False
+            del _joined[self._engine.world]
             self._engine.members = tuple(range(self._engine.world.size))
 
     def _outlast(self) -> None:
@@ -300,39 +245,21 @@ class Replica:
             if not self._engine.members:
                 break
             last = self._engine.members
-            self.step += 1
+            self._averaging.step += 1
         first = last[0]
         self._engine.members = (first, *(rank for rank in range(self._engine.world.size) if rank != first))
         self.overwrite_with_first()
         if self._optimizers:
-            self._overwrite_optimizers()
+            overwrite_optimizers(self._engine, self._optimizers, self.step)
+        self._gate.steps = 0
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        for batch in batches(tensors, 25 * MIB):
-            self._overwrite(batch)
+        overwrite_model(self._engine, self.model, self.step)
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective."""
-        buffers = list(self.model.buffers())
-        if buffers:
-            self._overwrite(buffers)
-
-    def _overwrite(self, tensors: list[Tensor]) -> None:
-        flat = flatten(tensors)
-        self._engine.submit_broadcast(flat, self.step).result()
-        restore(flat, tensors)
-
-    def _overwrite_optimizers(self) -> None:
-        first = self._engine.members[0] == self._engine.world.rank
-        flat = dump(self._optimizers) if first else torch.empty(0, dtype=torch.uint8)
-        nbytes = torch.tensor([flat.numel()])
-        self._engine.submit_broadcast(nbytes, self.step).result()
-        flat = flat if first else flat.new_empty(int(nbytes))
-        self._engine.submit_broadcast(flat, self.step).result()
-        if not first:
-            load(flat, self._optimizers)
+        overwrite(self._engine, list(self.model.buffers()), self.step)
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective."""
@@ -352,7 +279,7 @@ class Replica:
         if not isinstance(step, int) or step < 0:
             raise UsageError(f"a state without a step number: {sorted(state)}; pass what state_dict() returned")
         self._engine.world.agree("load_state_dict", step=str(step))
-        self.step = step
+        self._averaging.step = step
 
     def detach(self) -> None:
         """Remove every hook; the model is a plain model again. Not collective."""
@@ -361,6 +288,7 @@ class Replica:
         self._handles = []
         drop(self._owners())
         _replicas.discard(self)
+        self._engine.release()
 
     def close(self) -> None:
         """Detach; the world stays open. Safe to call twice."""
@@ -368,7 +296,4 @@ class Replica:
 
 
 _replicas: WeakSet[Replica] = WeakSet()
-
-
-def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+_joined: WeakKeyDictionary[World, Replica] = WeakKeyDictionary()

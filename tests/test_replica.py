@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import commrt
 from commrt.algorithms import ring
-from commrt.buckets import STAMP_BITS
 from commrt.engine import KEPT
 from commrt.errors import DisagreementError, TransportClosed, TransportError, UsageError
+from commrt.stamp import STAMP_NUMEL
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import local_worlds, run_ranks
 
@@ -94,7 +94,7 @@ def test_the_busiest_rank_sends_what_the_proof_says():
         backward(model, world.rank)
         return replica.last.nbytes_sent
 
-    elements = sum(param.numel() for param in net().parameters()) + 4 + 2 * STAMP_BITS  # and a flag per tensor
+    elements = sum(param.numel() for param in net().parameters()) + 4 + STAMP_NUMEL  # and a flag per tensor
     sent = run_ranks(4, body)
     assert sum(sent) == 2 * 3 * elements * 4
     assert max(sent) <= 2 * 3 / 4 * elements * 4 + 4 * 8 * 4  # chunks are even to within a granule
@@ -190,17 +190,48 @@ def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_on
     assert results[0][1].abs().sum() > 0
 
 
-def test_a_rank_without_any_gradient_takes_part_when_it_steps():
+def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_clipped():
     def body(world):
         model = net()
         optimizer = sgd(model)
         replica = commrt.attach(model, optimizer, world=world)
-        if world.rank == 0:
-            backward(model, 0)
-        optimizer.step()
-        return replica.replicas_equal(), model[0].weight.grad.abs().sum().item() > 0
+        for step in range(4):
+            optimizer.zero_grad()
+            if (world.rank, step) in [(0, 1), (2, 1), (1, 3)]:
+                replica.average()
+            else:
+                backward(model, world.rank, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        return replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0
 
-    assert run_ranks(3, body) == [(True, True)] * 3
+    assert run_ranks(3, body) == [(True, 4, True)] * 3
+
+
+def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        before = model[0].weight.clone()
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step() if world.rank == 1 else backward(model, world.rank)
+        return torch.equal(model[0].weight, before)
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_gradients_made_by_hand_are_averaged_when_all_ranks_step():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, world.rank)
+        optimizer.step()
+        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
+
+    assert run_ranks(3, body) == [(True, [1.0])] * 3
 
 
 def test_gradients_that_are_views_stay_views():
@@ -325,9 +356,8 @@ def test_a_layer_unfrozen_after_attach_is_refused():
         optimizer = sgd(model)
         commrt.attach(model, optimizer, world=world)
         model[0].requires_grad_(requires_grad=True)
-        backward(model, world.rank)
-        with pytest.raises(UsageError, match=r"the optimizer steps 0\.weight, which was frozen, absent or outside"):
-            optimizer.step()
+        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was frozen and is not any more"):
+            backward(model, world.rank)
 
     run_ranks(2, body)
 
@@ -458,7 +488,7 @@ def complex_weights():
         (nn.Module, {}, "no parameter that requires a gradient"),
         (half_on_meta, {}, "on different devices .* move the model to one device"),
         (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
-        (complex_weights, {}, "only real floating-point gradients"),
+        (complex_weights, {}, "gradients of torch.float64, torch.float32, "),
         (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
         (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
         (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
@@ -501,7 +531,7 @@ def test_models_whose_backward_passes_differ_in_order_are_told_apart():
         models = [net(), net()]
         for model in models:
             commrt.attach(model, sgd(model), world=world)
-        with pytest.raises(DisagreementError, match=r"was summed with another model's: .* different orders"):
+        with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
             backward(models[world.rank], world.rank)
 
     run_ranks(2, body)
@@ -522,21 +552,17 @@ def test_two_models_in_one_order_keep_their_own_means():
         assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("member", [lambda model: model.late, lambda _: nn.Linear(8, 3)], ids=["added", "elsewhere"])
-def test_an_optimizer_that_steps_what_nobody_averages_is_refused(member):
+def test_an_optimizer_that_steps_what_nobody_averages_is_refused():
     def body(world):
         model = net()
         optimizer = sgd(model)
         commrt.attach(model, optimizer, world=world)
-        model.late = nn.Linear(8, 3)
-        stranger = member(model)
+        stranger = nn.Linear(8, 3)
         optimizer.add_param_group({"params": stranger.parameters()})
         x, y = data(world.rank)
         hidden = model[1](model[0](x))
         cross_entropy(model[2](hidden) + stranger(hidden), y).backward()
-        with pytest.raises(
-            UsageError, match=r"the optimizer steps (late\.weight|a parameter of shape \[3, 8\]), which"
-        ):
+        with pytest.raises(UsageError, match=r"the optimizer steps a parameter of shape \[3, 8\], which"):
             optimizer.step()
 
     run_ranks(2, body)
@@ -555,7 +581,7 @@ def test_one_optimizer_may_step_two_attached_models():
     assert run_ranks(2, body) == [[True, True]] * 2
 
 
-def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_gradient():
+def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_batch():
     def body(world):
         model = net()
         optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
@@ -563,8 +589,7 @@ def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_gradient():
         for step in range(4):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            if (world.rank, step) != (1, 2):
-                backward(model, world.rank, step)
+            backward(model, world.rank, step) if (world.rank, step) != (1, 2) else replica.average()
             for optimizer in optimizers:
                 optimizer.step()
         return replica.replicas_equal(), replica.step
@@ -648,18 +673,17 @@ def test_a_buffer_that_changed_its_dtype_is_refused():
         with pytest.raises(UsageError, match=r"have changed since attach\(\), now .*num_batches_tracked torch\.int32"):
             model(data(world.rank)[0]).sum().backward()
 
-    run_ranks(1, body)
+    run_ranks(2, body)
 
 
-def test_a_rank_without_a_gradient_takes_part_even_after_a_step_that_was_skipped():
+def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped():
     def body(world):
         model = net()
         optimizer = sgd(model)
         replica = commrt.attach(model, optimizer, world=world)
         backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
         optimizer.zero_grad()
-        if world.rank == 0:
-            backward(model, 0)
+        backward(model, 0) if world.rank == 0 else replica.average()
         optimizer.step()
         return replica.replicas_equal(), replica.step
 
@@ -846,3 +870,226 @@ def test_a_schedule_of_fewer_ranks_says_who_is_left_out():
         return buffer[0].item()
 
     assert run_ranks(3, body) == [2.0, 1.0, 2.0]
+
+
+def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused():
+    def body(world):
+        model = net()
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        commrt.attach(model, list(optimizers.values()), world=world)
+        for param, optimizer in optimizers.items():
+            param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+        with pytest.raises(UsageError, match=r"while gradients are being averaged: step after backward"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def zero(param):
+    param.grad = None
+
+
+def replace(param):
+    param.grad = param.grad.clone()
+
+
+def double(param):
+    param.grad.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "cap_mb"),
+    [(zero, 1e-9), (replace, 1e-9), (double, 1e-9), (zero, 25.0)],
+    ids=["removed", "replaced", "written to", "removed before its bucket left"],
+)
+def test_a_gradient_that_somebody_changes_while_it_is_averaged_is_noticed(change, cap_mb):
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world, bucket_cap_mb=cap_mb)
+        model[2].weight.register_post_accumulate_grad_hook(change)
+        with pytest.raises(UsageError, match=r"the gradient of 2\.weight was changed, replaced or removed while"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us():
+    def body(world):
+        model = net()
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        commrt.attach(model, list(optimizers.values()), world=world)
+        for param, optimizer in optimizers.items():
+            param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+            param.register_post_accumulate_grad_hook(zero)
+        backward(model, 0)
+        return [param.detach().clone() for param in model.parameters()]
+
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    backward(plain, 0)
+    optimizer.step()
+    assert all(map(torch.equal, run_ranks(1, body)[0], plain.parameters()))
+
+
+def test_a_step_after_an_interrupted_backward_pass_is_refused():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-9)
+        model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, world.rank)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        if world.rank == 0:
+            backward(model, 0)
+            with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+                backward(model, 0, 1)
+        else:
+            backward(model, 1)
+            optimizer.step()
+            with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+                backward(model, 1, 1)
+
+    run_ranks(2, body)
+
+
+def swap_layer(model):
+    model[0] = nn.Linear(6, 8)
+
+
+def reparametrize(model):
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def grow(model):
+    model.append(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("change", [swap_layer, reparametrize, grow])
+def test_a_model_that_changed_since_attach_is_refused(change):
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        change(model)
+        with pytest.raises(UsageError, match=r"the model has changed since attach\(\), .*: detach\(\) and attach\(\)"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        backward(model, world.rank)
+        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced or removed"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_that_change_during_the_backward_pass_keep_their_changes(ranks):
+    def body(world):
+        model = net()
+        model.register_buffer("passes", torch.zeros(()))
+        replica = commrt.attach(model, world=world)
+        model[0].weight.register_hook(lambda _: model.passes.add_(1) and None)
+        for step in range(3):
+            backward(model, world.rank, step)
+        return model.passes.item(), replica.replicas_equal()
+
+    assert run_ranks(ranks, body) == [(3.0, True)] * ranks
+
+
+def test_batch_norm_under_checkpointing_ends_as_in_a_plain_process():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+    def body(world):
+        model = seeded(Net)
+        if world is not None:
+            commrt.attach(model, world=world)
+        for step in range(3):
+            backward(model, 0, step)
+        return [buffer.clone() for buffer in model.buffers()]
+
+    alone = body(None)
+    assert alone[-1] == 6  # a step counts twice: in the forward pass, and when it is run again
+    assert all(all(map(torch.equal, alone, ours)) for ours in run_ranks(2, body))
+
+
+def test_only_one_model_of_a_world_can_be_joined_and_the_others_wait():
+    def body(world):
+        first, second = net(), net()
+        replicas = [commrt.attach(model, world=world) for model in (first, second)]
+        with replicas[0].join():
+            with pytest.raises(UsageError, match=r"one model of a world can be joined"), replicas[1].join():
+                pass
+            with pytest.raises(UsageError, match=r"another model of this world is in join\(\)"):
+                backward(second, world.rank)
+        with replicas[1].join():
+            backward(second, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_many_models_of_a_world_are_told_apart():
+    def body(world):
+        models = [net() for _ in range(18)]
+        for model in models:
+            commrt.attach(model, world=world)
+        with pytest.raises(DisagreementError, match="in different orders"):
+            backward(models[1 if world.rank else 17], world.rank)
+
+    run_ranks(2, body)
+
+
+def test_detaching_frees_the_buckets_without_the_garbage_collector():
+    def body(world):
+        gc.collect()
+        gc.disable()
+        try:
+            model = net()
+            replica = commrt.attach(model, world=world)
+            backward(model, 0)
+            wires = [weakref.ref(bucket.wire) for bucket in replica.buckets]
+            replica.detach()
+            return [wire() is None for wire in wires]
+        finally:
+            gc.enable()
+
+    assert run_ranks(1, body) == [[True]]
+
+
+def test_gradients_on_their_way_are_not_kept_after_the_step():
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        backward(model, world.rank)
+        kept = weakref.ref(model[0].weight.grad)
+        model.zero_grad()
+        return kept() is None
+
+    assert run_ranks(2, body) == [True, True]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank claims about a bucket it sends, in a form that survives being summed.
+
+Point-to-point calls have no tags on NCCL: two ranks that are at different places of their programs would sum
+buckets that have nothing to do with each other. So each bucket carries two places per bit of what it is: the rank sets
+the one that says 0 or the one that says 1. In the sum both are set exactly where ranks differ.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["STAMP_NUMEL", "Claim", "complaint", "stamp"]
+
+
+class Claim(NamedTuple):
+    """What must be equal on all ranks when they sum a bucket; each field counts modulo 2 to its width."""
+
+    late: int
+    """1 if this rank had no backward pass and averages in its optimizer's step."""
+    model: int
+    """Which of the models attached to one world."""
+    optimizer_steps: int
+    """Since `attach` or the last ``join()``."""
+    step: int
+    bucket: int
+
+
+WIDTHS = Claim(late=1, model=10, optimizer_steps=5, step=6, bucket=10)
+STARTS = [0, *accumulate(WIDTHS)][:-1]
+BITS = sum(WIDTHS)
+STAMP_NUMEL = 2 * BITS
+
+EXPLANATIONS = {
+    "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
+    "where a rank has no batch, in place of its backward()",
+    "model": "the ranks call backward() of the models attached to one world in different orders; use one order "
+    "everywhere, or a world per model",
+    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
+    "differently often: put all but the last pass of an accumulation in no_sync()",
+    "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
+    "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
+}
+
+
+def stamp(claim: Claim) -> Tensor:
+    """Which places `claim` sets, bool [STAMP_NUMEL].
+
+    >>> both = stamp(Claim(0, 1, 0, 7, 0)).int() + stamp(Claim(0, 2, 0, 7, 0)).int()
+    >>> complaint(both)[:42]
+    'the ranks call backward() of the models at'
+    """
+    word = sum((value % (1 << width)) << at for value, width, at in zip(claim, WIDTHS, STARTS, strict=True))
+    ones = np.unpackbits(np.frombuffer(word.to_bytes(BITS // 8, "little"), np.uint8), bitorder="little")
+    return torch.from_numpy(np.concatenate([1 - ones, ones]).view(np.bool_))
+
+
+def complaint(total: Tensor) -> str:
+    """Why the sum `total` [STAMP_NUMEL] of the ranks' stamps is not that of equal ones."""
+    set_by_some = (total != 0).cpu()
+    disputed = set_by_some[:BITS] & set_by_some[BITS:]
+    for name, start, width in zip(Claim._fields, STARTS, WIDTHS, strict=True):
+        if disputed[start : start + width].any():
+            return EXPLANATIONS[name]
+    return "it is no sum of stamps: the ranks run different programs"
