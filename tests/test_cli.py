@@ -230,7 +230,8 @@ def test_train_learns_on_real_images_and_prints_one_object():
     assert 0 < record["exposed_comm_seconds"] < record["step_seconds"]
     assert record["bytes_sent_per_step"] == pytest.approx(120_382 * 2, rel=0.01)
     assert [other["algorithm"] for other in record["compared"]] == ["ddp"]
-    assert record["compared"][0]["test_accuracy"] == pytest.approx(record["test_accuracy"], abs=0.05)
+    assert record["compared"][0]["wire"] == "bf16"
+    assert record["compared"][0]["fingerprint"] == record["fingerprint"]  # two ranks sum and round in one way only
 
 
 @pytest.mark.processes

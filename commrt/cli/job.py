@@ -127,9 +127,10 @@ def ddp_group(world: World) -> Iterator[None]:
 
 
 def _averaging(job: Job, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Averaging:
+    wire = WIRES[job.wire]
     if job.algorithm == DDP:
-        return Wrapped(model, job.bucket_cap_mb)
-    algorithm, wire = by_name(job.algorithm), WIRES[job.wire]
+        return Wrapped(model, job.bucket_cap_mb, wire)
+    algorithm = by_name(job.algorithm)
     replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb)
     return Attached(replica)
 
@@ -153,7 +154,7 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
     return Result(
         algorithm=job.algorithm,
         workers=world.size,
-        wire="fp32" if job.algorithm == DDP else job.wire,
+        wire=job.wire,
         epochs=job.epochs,
         steps=steps,
         test_accuracy=_accuracy(model, test.pixels, test.digits),
