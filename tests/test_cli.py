@@ -73,6 +73,7 @@ def test_verify_can_show_the_schedule():
         (("train", "--timeout-s", "0"), "--timeout-s 0 is no deadline"),
         (("train", "--timeout-s", "nan"), "--timeout-s nan is no deadline"),
         (("train", "--timeout-s", "inf"), "--timeout-s inf is no deadline"),
+        (("train", "--start-timeout-s", "0"), "--start-timeout-s 0 is no deadline"),
         (("train", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0 is no size"),
         (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf is no size"),
         (("train", "--lr", "inf"), "--lr inf is no learning rate"),
@@ -160,6 +161,14 @@ def test_ddp_keeps_the_deadline_too():
 
 def plain_variables(rank, port):
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.processes
+def test_workers_that_do_not_come_are_waited_for_as_long_as_asked():
+    args = ["train", "--epochs", "1", "--start-timeout-s", "1", "--json"]
+    result = command(*args, env=os.environ | plain_variables(0, free_port()))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.search(r"^commrt: init: ranks \[1\] did not come within 1 s: ", result.stderr, re.MULTILINE)
 
 
 def open_mpi_variables(rank, port):
