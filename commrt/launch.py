@@ -66,7 +66,7 @@ class _Launcher:
     job: str
     """A name that differs between jobs of one machine, to derive a port from."""
     sign: str
-    """Set only by this launcher, unlike `rank`."""
+    """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of its job."""
 
 
 SLURM = _Launcher(
@@ -114,9 +114,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     >>> read_launch({}) is None
     True
     """
-    known = next((one for one in LAUNCHERS if one.rank in env and one.sign in env), None)
-    if known is SLURM and not _is_step_of_several(env):
-        return None
+    known = _recognised(env)
     if known is None:
         if env.get("WORLD_SIZE", "1") != "1":
             raise UsageError(f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not: set both, or neither")
@@ -168,6 +166,12 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     if leading is None:
         raise UsageError(f"{name}={text!r} is no number: the launcher must set it to one")
     return int(leading[1])
+
+
+def _recognised(env: Mapping[str, str]) -> _Launcher | None:
+    """Who started this process; None in a Slurm job outside of a step of several tasks."""
+    known = next((one for one in LAUNCHERS if one.rank in env and one.sign in env), None)
+    return None if known is SLURM and not _is_step_of_several(env) else known
 
 
 def _is_step_of_several(env: Mapping[str, str]) -> bool:

@@ -118,6 +118,8 @@ def test_ranks_on_one_machine_need_no_address():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to its host name"),
         (OPEN_MPI, "Open MPI started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
         (SLURM, "Slurm started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
+        (BATCH | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not: set both"),
+        (BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is no number"),
     ],
