@@ -2,7 +2,11 @@
 """Who am I among how many: read from what a launcher left in the environment.
 
 The only module that reads environment variables. Known launchers: torchrun (and anything that sets RANK and
-WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm.
+WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
+
+A batch script and a shell inside a Slurm job find most of Slurm's variables set too, SLURM_PROCID=0 and the job's
+SLURM_NTASKS among them, though nobody started the other ranks. Only the variables of a step tell; and a step of
+one task is no launch, as it may be a shell (salloc, ``srun --pty bash``) from which workers are started.
 """
 
 from __future__ import annotations
@@ -61,18 +65,28 @@ class _Launcher:
     local_size: str
     job: str
     """A name that differs between jobs of one machine, to derive a port from."""
+    sign: str
+    """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of its job."""
 
 
+SLURM = _Launcher(
+    "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID",
+    "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Slurm numbers the steps of srun from 0; those of batch scripts and of salloc's shell are above this."""
 LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "RANK"),
     _Launcher(
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK",
     ),
-    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
-    _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", "MPI_LOCALRANKID"),
+    SLURM,
+    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_JOBID", "PMI_RANK"),
 )  # fmt: skip
-"""In order of precedence: mpirun inside a Slurm job sets both, and mpirun is what started the process."""
+"""In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its processes find the
+variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
 
 
 def launched() -> Launch | None:
@@ -100,7 +114,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     >>> read_launch({}) is None
     True
     """
-    known = next((one for one in LAUNCHERS if one.rank in env), None)
+    known = _recognised(env)
     if known is None:
         if env.get("WORLD_SIZE", "1") != "1":
             raise UsageError(f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not: set both, or neither")
@@ -154,13 +168,24 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     return int(leading[1])
 
 
+def _recognised(env: Mapping[str, str]) -> _Launcher | None:
+    """Who started this process; None in a Slurm job outside of a step of several tasks."""
+    known = next((one for one in LAUNCHERS if one.rank in env and one.sign in env), None)
+    return None if known is SLURM and not _is_step_of_several(env) else known
+
+
+def _is_step_of_several(env: Mapping[str, str]) -> bool:
+    """True in a step that srun started with more than one task."""
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and _integer(env, SLURM.size) != 1
+
+
 def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size: int) -> str:
     """Where rank 0 listens if MASTER_ADDR does not say."""
-    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if launcher.name == "Slurm" and hosts:
-        return first_host(hosts)
     if size in (1, local_size):
         return LOOPBACK
+    if hosts := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
+        return first_host(hosts)  # mpirun inside a Slurm job puts rank 0 there too
     raise UsageError(
         f"{launcher.name} started {size} ranks but nothing says where rank 0 is: "
         "set MASTER_ADDR to its host name (and MASTER_PORT to a free port) for all ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from scenarios import SCENARIOS, build, distance, optimizer_of, train, train_joined
+from scenarios import build, distance, optimizer_of, train, train_joined
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
@@ -13,6 +13,9 @@ from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.torus import Torus2D
 
 BOTH_WAYS = "torus2d both ways"
+EVERY = (*ALGORITHMS, BOTH_WAYS)
+ROUNDED = {"plain": EVERY, "accumulation": ("torus2d",), "clipping": ("torus2d",)}
+"""Which algorithms of a scenario run with the wires that round, too."""
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -20,17 +23,17 @@ def algorithm_named(name):
     return Torus2D(both_ways=True) if name == BOTH_WAYS else by_name(name)
 
 
-def compare_everything(tell, algorithms=(*ALGORITHMS, BOTH_WAYS)):
+def compare(tell, scenarios, algorithms=EVERY):
     """Rows (scenario, algorithm, wire, distance to DDP, distance to the joined batch, replicas equal)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=30)
     rows = []
-    for scenario in SCENARIOS.values():
+    for scenario in scenarios:
         with_ddp = ddp(scenario, world)
         joined = train_joined(scenario, world.size)
         for algorithm in algorithms:
-            for wire in WIRES if scenario.name == "plain" else ("fp32",):
+            for wire in WIRES if algorithm in ROUNDED.get(scenario.name, ()) else ("fp32",):
                 ours, equal = attached(scenario, world, algorithm, WIRES[wire])
                 rows.append((scenario.name, algorithm, wire, distance(ours, with_ddp), distance(ours, joined), equal))
     world.close()
@@ -41,7 +44,7 @@ def compare_everything(tell, algorithms=(*ALGORITHMS, BOTH_WAYS)):
 def ddp(scenario, world):
     model = build(scenario)
     wrapped = DistributedDataParallel(model, find_unused_parameters=scenario.unused, bucket_cap_mb=0.01)
-    return train(scenario, wrapped, model, optimizer_of(model), (world.rank, world.size), wrapped.no_sync)
+    return train(scenario, wrapped, model, optimizer_of(scenario, model), (world.rank, world.size), wrapped.no_sync)
 
 
 def attached(scenario, world, algorithm, wire):
@@ -50,9 +53,9 @@ def attached(scenario, world, algorithm, wire):
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(world.rank)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(scenario, model)
     replica = commrt.attach(model, optimizer, algorithm_named(algorithm), world=world, wire=wire, bucket_cap_mb=0.002)
-    call = torch.compile(model, backend="aot_eager") if scenario.compiled else model
+    call = torch.compile(model, backend=scenario.backend) if scenario.backend else model
     params = train(scenario, call, model, optimizer, (world.rank, world.size), replica.no_sync)
     equal = replica.replicas_equal()
     replica.close()

@@ -73,8 +73,10 @@ class Scenario:
     micro_batches: int = 1
     clip: float | None = None
     schedule: bool = False
-    compiled: bool = False
+    backend: str | None = None
+    """Of torch.compile, where the model is compiled."""
     unused: bool = False
+    adamw: bool = False
 
 
 SCENARIOS = {
@@ -87,9 +89,12 @@ SCENARIOS = {
         Scenario("layer unused in some steps", model=Unused, unused=True),
         Scenario("tied weights", model=Tied),
         Scenario("learning rate schedule", schedule=True),
-        Scenario("compiled model", compiled=True),
+        Scenario("compiled model", backend="aot_eager"),
+        Scenario("AdamW", adamw=True),
     )
 }
+
+INDUCTOR = Scenario("compiled by inductor", backend="inductor")
 
 
 def build(scenario: Scenario) -> nn.Module:
@@ -97,7 +102,9 @@ def build(scenario: Scenario) -> nn.Module:
     return scenario.model()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
+    if scenario.adamw:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -138,7 +145,7 @@ def train(
 def train_joined(scenario: Scenario, size: int) -> list[Tensor]:
     """One process on the whole batch; where ranks compute different things, on each rank's part of the loss."""
     model = build(scenario)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(scenario, model)
     decay = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5) if scenario.schedule else None
     for step in range(STEPS):
         optimizer.zero_grad()

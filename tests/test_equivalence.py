@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+from pathlib import Path
+
 import equivalence
 import pytest
+from scenarios import INDUCTOR, SCENARIOS
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
 from commrt.testing.processes import run_processes
 
@@ -14,12 +21,17 @@ LOSSY = {"fp32": 0.0, "bf16": 0.01, "fp16": 0.002}
 """How far a rounded wire may lead away after 20 steps; the replicas stay equal all the same."""
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
-def test_training_equals_ddp_and_the_joined_batch(size):
-    outcomes = run_processes(size, equivalence.compare_everything, limit_s=280)
-    assert [outcome.error for outcome in outcomes] == [None] * size
+@pytest.fixture(scope="module")
+def farthest():
+    """The largest distances to DDP and to the joined batch by scenario and wire; `pytest -s` shows them at the end."""
+    found = {}
+    yield found
+    for (scenario, wire), (to_ddp, to_joined) in found.items():
+        sys.stdout.write(f"\n{scenario}, {wire} wire: to DDP {to_ddp:.1e}, to the joined batch {to_joined:.1e}")
+
+
+def judge(outcomes, farthest):
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     assert outcomes[0].value
     for outcome in outcomes:
         for scenario, algorithm, wire, to_ddp, to_joined, equal in outcome.value:
@@ -27,3 +39,29 @@ def test_training_equals_ddp_and_the_joined_batch(size):
             assert equal, what
             assert to_ddp <= TO_DDP + LOSSY[wire], what
             assert to_joined <= TO_JOINED + LOSSY[wire], what
+            so_far = farthest.get((scenario, wire), (0.0, 0.0))
+            farthest[scenario, wire] = max(so_far[0], to_ddp), max(so_far[1], to_joined)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
+def test_training_equals_ddp_and_the_joined_batch(size, farthest):
+    judge(run_processes(size, equivalence.compare, [*SCENARIOS.values()], limit_s=280), farthest)
+
+
+def what_inductor_lacks():
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler"
+    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python.h"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_model_compiled_by_inductor_trains_as_ddp_trains_it_uncompiled(farthest, tmp_path, monkeypatch):
+    if lacking := what_inductor_lacks():
+        pytest.skip(f"inductor needs {lacking}, which is not here")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    judge(run_processes(2, equivalence.compare, [INDUCTOR], ["torus2d"], limit_s=280), farthest)

@@ -20,7 +20,14 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77", "SLURM_NODEID": "0"}
+"""What a batch script finds, on the first node of its job."""
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+SLURM = BATCH | STEP | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "77.0", "PMI_FD": "9"}
+"""What srun --mpi=pmi2 adds."""
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+"""What the mpiexec of MPICH and of Intel MPI sets."""
 
 
 def test_torchrun_says_everything():
@@ -32,14 +39,46 @@ def test_torchrun_says_everything():
 
 def test_open_mpi_and_mpich_are_recognised():
     assert read_launch(OPEN_MPI | AT) == Launch("Open MPI", 3, 8, 1, 2, "10.1.2.3", 4321)
-    mpich = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    assert read_launch(mpich | AT) == Launch("MPICH", 3, 8, 1, 2, "10.1.2.3", 4321)
+    assert read_launch(HYDRA | AT) == Launch("MPICH", 3, 4, 1, 2, "10.1.2.3", 4321)
+    pals = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+    assert read_launch(pals | AT) == Launch("PMI", 3, 8, 1, 2, "10.1.2.3", 4321)
 
 
-def test_mpirun_inside_a_slurm_job_is_mpirun():
-    launch = read_launch(SLURM | OPEN_MPI | AT)
+@pytest.mark.parametrize(("mpirun", "name"), [(OPEN_MPI, "Open MPI"), (HYDRA, "MPICH")])
+@pytest.mark.parametrize("slurm", [BATCH, SLURM], ids=["that forks", "that starts its helpers with srun"])
+def test_mpirun_inside_a_slurm_job_is_mpirun_and_its_first_node_holds_the_store(mpirun, name, slurm):
+    launch = read_launch(slurm | {"SLURM_JOB_NODELIST": "gpu[4-5]"} | mpirun)
     assert launch is not None
-    assert launch.launcher == "Open MPI"
+    assert (launch.launcher, launch.rank, launch.local_rank, launch.address) == (name, 3, 1, "gpu4")
+
+
+def test_a_slurm_step_is_a_launch_of_its_own_size():
+    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_ID": "12"}
+    assert read_launch(SLURM | step | AT) == Launch("Slurm", 5, 6, 1, 3, "10.1.2.3", 4321)
+
+
+def test_srun_with_pmi_is_slurm():
+    launch = read_launch(SLURM | {"SLURM_STEP_NODELIST": "gpu[4-5]"} | PMI2)
+    assert launch is not None
+    assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("Slurm", 5, 8, 1)
+    assert launch.address == "gpu4"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        BATCH,
+        BATCH | STEP | {"SLURM_STEP_ID": "4294967291"},
+        BATCH | STEP | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+        BATCH | STEP | {"SLURM_STEP_ID": "extern"},
+        BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"} | PMI2 | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},
+    ],
+    ids=["script", "script with a step's number", "salloc", "ssh", "srun --pty", "srun --pty with PMI", "login node"],
+)
+def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
+    assert read_launch(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
 
 
 @pytest.mark.parametrize(
@@ -60,9 +99,10 @@ def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
 
 
 def test_ranks_on_one_machine_need_no_address():
-    launch = read_launch(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
-    assert launch is not None
-    assert launch.address == "127.0.0.1"
+    for env in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}):
+        launch = read_launch(env | {"SLURM_JOB_NODELIST": "gpu4"})
+        assert launch is not None
+        assert launch.address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +117,11 @@ def test_ranks_on_one_machine_need_no_address():
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to its host name"),
         (OPEN_MPI, "Open MPI started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
+        (SLURM, "Slurm started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
+        (BATCH | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not: set both"),
+        (BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is no number"),
     ],
 )
 def test_contradictions_are_refused_with_a_sentence(env, says):
@@ -107,7 +152,8 @@ def test_nothing_is_asked_for_unless_it_is():
 
 
 variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size", "job")]
-known = st.sampled_from([*variables, "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NODELIST", "TORCHELASTIC_RESTART_COUNT"])
+others = ["MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_JOB_NODELIST", "TORCHELASTIC_RESTART_COUNT"]
+known = st.sampled_from([*variables, *others])
 
 
 @given(st.dictionaries(known, st.one_of(st.text("0123456789-[](),ax ", max_size=8), st.integers(-2, 70000).map(str))))

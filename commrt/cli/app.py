@@ -51,7 +51,9 @@ def verify(
 
 @app.command()
 def train(
-    workers: Annotated[int, typer.Option(help="Local worker processes; ignored under torchrun, srun or mpirun.")] = 4,
+    workers: Annotated[
+        int, typer.Option(help="Local worker processes; ignored under torchrun, mpirun, or srun of several tasks.")
+    ] = 4,
     algorithm: Annotated[str, typer.Option(help="ring, halving_doubling, torus2d, or ddp for plain DDP.")] = "torus2d",
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
     epochs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Passes over the 4,000 training images.")] = 10,
@@ -62,14 +64,17 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the initial weights and of the order of images.")] = 0,
     wire: Annotated[Wire, typer.Option(help="The dtype that travels.")] = Wire.fp32,
     bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket.")] = 25.0,
-    timeout_s: Annotated[float, typer.Option(help="Deadline of every wait for another worker, in seconds.")] = 60.0,
+    timeout_s: Annotated[
+        float, typer.Option(help="Deadline of every wait for another worker once all have come, in seconds.")
+    ] = 60.0,
+    start_timeout_s: Annotated[float, typer.Option(help="Deadline for all workers to come, in seconds.")] = 120.0,
     as_json: Json = False,
 ) -> None:
     """Train a small CNN on 5,000 real MNIST images with several workers."""
     from commrt.cli import train as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.job import Job  # noqa: PLC0415
 
-    job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s)
+    job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s)
     command.run(job, compare or [], workers, as_json)
 
 

@@ -48,6 +48,7 @@ class Job:
     wire: str
     bucket_cap_mb: float
     timeout_s: float
+    start_timeout_s: float
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
@@ -64,10 +65,9 @@ class Job:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
-        if not is_timeout(self.timeout_s):
-            raise UsageError(
-                f"--timeout-s {self.timeout_s:g} is no deadline: give seconds, above 0 and up to 2,000,000"
-            )
+        for option, limit in (("--timeout-s", self.timeout_s), ("--start-timeout-s", self.start_timeout_s)):
+            if not is_timeout(limit):
+                raise UsageError(f"{option} {limit:g} is no deadline: give seconds, above 0 and up to 2,000,000")
         if not 0 < self.bucket_cap_mb < inf:
             raise UsageError(f"--bucket-cap-mb {self.bucket_cap_mb:g} is no size: give a positive number, such as 25")
         if not 0 <= self.lr < inf:
@@ -105,7 +105,8 @@ class Result:
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     """Train as one rank of the world that this process was launched into; collective."""
     torch.set_num_threads(1)
-    with init(job.timeout_s) as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
+    joined = init(job.timeout_s, start_timeout_s=job.start_timeout_s)
+    with joined as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
         model = lenet(job.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         averaging = _averaging(job, world, model, optimizer)
@@ -127,9 +128,10 @@ def ddp_group(world: World) -> Iterator[None]:
 
 
 def _averaging(job: Job, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Averaging:
+    wire = WIRES[job.wire]
     if job.algorithm == DDP:
-        return Wrapped(model, job.bucket_cap_mb)
-    algorithm, wire = by_name(job.algorithm), WIRES[job.wire]
+        return Wrapped(model, job.bucket_cap_mb, wire)
+    algorithm = by_name(job.algorithm)
     replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb)
     return Attached(replica)
 
@@ -153,7 +155,7 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
     return Result(
         algorithm=job.algorithm,
         workers=world.size,
-        wire="fp32" if job.algorithm == DDP else job.wire,
+        wire=job.wire,
         epochs=job.epochs,
         steps=steps,
         test_accuracy=_accuracy(model, test.pixels, test.digits),

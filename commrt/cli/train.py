@@ -22,9 +22,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from commrt.cli import job as running
 from commrt.cli.job import Job, Result, work
-from commrt.cli.mnist import load
-from commrt.errors import CommrtError
-from commrt.launch import LOOPBACK, launched
+from commrt.cli.mnist import load, require_images
+from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
+from commrt.launch import LOOPBACK, chosen_transport, launched
 
 __all__ = ["run"]
 
@@ -38,6 +38,8 @@ ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("replicas bitwise equal", lambda r: "yes" if r.replicas_equal else "NO"),
 )
 
+BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}
+
 
 def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
     """Train `job`, then the same with each algorithm of `compare`, and report."""
@@ -45,6 +47,8 @@ def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
     jobs = [job, *(replace(job, algorithm=name) for name in compare)]
     for each in jobs:
         each.check(launch.size if launch else workers)
+    chosen_transport()
+    require_images()
     with _quiet_when_stopped():
         results = _work_through(jobs) if launch else _start(jobs, workers)
     if launch is None or launch.rank == 0:
@@ -122,15 +126,15 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
         with _ctrl_c_for_this_process_first():
             results: dict[int, list[Result]] = elastic_launch(config, _work_as_child)(jobs)
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        raise CommrtError(f"worker {rank} failed: {_error_of(failure)}") from failed
+        raise _error_of(*failed.get_first_failure()) from failed
     return results[0]
 
 
-def _error_of(failure: ProcessFailure) -> str:
-    """What a worker raised is in a record, what killed it is plain text."""
+def _error_of(rank: int, failure: ProcessFailure) -> CommrtError:
+    """What a worker raised is in a record, what killed it is plain text; bad input stays bad input."""
     message: object = failure.message  # torch declares text only
-    return str(message["message"] if isinstance(message, dict) else message)
+    text = str(message["message"] if isinstance(message, dict) else message)
+    return BAD_INPUT.get(text.partition(":")[0], CommrtError)(f"worker {rank} failed: {text}")
 
 
 @contextmanager
