@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mix: move many tensors towards what a peer sent."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from commrt.kernels.device.tiles import lanes, on_wire, pointer, tile_of
+
+
+@triton.jit
+def mix_kernel(
+    addresses,
+    counts,
+    places,
+    tile_tensors,
+    tile_numbers,
+    received,
+    sent,
+    weight,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
+    SENT: tl.constexpr,
+):
+    """A tile of ``own += weight[0] * (received - sent)``; without `SENT` this rank sent its own values, uncast."""
+    tensor, first, count = tile_of(counts, tile_tensors, tile_numbers, TILE)
+    own = pointer(tl.load(addresses + tensor), first, DTYPE, ALIGN)
+    theirs = on_wire(received, places, tensor, first)
+    ours = on_wire(sent, places, tensor, first)
+    factor = tl.load(weight)
+    element = lanes(TILE, VECTOR)
+    whole = (count // 8) * 8
+    _mix(own, theirs, ours, factor, element, element < whole, SENT)
+    if whole < count:
+        left = whole + tl.arange(0, 8)
+        _mix(own, theirs, ours, factor, left, left < count, SENT)
+
+
+@triton.jit
+def _mix(own, theirs, ours, factor, offset, mask, SENT: tl.constexpr):
+    before = tl.load(own + offset, mask=mask, other=0.0).to(tl.float32)
+    came = tl.load(theirs + offset, mask=mask, other=0.0).to(tl.float32)
+    went = tl.load(ours + offset, mask=mask, other=0.0).to(tl.float32) if SENT else before
+    tl.store(own + offset, (before + factor * (came - went)).to(own.dtype.element_ty), mask=mask)

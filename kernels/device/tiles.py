@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all kernels on tables share: where a tile is, and how its elements are reached 16 bytes at a time.
+
+A program works on one tile of one tensor. Its elements are all up to a multiple of 8, under a mask the compiler
+knows to be one (so it keeps wide accesses), and then up to 7 that are left, the tail.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(counts, tile_tensors, tile_numbers, TILE: tl.constexpr):
+    """Which tensor, which element of it first, and how many."""
+    tile = tl.program_id(0)
+    tensor = tl.load(tile_tensors + tile)
+    first = tl.load(tile_numbers + tile).to(tl.int64) * TILE
+    count = tl.minimum(tl.load(counts + tensor) - first, TILE).to(tl.int32)
+    return tensor, first, count
+
+
+@triton.jit
+def pointer(address, first, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """A pointer to element `first` of what lies at `address`, which is a multiple of `ALIGN` bytes."""
+    start = address + first * (DTYPE.primitive_bitwidth // 8)
+    return tl.multiple_of(start.to(tl.pointer_type(DTYPE)), ALIGN)  # the cast would drop an earlier hint
+
+
+@triton.jit
+def on_wire(wire, places, tensor, first):
+    """A pointer to element `first` of a tensor's place on the wire."""
+    return tl.multiple_of(wire + (tl.load(places + tensor) * 16 + first), 16)
+
+
+@triton.jit
+def lanes(TILE: tl.constexpr, VECTOR: tl.constexpr):
+    """The elements of a tile, of which a thread takes `VECTOR` at once."""
+    return tl.max_contiguous(tl.arange(0, TILE), VECTOR)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def note_nonfinite(flag, values, VECTOR: tl.constexpr, WARPS: tl.constexpr):
+    """Set `flag` if any of `values` is not finite; each thread looks at its own, so none waits."""
+    own = tl.reshape(tl.abs(values), [values.numel // (WARPS * 32 * VECTOR), WARPS * 32, VECTOR])
+    largest = tl.reduce(tl.reduce(own, 2, _larger), 0, _larger)
+    tl.store(flag + tl.zeros_like(largest).to(tl.int32), 1, mask=~(largest < float("inf")))
+
+
+@triton.jit
+def square_sums(values, VECTOR: tl.constexpr, WARPS: tl.constexpr):
+    """What each thread holds of the sum of squares, [32 * WARPS]; always added in the same order."""
+    own = tl.reshape(values * values, [values.numel // (WARPS * 32 * VECTOR), WARPS * 32, VECTOR])
+    return tl.sum(tl.sum(own, axis=2), axis=0)
+
+
+@triton.jit
+def store_sums(sums, threads, WARPS: tl.constexpr):
+    """Add up `threads` [32 * WARPS] warp by warp, and store the sum of each in this tile's row of `sums`."""
+    by_warp = tl.sum(tl.reshape(threads, [WARPS, 32]), axis=1, keep_dims=True)
+    spread = tl.reshape(tl.broadcast_to(by_warp, [WARPS, 32]), [WARPS * 32])
+    thread = tl.arange(0, WARPS * 32)
+    tl.store(sums + tl.program_id(0) * WARPS + thread // 32, spread, mask=thread % 32 == 0)

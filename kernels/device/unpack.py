@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unpack: one wire buffer into many tensors."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from commrt.kernels.device.tiles import lanes, on_wire, pointer, square_sums, store_sums, tile_of
+
+
+@triton.jit
+def unpack_kernel(
+    addresses,
+    counts,
+    places,
+    tile_tensors,
+    tile_numbers,
+    wire,
+    scale,
+    sums,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
+    WARPS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A tile of a tensor from its place on `wire`, times ``scale[0]``, cast or added; none where the address is 0."""
+    tensor, first, count = tile_of(counts, tile_tensors, tile_numbers, TILE)
+    address = tl.load(addresses + tensor)
+    count = tl.where(address != 0, count, 0)
+    target = pointer(address, first, DTYPE, ALIGN)
+    source = on_wire(wire, places, tensor, first)
+    factor = tl.load(scale)
+    element = lanes(TILE, VECTOR)
+    whole = (count // 8) * 8
+    inside = element < whole
+    values = tl.load(source + element, mask=inside, other=0.0).to(tl.float32) * factor
+    if ACCUMULATE:
+        values += tl.load(target + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + element, values.to(DTYPE), mask=inside)
+    if SUMS:
+        total = square_sums(values, VECTOR, WARPS)
+    if whole < count:
+        left = whole + tl.arange(0, 8)
+        there = left < count
+        tail = tl.load(source + left, mask=there, other=0.0).to(tl.float32) * factor
+        if ACCUMULATE:
+            tail += tl.load(target + left, mask=there, other=0.0).to(tl.float32)
+        tl.store(target + left, tail.to(DTYPE), mask=there)
+        if SUMS:
+            total += tl.where(tl.arange(0, WARPS * 32) == 0, tl.sum(tail * tail), 0.0)
+    if SUMS:
+        store_sums(sums, total, WARPS)

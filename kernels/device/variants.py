@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for given dtypes and alignments, compiled ahead of their first use.
+
+What is compiled here is what runs: the same signature, hints and options, with or without a GPU at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import compile as compile_source
+
+from commrt.kernels.device.mix import mix_kernel
+from commrt.kernels.device.norm import norm_kernel
+from commrt.kernels.device.pack import pack_kernel
+from commrt.kernels.device.reduce import reduce_kernel
+from commrt.kernels.device.unpack import unpack_kernel
+from commrt.kernels.tables import WIDEST_NBYTES
+
+__all__ = ["DTYPES", "Sizes", "Variant", "compiled", "mix", "norm", "pack", "reduce", "sizes_for", "unpack"]
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What tensors and wires may consist of."""
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TABLE = {
+    "addresses": "*i64",
+    "counts": "*i64",
+    "places": "*i64",
+    "tile_tensors": "*i32",
+    "tile_numbers": "*i32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How a kernel is cut."""
+
+    tile: int
+    """Elements of a program."""
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel for one combination of dtypes, alignment and sizes."""
+
+    kernel: Any
+    types: tuple[tuple[str, str], ...]
+    """(argument, type) of all that are passed at each launch."""
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+
+
+def sizes_for(arch: int, inputs: int = 1, align: int = WIDEST_NBYTES) -> Sizes:
+    """Sizes for compute capability `arch` (90 is 9.0), `inputs` values per element and tensors aligned to `align`.
+
+    From register counts and bytes in flight of compiled kernels; no GPU has been asked yet.
+    """
+    del arch  # all compiled ones agree so far
+    return Sizes(tile=4096 if inputs <= 3 and align >= 8 else 2048, warps=4)
+
+
+def pack(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sums: bool = False) -> Variant:
+    """Tensors of `dtype` to a wire of dtype `wire`."""
+    types = {**TABLE, "wire": POINTERS[wire], "scale": "*fp32", "nonfinite": "*i32", "sums": "*fp32"}
+    constants = {**_table(dtype, align, vector(wire), sizes), "WARPS": sizes.warps, "SUMS": sums}
+    return _variant(pack_kernel, types, constants, sizes)
+
+
+def unpack(
+    dtype: torch.dtype,
+    wire: torch.dtype,
+    align: int,
+    sizes: Sizes,
+    *,
+    accumulate: bool = False,
+    sums: bool = False,
+) -> Variant:
+    """A wire of dtype `wire` to tensors of `dtype`."""
+    types = {**TABLE, "wire": POINTERS[wire], "scale": "*fp32", "sums": "*fp32"}
+    constants = _table(dtype, align, vector(dtype, align), sizes)
+    constants |= {"WARPS": sizes.warps, "ACCUMULATE": accumulate, "SUMS": sums}
+    return _variant(unpack_kernel, types, constants, sizes)
+
+
+def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sent: bool) -> Variant:
+    """Tensors of `dtype` towards a received wire of dtype `wire`."""
+    types = {**TABLE, "received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
+    return _variant(mix_kernel, types, {**_table(dtype, align, vector(dtype, align), sizes), "SENT": sent}, sizes)
+
+
+def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
+    """`count` received buffers of `dtype` and the own one."""
+    types = {
+        "own": POINTERS[dtype],
+        "received": POINTERS[dtype],
+        "out": POINTERS[dtype],
+        "stride": "i64",
+        "count": "i64",
+    }
+    return _variant(reduce_kernel, types, {"COUNT": count, "VECTOR": vector(dtype), "TILE": sizes.tile}, sizes)
+
+
+def norm(tile: int = 4096) -> Variant:
+    """Partial sums to one norm."""
+    types = {"sums": "*fp32", "count": "i32", "out": "*fp32"}
+    return _variant(norm_kernel, types, {"TILE": tile}, Sizes(tile, 8))
+
+
+def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
+    """Elements of `dtype` in a thread's widest store; what is narrower is loaded in as many elements."""
+    return max(1, align // dtype.itemsize)
+
+
+def _table(dtype: torch.dtype, align: int, vector: int, sizes: Sizes) -> dict[str, Any]:
+    return {"DTYPE": DTYPES[dtype], "ALIGN": align, "VECTOR": vector, "TILE": sizes.tile}
+
+
+def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], sizes: Sizes) -> Variant:
+    return Variant(kernel, tuple(types.items()), tuple(constants.items()), sizes.warps)
+
+
+@cache
+def compiled(variant: Variant, arch: int) -> CompiledKernel:
+    """`variant` for compute capability `arch`; about 0.1 s the first time, kept then and in Triton's own cache."""
+    types = dict(variant.types)
+    signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
+    aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    hints = {(i,): [["tt.divisibility", WIDEST_NBYTES]] for i in aligned}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=hints)
+    options = {"num_warps": variant.warps, "enable_fp_fusion": False}  # fused, last bits would differ from torch's
+    return compile_source(source, target=GPUTarget("cuda", arch, 32), options=options)

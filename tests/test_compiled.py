@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler makes of the kernels, for three architectures, without any of them at hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+GOLDEN = BENCH / "kernels.golden.json"
+FINDINGS = json.loads(GOLDEN.read_text())["findings"]
+PURE_COPIES = ("pack fp32 fp32 align 16", "pack bf16 bf16 align 16", "pack fp16 fp16 align 16")
+
+
+@pytest.mark.timeout(600)
+def test_the_kernels_compile_to_what_the_golden_file_says():
+    command = [sys.executable, str(BENCH / "inspect_kernels.py"), "--aligned", "--golden", str(GOLDEN)]
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, f"{done.stderr}\nif this is meant: bench/inspect_kernels.py --aligned --write {GOLDEN}"
+
+
+@pytest.mark.parametrize("row", FINDINGS, ids=lambda row: f"{row['kernel']} {row['arch']}")
+def test_no_kernel_spills_or_waits_and_all_use_wide_accesses(row):
+    assert row["spill_bytes"] == 0
+    assert row["barriers"] == 0
+    assert row["registers"] <= (48 if row["kernel"].startswith(PURE_COPIES) else 64)
+    assert row["store_bits"] == 128
+    widening = row["kernel"].startswith(("unpack fp32 bf16", "unpack fp32 fp16", "mix fp32 bf16", "mix fp32 fp16"))
+    assert row["load_bits"] == 128 or (widening and row["load_bits"] == 64)
