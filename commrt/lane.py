@@ -68,7 +68,10 @@ class Lane:
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
             self._failure = failure
-            self._on_failure(failure)
+            try:
+                self._on_failure(failure)
+            except BaseException as error:  # or nobody would get an answer any more
+                failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
 
     @property
     def failure(self) -> BaseException | None:

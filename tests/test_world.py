@@ -15,6 +15,7 @@ import torch
 
 from commrt.algorithms import ring
 from commrt.errors import PeerLost, TransportClosed, UsageError
+from commrt.lane import Lane
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds
 
@@ -91,3 +92,16 @@ def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it
     assert outcomes[other].error is not None
     assert outcomes[other].error.startswith("PeerLost")
     assert f"peer {victim}, step" in outcomes[other].error
+
+
+def test_a_lane_answers_even_if_its_failure_cannot_be_told():
+    def tell(failure):
+        raise OSError("no store")
+
+    lane = Lane(tell)
+    first, second = lane.submit(lambda: 1 // 0), lane.submit(int)
+    error = first.error(PATIENT_S)
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
+    assert isinstance(second.error(PATIENT_S), TransportClosed)
+    lane.close()
