@@ -184,7 +184,7 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
     world of one. `start_timeout_s` is the deadline for all ranks to come and connect (default: `timeout_s`, but at
     least 300: jobs start unevenly), `timeout_s` that of every later wait (default: COMMRT_TIMEOUT_S, or 300). A second
-    call returns the world that is already open.
+    call returns the world that is already open; a `timeout_s` given there replaces the first.
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
@@ -193,13 +193,13 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
+    _require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
     if _current is not None and not _current.closed:
+        if timeout_s is not None:
+            _current.transport.timeout_s = timeout_s
         return _current
     step_limit = default_timeout_s() if timeout_s is None else timeout_s
     start_limit = max(step_limit, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
-    for name, limit in (("timeout_s", step_limit), ("start_timeout_s", start_limit)):
-        if not is_timeout(limit):
-            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
     launch = launched()
     _opened += 1
     if dist.is_available() and dist.is_initialized():
@@ -210,6 +210,12 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
         _current = World(Fabric(1).transport(0), HashStore(), launcher="one process")
     _current.transport.timeout_s = step_limit
     return _current
+
+
+def _require_deadlines(**limits: float | None) -> None:
+    for name, limit in limits.items():
+        if limit is not None and not is_timeout(limit):
+            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
 def _in_running_group(launch: Launch | None, timeout_s: float) -> World:

@@ -13,6 +13,7 @@ import meetings
 import pytest
 import torch
 
+import commrt
 from commrt.algorithms import ring
 from commrt.errors import PeerLost, TransportClosed, UsageError
 from commrt.lane import Lane
@@ -105,3 +106,14 @@ def test_a_lane_answers_even_if_its_failure_cannot_be_told():
     assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
     assert isinstance(second.error(PATIENT_S), TransportClosed)
     lane.close()
+
+
+def test_a_second_init_applies_its_deadline():
+    with commrt.init(100) as world:
+        assert commrt.init(3) is world
+        assert world.timeout_s == 3
+        assert commrt.init().timeout_s == 3
+        for wrong in ({"timeout_s": 0}, {"timeout_s": float("nan")}, {"start_timeout_s": -1}):
+            with pytest.raises(UsageError, match="is no deadline"):
+                commrt.init(**wrong)
+        assert world.timeout_s == 3
