@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -68,6 +70,7 @@ class World:
         """Models attached so far."""
         self._closed = False
         self._aborted = False
+        _OPEN.add(self)
 
     @property
     def rank(self) -> int:
@@ -90,7 +93,8 @@ class World:
         return self._closed or self._aborted or self.lane.failure is not None
 
     def agree(self, topic: str, **claim: str) -> None:
-        """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
+        """Compare `claim` with all ranks; see `commrt.agreement.agree`. Raises `TransportClosed` after `close`."""
+        self.lane.require_open()
         self._agreements += 1
         agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
 
@@ -155,6 +159,11 @@ class World:
         if self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: closed, without a word to the peers or the store, to whom the parent is this rank."""
+        self._closed = True
+        self.lane.leave_to_parent()
+
     def __enter__(self) -> Self:
         return self
 
@@ -166,9 +175,14 @@ class World:
         self.close()
 
 
+_OPEN: WeakSet[World] = WeakSet()
 _current: World | None = None
 _opened = 0
 """Worlds opened by this process; keeps the keys of one apart from those of the next on the same store."""
+_joined: set[tuple[str, int]] = set()
+"""The stores where this process has met other ranks."""
+_taken: list[object] = []
+"""Stores and groups that this process was forked with: its parent is a rank there, so it cannot be one."""
 
 
 def current() -> World:
@@ -188,6 +202,9 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
+
+    A forked child has no part in its parent's world, nor a place of its own in that job: there, ``init`` raises
+    `UsageError` unless the launcher's variables have been changed or unset.
 
     Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come,
     `DisagreementError` if they differ about the size of the world or the transport.
@@ -223,6 +240,7 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
     local_rank = launch.local_rank if launch else 0
     if size == 1:
         return World(Fabric(1).transport(0), HashStore(), local_rank, "torch.distributed")
+    _require_not_taken(dist.group.WORLD)
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
     transport = _connected(store, rank, size, timeout_s)
@@ -230,11 +248,22 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
+    _require_not_taken((launch.address, launch.port))
     store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
+    _joined.add((launch.address, launch.port))
     loopback = LOOPBACK if is_loopback(launch.address) else None
     transport = _connected(store, launch.rank, launch.size, timeout_s, loopback)
     holds_store = launch.rank == 0 and not launch.store_exists
     return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
+
+
+def _require_not_taken(place: object) -> None:
+    if place in _taken:
+        raise UsageError(
+            "this process was forked from a rank of the same job, and a rank is one process: call init() in one of the "
+            "two only, start ranks with a launcher or multiprocessing's spawn, or unset the launcher's variables "
+            "(RANK, WORLD_SIZE, ...) in the child for a world of its own"
+        )
 
 
 def _leave() -> None:
@@ -244,7 +273,20 @@ def _leave() -> None:
         _current.close()
 
 
+def _after_fork() -> None:
+    """In the child; what `_leave` would do there is the parent's business."""
+    global _current, _opened
+    for world in tuple(_OPEN):
+        world.leave_to_parent()
+    _current, _opened = None, 0
+    _taken.extend(_joined)
+    _joined.clear()
+    if dist.is_available() and dist.is_initialized():
+        _taken.append(dist.group.WORLD)
+
+
 atexit.register(_leave)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:

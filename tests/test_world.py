@@ -17,7 +17,7 @@ import commrt
 from commrt.algorithms import ring
 from commrt.errors import PeerLost, TransportClosed, UsageError
 from commrt.lane import Lane
-from commrt.testing.processes import run_processes
+from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds
 
 PATIENT_S = 30.0
@@ -93,6 +93,55 @@ def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it
     assert outcomes[other].error is not None
     assert outcomes[other].error.startswith("PeerLost")
     assert f"peer {victim}, step" in outcomes[other].error
+
+
+INHERITED = "TransportClosed: this world belongs to the process that opened it"
+REFUSALS = {
+    "run": INHERITED,
+    "agree": INHERITED,
+    "submit": INHERITED,
+    "pending": INHERITED,
+    "current": "UsageError: there is no world yet",
+    "init": "UsageError: this process was forked from a rank of the same job",
+    "close": "done",
+    "abort": "done",
+    "transport": "done",
+    "exit": "done",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_forked_child_is_refused_and_harms_nobody(monkeypatch, transport):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    outcomes = run_processes(2, meetings.child_uses_the_world, limit_s=LIMIT_S)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for answers, buffer, reported in [outcome.value for outcome in outcomes]:
+        assert {use: answer[: len(REFUSALS[use])] for use, answer in answers.items()} == REFUSALS
+        assert buffer == [4.0] * 4
+        assert not reported
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_forked_child_may_open_a_world_of_its_own(elsewhere):
+    port = free_port() if elsewhere else None
+    outcomes = run_processes(2, meetings.child_opens_a_world_of_its_own, port, limit_s=LIMIT_S)
+    expected = [2, [2.0] * 4] if elsewhere else [1, [1.0] * 4]
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, expected)] * 2
+
+
+@pytest.mark.processes
+def test_a_forked_child_is_no_rank_of_its_parents_group():
+    outcomes = run_processes(2, meetings.child_of_a_running_group, limit_s=LIMIT_S)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert all(outcome.value.startswith(REFUSALS["init"]) for outcome in outcomes)
+
+
+@pytest.mark.processes
+def test_a_forked_child_that_frees_gloo_s_sockets_ends_and_leaves_them_to_its_parent():
+    (outcome,) = run_processes(1, meetings.child_frees_a_gloo_transport, limit_s=LIMIT_S)
+    assert (outcome.error, outcome.value) == (None, (True, [2.0] * 4))
 
 
 def test_a_lane_answers_even_if_its_failure_cannot_be_told():

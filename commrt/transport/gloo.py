@@ -10,12 +10,15 @@ the order, and turns a disagreement about sizes into a deadline instead of silen
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from time import monotonic
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -72,6 +75,7 @@ class GlooTransport:
         self._sent = {peer: count() for peer in range(ranks)}
         self._received = {peer: count() for peer in range(ranks)}
         self._group: Any = self._connect(store, host)
+        _OPEN.add(self)
 
     def _connect(self, store: Store, host: str | None) -> Any:
         limit = timedelta(seconds=self.timeout_s)
@@ -149,6 +153,26 @@ class GlooTransport:
                     group.recv([torch.empty(1)], peer, NEVER).wait(POLL)
 
     abort = close
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: touch the connections no more, not even to free them.
+
+        Gloo's threads do not exist there, and its destructor waits for them (tried with torch 2.13); what it closes
+        it would first take out of the epoll set that it shares with the parent.
+        """
+        group, self._group = self._group, None
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_OPEN: WeakSet[GlooTransport] = WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in tuple(_OPEN):
+        transport.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _options(host: str, limit: timedelta) -> Any:
