@@ -26,9 +26,11 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, split_self, zeros
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, require_cpu, split_self, zeros
 
 __all__ = ["GlooTransport"]
+
+MEDIUM = "Gloo"
 
 TAGS = 1 << 31
 """Gloo's tags are 32-bit and torch passes them as a signed int."""
@@ -66,7 +68,6 @@ class GlooTransport:
     """
 
     kind = "gloo"
-    allocate = staticmethod(zeros)
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0, host: str | None = None) -> None:
         self.rank = rank
@@ -90,6 +91,11 @@ class GlooTransport:
                 Place(self.rank),
             ) from error
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`: ordinary memory."""
+        require_cpu(device, MEDIUM)
+        return zeros(numel, dtype, device)
+
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.ranks)
@@ -109,6 +115,8 @@ class GlooTransport:
     def _lines(self, group: Group) -> list[_Line]:
         if self._group is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=group.hop))
+        for parcel in (*group.sends, *group.recvs):
+            require_cpu(parcel.data.device, MEDIUM)
         lines = [_Line(p.peer, [p.data], False, self._received[p.peer], p.data.nbytes) for p in group.recvs]
         return lines + [_Line(p.peer, [p.data], True, self._sent[p.peer], p.data.nbytes) for p in group.sends]
 
