@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from torch.distributed import DistNetworkError
@@ -33,16 +34,16 @@ def ask(question: Callable[[], T], limit_s: float, rank: int | None = None) -> T
     """
     answer: Answer[T] = Answer()
     threading.Thread(target=_put, args=(question, answer), daemon=True, name="commrt-store").start()
+    with suppress(TimeoutError):  # what counts is whether the answer is there when we look
+        answer.error(limit_s)
+    if not answer.given:
+        what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
+        raise DeadlineExceeded(what, Place(rank=rank, peer=0))
     try:
-        return answer.result(limit_s)
+        return answer.result()
     except DistNetworkError as error:
         what = f"the connection to the store broke: {HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
-    except TimeoutError as error:
-        if answer.given:
-            raise
-        what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
-        raise DeadlineExceeded(what, Place(rank=rank, peer=0)) from error
 
 
 def _put(question: Callable[[], T], answer: Answer[T]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,12 @@ from commrt.answer import Answer
 from commrt.errors import TransportClosed
 
 __all__ = ["Lane"]
+
+CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
+INHERITED = (
+    "this world belongs to the process that opened it, and a forked child cannot use it: communicate in that process "
+    "only, or start this one with multiprocessing's spawn or a launcher and call init() in it"
+)
 
 T = TypeVar("T")
 
@@ -30,20 +36,26 @@ class Lane:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._on_failure = on_failure
         self._failure: BaseException | None = None
-        self._closed = False
+        self._refusal: str | None = None
+        self._pending: set[Answer[Any]] = set()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, task: Callable[[], T]) -> Answer[T]:
         """Run `task` after all earlier ones; its error is raised by the answer's ``result()``.
 
-        Raises `TransportClosed` after `close`.
+        Raises `TransportClosed` after `close`, and in a forked child.
         """
-        if self._closed:
-            raise TransportClosed("the world was closed, so nothing more can be sent: call init() for a new one")
+        self.require_open()
         answer: Answer[T] = Answer()
+        self._pending.add(answer)
         self._tasks.put(lambda: self._run(task, answer))
         return answer
+
+    def require_open(self) -> None:
+        """Raise `TransportClosed` if this lane takes no more."""
+        if self._refusal is not None:
+            raise TransportClosed(self._refusal)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -58,6 +70,7 @@ class Lane:
             answer.fail(failure)
         else:
             answer.give(result)
+        self._pending.discard(answer)
 
     def _attempt(self, task: Callable[[], T]) -> T:
         if self._failure is not None:
@@ -68,7 +81,10 @@ class Lane:
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
             self._failure = failure
-            self._on_failure(failure)
+            try:
+                self._on_failure(failure)
+            except BaseException as error:  # or nobody would get an answer any more
+                failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
 
     @property
     def failure(self) -> BaseException | None:
@@ -77,6 +93,13 @@ class Lane:
 
     def close(self) -> None:
         """Finish what was submitted and take no more."""
-        self._closed = True
+        self._refusal = CLOSED
         self._tasks.put(None)
         self._thread.join()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, where the thread does not exist: take no more, and let nobody wait for an answer."""
+        self._refusal = INHERITED
+        for answer in self._pending:
+            if not answer.given:
+                answer.fail(TransportClosed(INHERITED))

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.agreement import agree
 from commrt.algorithms import tree
+from commrt.comparison import Comparison
 from commrt.diagnosis import diagnose, leave_report, linger
 from commrt.errors import CommrtError, DisagreementError, TransportClosed, UsageError
 from commrt.executor import bind
@@ -68,6 +71,8 @@ class World:
         """Models attached so far."""
         self._closed = False
         self._aborted = False
+        self._comparison = Comparison(transport, self.lane)
+        _OPEN.add(self)
 
     @property
     def rank(self) -> int:
@@ -90,7 +95,8 @@ class World:
         return self._closed or self._aborted or self.lane.failure is not None
 
     def agree(self, topic: str, **claim: str) -> None:
-        """Compare `claim` with all ranks; see `commrt.agreement.agree`."""
+        """Compare `claim` with all ranks; see `commrt.agreement.agree`. Raises `TransportClosed` after `close`."""
+        self.lane.require_open()
         self._agreements += 1
         agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
 
@@ -103,15 +109,22 @@ class World:
         return True
 
     def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED) -> None:
-        """Run `schedule` on `buffer` [numel] in place and wait for it; collective.
+        """Run `schedule` on `buffer` [numel] in place and wait for it; collective among the ranks that it names.
 
-        The schedule is trusted: `commrt.prove` it first. Raises `UsageError` if it is not for all ranks of the world.
+        The schedule is trusted: `commrt.prove` it first. Before it runs for the first time on so many elements of a
+        dtype, these ranks compare the three, at the cost of an all-reduce of 128 bytes per rank (`commrt.comparison`).
+        What was compared is not compared again: that all ranks make the same calls in the same order remains the
+        caller's promise.
+
+        Raises `UsageError` for what cannot work, before anything is sent, and `DisagreementError` on every rank if they
+        differ; the world goes on after both.
         """
         if schedule.ranks != self.size:
             raise UsageError(
                 f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
+        self._comparison.require(schedule, buffer)
         self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 
     def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> int:
@@ -155,6 +168,11 @@ class World:
         if self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: closed, without a word to the peers or the store, to whom the parent is this rank."""
+        self._closed = True
+        self.lane.leave_to_parent()
+
     def __enter__(self) -> Self:
         return self
 
@@ -166,9 +184,14 @@ class World:
         self.close()
 
 
+_OPEN: WeakSet[World] = WeakSet()
 _current: World | None = None
 _opened = 0
 """Worlds opened by this process; keeps the keys of one apart from those of the next on the same store."""
+_joined: set[tuple[str, int]] = set()
+"""The stores where this process has met other ranks."""
+_taken: list[object] = []
+"""Stores and groups that this process was forked with: its parent is a rank there, so it cannot be one."""
 
 
 def current() -> World:
@@ -184,22 +207,25 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
     world of one. `start_timeout_s` is the deadline for all ranks to come and connect (default: `timeout_s`, but at
     least 300: jobs start unevenly), `timeout_s` that of every later wait (default: COMMRT_TIMEOUT_S, or 300). A second
-    call returns the world that is already open.
+    call returns the world that is already open; a `timeout_s` given there replaces the first.
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
+
+    A forked child has no part in its parent's world, nor a place of its own in that job: there, ``init`` raises
+    `UsageError` unless the launcher's variables have been changed or unset.
 
     Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come,
     `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
+    _require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
     if _current is not None and not _current.closed:
+        if timeout_s is not None:
+            _current.transport.timeout_s = timeout_s
         return _current
     step_limit = default_timeout_s() if timeout_s is None else timeout_s
     start_limit = max(step_limit, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
-    for name, limit in (("timeout_s", step_limit), ("start_timeout_s", start_limit)):
-        if not is_timeout(limit):
-            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
     launch = launched()
     _opened += 1
     if dist.is_available() and dist.is_initialized():
@@ -212,11 +238,18 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     return _current
 
 
+def _require_deadlines(**limits: float | None) -> None:
+    for name, limit in limits.items():
+        if limit is not None and not is_timeout(limit):
+            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
+
+
 def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     local_rank = launch.local_rank if launch else 0
     if size == 1:
         return World(Fabric(1).transport(0), HashStore(), local_rank, "torch.distributed")
+    _require_not_taken(dist.group.WORLD)
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
     transport = _connected(store, rank, size, timeout_s)
@@ -224,11 +257,22 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
+    _require_not_taken((launch.address, launch.port))
     store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
+    _joined.add((launch.address, launch.port))
     loopback = LOOPBACK if is_loopback(launch.address) else None
     transport = _connected(store, launch.rank, launch.size, timeout_s, loopback)
     holds_store = launch.rank == 0 and not launch.store_exists
     return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
+
+
+def _require_not_taken(place: object) -> None:
+    if place in _taken:
+        raise UsageError(
+            "this process was forked from a rank of the same job, and a rank is one process: call init() in one of the "
+            "two only, start ranks with a launcher or multiprocessing's spawn, or unset the launcher's variables "
+            "(RANK, WORLD_SIZE, ...) in the child for a world of its own"
+        )
 
 
 def _leave() -> None:
@@ -238,7 +282,20 @@ def _leave() -> None:
         _current.close()
 
 
+def _after_fork() -> None:
+    """In the child; what `_leave` would do there is the parent's business."""
+    global _current, _opened
+    for world in tuple(_OPEN):
+        world.leave_to_parent()
+    _current, _opened = None, 0
+    _taken.extend(_joined)
+    _joined.clear()
+    if dist.is_available() and dist.is_initialized():
+        _taken.append(dist.group.WORLD)
+
+
 atexit.register(_leave)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:

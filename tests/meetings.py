@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import json
 import os
+import select
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 import commrt
+from commrt import world as world_module
+from commrt.algorithms import ring
 from commrt.cli import job
+from commrt.launch import LOOPBACK
+from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import Moment
 
 NOW = Moment(0, "test")
+CHILD_LIMIT_S = 10.0
 
 
 def ask_a_struck_holder(tell, timeout_s):
@@ -72,3 +84,104 @@ def interrupted_in_a_transfer(tell, victim, absent):
             tell("interrupt me")
         pair = (absent, victim) if world.rank == victim else (victim, world.rank)
         world.lane.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()
+
+
+def in_a_child(body):
+    """What `body` returns in a forked child, or "hung"."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(theirs, json.dumps(body()).encode())
+        os._exit(0)
+    os.close(theirs)
+    try:
+        said = os.read(ours, 65536) if select.select([ours], [], [], CHILD_LIMIT_S)[0] else b'"hung"'
+        return json.loads(said or b'"died"')
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def attempt(use):
+    try:
+        use()
+    except commrt.CommrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def child_uses_the_world(tell):
+    """Children of every rank try all that a world offers; then the parents go on with it."""
+    torch.set_num_threads(1)
+    schedule, buffer, go_on = ring.all_reduce(2), torch.ones(4), Event()
+    with commrt.init(30) as world:
+        world.run(schedule, buffer)
+        pending = world.lane.submit(go_on.wait)
+        uses = {
+            "run": lambda: world.run(schedule, buffer),
+            "agree": lambda: world.agree("lunch"),
+            "submit": lambda: world.lane.submit(int),
+            "pending": pending.result,
+            "current": world_module.current,
+            "init": commrt.init,
+            "close": world.close,
+            "abort": lambda: world.abort(OSError("of the child")),
+            "transport": world.transport.close,
+            "exit": atexit._run_exitfuncs,
+        }
+        answers = {name: in_a_child(lambda use=use: attempt(use)) for name, use in uses.items()}
+        go_on.set()
+        world.agree("dinner")
+        world.run(schedule, buffer)
+        return answers, buffer.tolist(), world.store.check([f"report/{world.rank}"])
+
+
+def child_opens_a_world_of_its_own(tell, port):
+    """The children of all ranks meet at another port; None for a world of one each."""
+    torch.set_num_threads(1)
+
+    def join():
+        if port is None:
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        else:
+            os.environ["MASTER_PORT"] = str(port)
+        with commrt.init(8) as world:
+            buffer = torch.ones(4)
+            world.run(ring.all_reduce(world.size), buffer)
+            world.agree("the end")
+            return world.size, buffer.tolist()
+
+    with commrt.init(30) as world:
+        answer = in_a_child(join)
+        world.agree("the end")
+        return answer
+
+
+def child_of_a_running_group(tell):
+    """The parent is in a torch.distributed group, with no world yet; then it opens one."""
+    dist.init_process_group("gloo")
+    try:
+        answer = in_a_child(lambda: attempt(commrt.init))
+        with commrt.init(30) as world:
+            world.agree("the end")
+        return answer
+    finally:
+        dist.destroy_process_group()
+
+
+def child_frees_a_gloo_transport(tell):
+    """A child drops the last reference to connected sockets; then the parent exchanges on them."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        pair = list(pool.map(lambda rank: GlooTransport(store, rank, 2, 30.0, LOOPBACK), range(2)))
+
+    def free():
+        pair.clear()
+        return gc.collect() >= 0
+
+    answer = in_a_child(free)
+    worlds = [commrt.World(transport, store) for transport in pair]
+    buffers = [torch.ones(4) for _ in pair]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda world, buffer: world.run(ring.all_reduce(2), buffer), worlds, buffers))
+    return answer, buffers[0].tolist()

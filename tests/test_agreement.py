@@ -10,7 +10,10 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from commrt import asking
 from commrt.agreement import agree
+from commrt.answer import Answer
+from commrt.asking import ask
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import local_worlds
@@ -81,3 +84,27 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
     world, _ = local_worlds(2, timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
         world.all_equal("weights", "mark")
+
+
+class JustTooLate(Answer):
+    """Comes between the end of the wait and the next look."""
+
+    def error(self, timeout_s=None):
+        error = super().error(PATIENT_S)
+        if timeout_s is not None:
+            raise TimeoutError
+        return error
+
+
+def test_an_answer_that_comes_just_too_late_is_an_answer(monkeypatch):
+    monkeypatch.setattr(asking, "Answer", JustTooLate)
+    assert ask(lambda: "yes", 0.1) == "yes"
+
+
+def test_a_question_s_own_timeout_is_passed_on():
+    def question():
+        raise TimeoutError("of the question")
+
+    with pytest.raises(TimeoutError, match="of the question") as raised:
+        ask(question, PATIENT_S)
+    assert not isinstance(raised.value, DeadlineExceeded)

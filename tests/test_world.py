@@ -12,11 +12,20 @@ from time import monotonic
 import meetings
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from commrt.algorithms import ring
-from commrt.errors import PeerLost, TransportClosed, UsageError
-from commrt.testing.processes import run_processes
-from commrt.testing.ranks import local_worlds
+import commrt
+from commrt.algorithms import ring, tree
+from commrt.comparison import KEPT, SCHEDULES_KEPT, Comparison
+from commrt.errors import DisagreementError, PeerLost, TransportClosed, UsageError
+from commrt.lane import Lane
+from commrt.launch import LOOPBACK
+from commrt.schedule import MIX, Schedule, Step
+from commrt.testing.processes import free_port, run_processes
+from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.shared import SharedTransport
+from commrt.world import World
 
 PATIENT_S = 30.0
 LIMIT_S = 80.0
@@ -91,3 +100,212 @@ def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it
     assert outcomes[other].error is not None
     assert outcomes[other].error.startswith("PeerLost")
     assert f"peer {victim}, step" in outcomes[other].error
+
+
+INHERITED = "TransportClosed: this world belongs to the process that opened it"
+REFUSALS = {
+    "run": INHERITED,
+    "agree": INHERITED,
+    "submit": INHERITED,
+    "pending": INHERITED,
+    "current": "UsageError: there is no world yet",
+    "init": "UsageError: this process was forked from a rank of the same job",
+    "close": "done",
+    "abort": "done",
+    "transport": "done",
+    "exit": "done",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_forked_child_is_refused_and_harms_nobody(monkeypatch, transport):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    outcomes = run_processes(2, meetings.child_uses_the_world, limit_s=LIMIT_S)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for answers, buffer, reported in [outcome.value for outcome in outcomes]:
+        assert {use: answer[: len(REFUSALS[use])] for use, answer in answers.items()} == REFUSALS
+        assert buffer == [4.0] * 4
+        assert not reported
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_forked_child_may_open_a_world_of_its_own(elsewhere):
+    port = free_port() if elsewhere else None
+    outcomes = run_processes(2, meetings.child_opens_a_world_of_its_own, port, limit_s=LIMIT_S)
+    expected = [2, [2.0] * 4] if elsewhere else [1, [1.0] * 4]
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, expected)] * 2
+
+
+@pytest.mark.processes
+def test_a_forked_child_is_no_rank_of_its_parents_group():
+    outcomes = run_processes(2, meetings.child_of_a_running_group, limit_s=LIMIT_S)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert all(outcome.value.startswith(REFUSALS["init"]) for outcome in outcomes)
+
+
+@pytest.mark.processes
+def test_a_forked_child_that_frees_gloo_s_sockets_ends_and_leaves_them_to_its_parent():
+    (outcome,) = run_processes(1, meetings.child_frees_a_gloo_transport, limit_s=LIMIT_S)
+    assert (outcome.error, outcome.value) == (None, (True, [2.0] * 4))
+
+
+def inference_ones():
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
+UNFIT = {
+    "two dimensions": (lambda: torch.ones(2, 2), "flatten it first"),
+    "gaps": (lambda: torch.ones(8)[::2], "flatten it first"),
+    "sparse": (lambda: torch.ones(4).to_sparse(), "flatten it first"),
+    "inference": (inference_ones, r"use its clone\(\)"),
+    "no addition": (lambda: torch.ones(4).to(torch.float8_e5m2), "cannot run on torch.float8_e5m2"),
+}
+
+
+def run_everywhere(worlds, schedule, buffers):
+    """What each rank's run raised."""
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        runs = [pool.submit(world.run, schedule, buffer) for world, buffer in zip(worlds, buffers, strict=True)]
+    return [run.exception() for run in runs]
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_buffer_that_cannot_work_is_refused_and_the_world_goes_on(unfit):
+    make, words = UNFIT[unfit]
+    worlds = local_worlds(2)
+    for world in worlds:
+        with pytest.raises(UsageError, match=words):
+            world.run(ring.all_reduce(2), make())
+    buffers = [torch.ones(4) for _ in worlds]
+    assert run_everywhere(worlds, ring.all_reduce(2), buffers) == [None, None]
+    assert buffers[0].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("make", [SharedTransport, lambda *args: GlooTransport(*args, LOOPBACK)])
+def test_a_buffer_on_a_device_out_of_reach_is_refused_and_the_world_goes_on(make):
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        transports = list(pool.map(lambda rank: make(store, rank, 2, PATIENT_S), range(2)))
+    worlds = [World(transport, store) for transport in transports]
+    for world in worlds:
+        with pytest.raises(UsageError, match="moves CPU tensors, not those on meta"):
+            world.run(ring.all_reduce(2), torch.ones(4, device="meta"))
+    assert run_everywhere(worlds, ring.all_reduce(2), [torch.ones(4) for _ in worlds]) == [None, None]
+    for world in worlds:
+        world.close()
+
+
+def test_a_dtype_that_torch_cannot_add_can_be_copied_and_not_mixed():
+    mix = Schedule("mix", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, MIX)]))
+
+    def body(world):
+        buffer = torch.full((4,), float(world.rank)).to(torch.float8_e5m2)
+        with pytest.raises(UsageError, match="cannot run on"):
+            world.run(mix, buffer)
+        world.run(tree.broadcast(2, root=1), buffer)
+        return buffer.float().tolist()
+
+    assert run_ranks(2, body) == [[1.0] * 4] * 2
+
+
+CALLS = {
+    "dtype": ((0, 8, torch.float32), (0, 8, torch.int32), "rank 2 .* rank 0 about dtype: torch.int32 .* torch.float32"),
+    "numel": ((0, 8, torch.float32), (0, 6, torch.float32), "rank 2 disagrees with rank 0 about numel: 6 against 8"),
+    "schedule": ((0, 8, torch.float32), (1, 8, torch.float32), "rank 2 disagrees with rank 0 about schedule: "),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_ranks_that_run_different_things_are_told_so_and_go_on(what):
+    ours, theirs, words = CALLS[what]
+
+    def body(world):
+        root, numel, dtype = theirs if world.rank == 2 else ours
+        buffer = torch.full((numel,), world.rank, dtype=dtype)
+        with pytest.raises(DisagreementError, match=words):
+            world.run(tree.broadcast(3, root), buffer)
+        assert buffer.unique().tolist() == [world.rank]
+        world.run(tree.broadcast(3, root=1), buffer := torch.full((8,), float(world.rank)))
+        return buffer.tolist()
+
+    assert run_ranks(3, body) == [[1.0] * 8] * 3
+
+
+@pytest.fixture
+def comparisons(monkeypatch):
+    """Every comparison of any rank, as it is made."""
+    made, gather = [], Comparison._gather
+
+    def counted(comparison, claim, players):
+        made.append(claim)
+        return gather(comparison, claim, players)
+
+    monkeypatch.setattr(Comparison, "_gather", counted)
+    return made
+
+
+def test_the_same_movement_of_the_same_buffer_is_compared_once(comparisons):
+    def body(world):
+        for numel in (8, 8, 9, 8):
+            world.run(tree.broadcast(2), torch.ones(numel))
+
+    run_ranks(2, body)
+    assert len(comparisons) == 2 * 2
+
+
+def test_what_was_compared_is_forgotten_after_a_while(comparisons):
+    def body(world):
+        schedule = ring.all_reduce(2)
+        for numel in [*range(KEPT + 5), 0]:
+            world.run(schedule, torch.ones(numel))
+        return [compared.cache_info().currsize for compared in world._comparison._among.values()]
+
+    assert run_ranks(2, body) == [[KEPT], [KEPT]]
+    assert len(comparisons) == 2 * (KEPT + 6)
+
+
+def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
+    world = local_worlds(2)[0]
+    for number in range(3 * SCHEDULES_KEPT):
+        schedule = tree.broadcast(2, root=number % 2)
+        assert world._comparison._traits(schedule).digest == schedule.digest()
+        del schedule
+    assert world._comparison._traits.cache_info().currsize == SCHEDULES_KEPT
+
+
+def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
+    def body(world):
+        pair, buffer = tree.broadcast(2).over([2, 0], world=3), torch.full((4,), float(world.rank))
+        for _ in range(KEPT if world.rank != 1 else 0):
+            world.run(pair, buffer)
+        world.run(tree.broadcast(3, root=2), buffer)
+        return buffer.tolist()
+
+    assert run_ranks(3, body) == [[2.0] * 4] * 3
+
+
+def test_a_lane_answers_even_if_its_failure_cannot_be_told():
+    def tell(failure):
+        raise OSError("no store")
+
+    lane = Lane(tell)
+    first, second = lane.submit(lambda: 1 // 0), lane.submit(int)
+    error = first.error(PATIENT_S)
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
+    assert isinstance(second.error(PATIENT_S), TransportClosed)
+    lane.close()
+
+
+def test_a_second_init_applies_its_deadline():
+    with commrt.init(100) as world:
+        assert commrt.init(3) is world
+        assert world.timeout_s == 3
+        assert commrt.init().timeout_s == 3
+        for wrong in ({"timeout_s": 0}, {"timeout_s": float("nan")}, {"start_timeout_s": -1}):
+            with pytest.raises(UsageError, match="is no deadline"):
+                commrt.init(**wrong)
+        assert world.timeout_s == 3

@@ -10,12 +10,15 @@ the order, and turns a disagreement about sizes into a deadline instead of silen
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from time import monotonic
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,9 +26,11 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, split_self, zeros
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, require_cpu, split_self, zeros
 
 __all__ = ["GlooTransport"]
+
+MEDIUM = "Gloo"
 
 TAGS = 1 << 31
 """Gloo's tags are 32-bit and torch passes them as a signed int."""
@@ -63,7 +68,6 @@ class GlooTransport:
     """
 
     kind = "gloo"
-    allocate = staticmethod(zeros)
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0, host: str | None = None) -> None:
         self.rank = rank
@@ -72,6 +76,7 @@ class GlooTransport:
         self._sent = {peer: count() for peer in range(ranks)}
         self._received = {peer: count() for peer in range(ranks)}
         self._group: Any = self._connect(store, host)
+        _OPEN.add(self)
 
     def _connect(self, store: Store, host: str | None) -> Any:
         limit = timedelta(seconds=self.timeout_s)
@@ -85,6 +90,11 @@ class GlooTransport:
                 "world size, and look at the output of those that are missing",
                 Place(self.rank),
             ) from error
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`: ordinary memory."""
+        require_cpu(device, MEDIUM)
+        return zeros(numel, dtype, device)
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""
@@ -105,6 +115,8 @@ class GlooTransport:
     def _lines(self, group: Group) -> list[_Line]:
         if self._group is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=group.hop))
+        for parcel in (*group.sends, *group.recvs):
+            require_cpu(parcel.data.device, MEDIUM)
         lines = [_Line(p.peer, [p.data], False, self._received[p.peer], p.data.nbytes) for p in group.recvs]
         return lines + [_Line(p.peer, [p.data], True, self._sent[p.peer], p.data.nbytes) for p in group.sends]
 
@@ -149,6 +161,26 @@ class GlooTransport:
                     group.recv([torch.empty(1)], peer, NEVER).wait(POLL)
 
     abort = close
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: touch the connections no more, not even to free them.
+
+        Gloo's threads do not exist there, and its destructor waits for them (tried with torch 2.13); what it closes
+        it would first take out of the epoll set that it shares with the parent.
+        """
+        group, self._group = self._group, None
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_OPEN: WeakSet[GlooTransport] = WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in tuple(_OPEN):
+        transport.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _options(host: str, limit: timedelta) -> Any:

@@ -21,7 +21,18 @@ from torch import Tensor
 
 from commrt.errors import UsageError
 
-__all__ = ["CPU", "Allocate", "Exchange", "Group", "Moment", "Parcel", "Transport", "split_self", "zeros"]
+__all__ = [
+    "CPU",
+    "Allocate",
+    "Exchange",
+    "Group",
+    "Moment",
+    "Parcel",
+    "Transport",
+    "require_cpu",
+    "split_self",
+    "zeros",
+]
 
 CPU = torch.device("cpu")
 
@@ -63,6 +74,12 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Ordinary memory, as an `Allocate`."""
     return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def require_cpu(device: torch.device, medium: str) -> None:
+    """Raise `UsageError` if `device` is none that `medium` can reach."""
+    if device.type != "cpu":
+        raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
 
 
 class Transport(Protocol):

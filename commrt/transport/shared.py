@@ -21,13 +21,15 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
-from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.transport.links import Link, Offer, packets
 from commrt.transport.meeting import meet
-from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, split_self
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, require_cpu, split_self
 from commrt.transport.segments import Arena, Segment, aligned
 
 __all__ = ["SharedTransport"]
+
+MEDIUM = "shared memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +133,7 @@ class SharedTransport:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """See `Transport.allocate`: sends from here need no copy on this side."""
-        _require_cpu(device)
+        require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
 
     def bind(self, group: Group) -> Exchange:
@@ -280,10 +282,5 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _plain(data: Tensor) -> Tensor:
-    _require_cpu(data.device)
+    require_cpu(data.device, MEDIUM)
     return data.detach()
-
-
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise UsageError(f"shared memory moves CPU tensors, not those on {device}: move them to the CPU")

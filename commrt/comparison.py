@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May this schedule run on this buffer, and do the ranks that play it mean the same? Asked before its first transfer.
+
+Asked on the transport and not on the store: a player that is gone is noticed at once, and ranks that do not play
+need not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commrt.algorithms import halving_doubling
+from commrt.errors import DisagreementError, UsageError
+from commrt.executor import bind
+from commrt.kernels.mix import mix_into
+from commrt.kernels.reduce import reduce_into
+from commrt.lane import Lane
+from commrt.program import program
+from commrt.schedule import ADD, MIX, Schedule
+from commrt.transport.protocol import Moment, Transport
+
+__all__ = ["KEPT", "Comparison"]
+
+KEPT = 256
+"""Comparisons that are remembered for each set of players, of those used last."""
+SCHEDULES_KEPT = 16
+CLAIM_NBYTES = 128
+"""Room for a digest, a number and the name of a dtype."""
+
+
+class _Traits(NamedTuple):
+    """What matters of a schedule here."""
+
+    digest: str
+    players: tuple[int, ...]
+    """The ranks that send or receive."""
+    combines: frozenset[int]
+
+
+class Comparison:
+    """What one rank has compared with others; players make the same calls, so they remember and forget the same."""
+
+    def __init__(self, transport: Transport, lane: Lane) -> None:
+        self._transport = transport
+        self._lane = lane
+        # Keeps the schedules: a new one cannot come to lie at the address of one that is remembered.
+        self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
+        self._movable = lru_cache(KEPT)(self._require_movable)
+        self._among: dict[tuple[int, ...], Callable[[str, int, torch.dtype], None]] = {}
+
+    def require(self, schedule: Schedule, buffer: Tensor) -> None:
+        """Raise `UsageError` if `schedule` cannot run on `buffer`, `DisagreementError` if its players differ."""
+        _require_row(buffer)
+        traits = self._traits(schedule)
+        self._movable(buffer.device, buffer.dtype, traits.combines)
+        if self._transport.rank in traits.players:
+            self._compare_once(traits, buffer)
+
+    def _require_movable(self, device: torch.device, dtype: torch.dtype, combines: frozenset[int]) -> None:
+        self._transport.allocate(0, dtype, device)  # refuses what it cannot move
+        _require_arithmetic(dtype, combines)
+
+    def _compare_once(self, traits: _Traits, buffer: Tensor) -> None:
+        if traits.players not in self._among:
+            self._among[traits.players] = lru_cache(KEPT)(partial(self._compare, traits.players))
+        self._among[traits.players](traits.digest, buffer.numel(), buffer.dtype)
+
+    def _compare(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
+        claim = f"{digest} {numel} {dtype}"
+        claims = self._lane.submit(lambda: self._gather(claim, players)).result()
+        for rank, other in zip(players, claims, strict=True):
+            if other != claims[0]:
+                raise DisagreementError(_difference(rank, other, players[0], claims[0]))
+
+    def _gather(self, claim: str, players: Sequence[int]) -> list[str]:
+        """What each player claims; on the lane."""
+        rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8)
+        said = torch.tensor(list(claim.encode()), dtype=torch.uint8)
+        rows[players.index(self._transport.rank), : len(said)] = said
+        schedule = halving_doubling.all_reduce(len(players)).over(players, world=self._transport.ranks)
+        mine = program(schedule, self._transport.rank)
+        bind(mine, rows.view(-1), self._transport).run(Moment(0, "comparison"))
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _traits(schedule: Schedule) -> _Traits:
+    players: set[int] = set()
+    combines: set[int] = set()
+    for step in schedule.steps():
+        moved = step.canonical()
+        players.update(chain(moved.src.tolist(), moved.dst.tolist()))
+        combines.update(moved.combine.tolist())
+    return _Traits(schedule.digest(), tuple(sorted(players)), frozenset(combines))
+
+
+def _require_row(buffer: Tensor) -> None:
+    if buffer.layout != torch.strided or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise UsageError(
+            f"a buffer must be one contiguous row, not {buffer.layout} of shape {tuple(buffer.shape)}, perhaps with "
+            "gaps: flatten it first"
+        )
+    if buffer.is_inference():
+        raise UsageError("the buffer was made under torch.inference_mode() and cannot be written: use its clone()")
+
+
+def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
+    """Raise `UsageError` if torch cannot do on `dtype` what receivers do: tried on one element."""
+    try:
+        own, received = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+        own.copy_(received)
+        if ADD in combines:
+            reduce_into(own, [received])
+        if MIX in combines:
+            mix_into(own, received, 0.5)
+    except RuntimeError as error:
+        raise UsageError(f"this schedule cannot run on {dtype} ({error}): convert the buffer first") from error
+
+
+def _difference(rank: int, claim: str, first: int, claimed: str) -> str:
+    pairs = zip(("schedule", "numel", "dtype"), claim.split(), claimed.split(), strict=False)
+    what, ours, theirs = next((pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, claimed))
+    return (
+        f"run: rank {rank} disagrees with rank {first} about {what}: {ours} against {theirs}. The buffer was not sent; "
+        "make the same calls in the same order on every rank, with as many elements of one dtype"
+    )
