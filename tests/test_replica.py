@@ -429,6 +429,8 @@ def test_an_interrupted_backward_pass_is_not_continued_silently():
         with pytest.raises(KeyError):
             backward(model, world.rank)
         handle.remove()
+        world.lane.submit(lambda: None).result()  # what left before the error has arrived
+        world.agree("all are here")
         with pytest.raises(UsageError, match="inside or after one that did not end"):
             backward(model, world.rank)
 
