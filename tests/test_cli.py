@@ -189,9 +189,9 @@ def test_a_worker_that_fails_is_one_sentence():
     result = command("train", "--workers", "2", "--epochs", "1", "--timeout-s", "1e-6", "--json")
     assert result.returncode == 1
     assert result.stdout == ""
-    assert re.search(r"^commrt: worker \d failed: DeadlineExceeded: [^{}]*$", result.stderr, re.MULTILINE), (
-        result.stderr
-    )
+    # the launcher reports whichever worker ended first: the one that waited in vain, or one that it left
+    one_line = r"^commrt: worker \d failed: (DeadlineExceeded|PeerLost): [^{}]* within 1e-06 s[^{}]*$"
+    assert re.search(one_line, result.stderr, re.MULTILINE), result.stderr
     assert "Traceback" not in result.stderr
 
 
