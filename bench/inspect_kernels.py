@@ -29,7 +29,8 @@ import torch
 import triton
 
 from commrt.kernels.device import variants
-from commrt.kernels.device.variants import Sizes, Variant, compiled, sizes_for
+from commrt.kernels.device.sizes import Sizes, sizes_for
+from commrt.kernels.device.variants import Variant, compiled
 
 ARCHS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -62,7 +63,7 @@ class Finding:
     spill_bytes: int
     barriers: int
     instructions_per_element: float
-    """That a thread adds for each further element: from two tile sizes, without what is done once per tile."""
+    """That a thread adds for each further element, from half to twice the tile: without what is done once per tile."""
     instructions: int
     """Of the whole kernel."""
 
@@ -72,12 +73,14 @@ def cases() -> Iterator[Case]:
     pairs = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
     for align, (dtype, wire) in product((16, 8, 4), pairs):
         label = f"{SHORT[dtype]} {SHORT[wire]} align {align}"
-        for sums in (False, True):
-            end = " sums" if sums else ""
-            yield Case(f"pack {label}{end}", partial(variants.pack, dtype, wire, align, sums=sums), align=align)
-            yield Case(f"unpack {label}{end}", partial(variants.unpack, dtype, wire, align, sums=sums), align=align)
-        accumulating = partial(variants.unpack, dtype, wire, align, accumulate=True)
-        yield Case(f"unpack {label} accumulate", accumulating, 2, align)
+        make_pack, make_unpack = (partial(make, dtype, wire, align) for make in (variants.pack, variants.unpack))
+        yield Case(f"pack {label}", make_pack, align=align)
+        yield Case(f"pack {label} sums", partial(make_pack, sums=True), align=align)
+        yield Case(f"pack {label} nonfinite sums", partial(make_pack, nonfinite=True, sums=True), align=align)
+        yield Case(f"unpack {label}", make_unpack, align=align)
+        yield Case(f"unpack {label} scaled", partial(make_unpack, scaled=True), align=align)
+        yield Case(f"unpack {label} sums", partial(make_unpack, sums=True), align=align)
+        yield Case(f"unpack {label} accumulate", partial(make_unpack, accumulate=True), 2, align)
         yield Case(f"mix {label}", partial(variants.mix, dtype, wire, align, sent=False), 2, align)
         yield Case(f"mix {label} sent", partial(variants.mix, dtype, wire, align, sent=True), 3, align)
     for dtype, count in product((F32, BF16, F16), (1, 2, 3, 7)):
@@ -137,8 +140,8 @@ def inspect(number: int, arch: int) -> Finding:
     case = list(cases())[number]
     sizes = sizes_for(arch, case.inputs, case.align)
     code, usage = disassembled(case.make(sizes), arch)
-    smaller, _ = disassembled(case.make(Sizes(sizes.tile // 2, sizes.warps)), arch)
-    added = sizes.tile / 2 / (32 * sizes.warps)
+    smaller, larger = (disassembled(case.make(Sizes(tile, sizes.warps)), arch)[0] for tile in neighbours(sizes.tile))
+    added = (sizes.tile * 2 - sizes.tile // 2) / (32 * sizes.warps)
     operations = Counter(code)
     return Finding(
         kernel=case.name,
@@ -148,9 +151,14 @@ def inspect(number: int, arch: int) -> Finding:
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
         barriers=sum(count for name, count in operations.items() if name.startswith("BAR")),
-        instructions_per_element=round((len(code) - len(smaller)) / added, 2),
+        instructions_per_element=round((len(larger) - len(smaller)) / added, 2),
         instructions=len(code),
     )
+
+
+def neighbours(tile: int) -> tuple[int, int]:
+    """Half of `tile` and twice as much."""
+    return tile // 2, tile * 2
 
 
 def disassembled(variant: Variant, arch: int) -> tuple[list[str], dict[str, int]]:

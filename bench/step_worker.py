@@ -183,19 +183,26 @@ def attached(module: nn.Module, world: World, algorithm: commrt.Algorithm, wire:
 def bucketed(module: nn.Module) -> Variant:
     """What DDP does, without its overlap: divide into buckets, all reductions at once, copy back."""
     buckets = build_buckets(list(module.named_parameters())[::-1], None, 25 * MIB)
-    return Variant(FP32, module, lambda: reduce_buckets(buckets))
+    pairs = [pairs_of(bucket) for bucket in buckets]
+    return Variant(FP32, module, lambda: reduce_buckets(buckets, pairs))
 
 
-def reduce_buckets(buckets: list[Bucket]) -> None:
+def pairs_of(bucket: Bucket) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each parameter, and its gradient's place in the bucket."""
+    layout = bucket.layout
+    return [(param, layout.tensor(bucket.wire, i).view(param.shape)) for i, (_, param) in enumerate(bucket.params)]
+
+
+def reduce_buckets(buckets: list[Bucket], pairs: list[list[tuple[nn.Parameter, Tensor]]]) -> None:
     """Average the gradients of `buckets` with Gloo's own all-reduce."""
     works = []
-    for bucket in buckets:
-        for (_, param), view in zip(bucket.params, bucket.views, strict=True):
+    for bucket, members in zip(buckets, pairs, strict=True):
+        for param, view in members:
             torch.mul(param.grad, 1 / dist.get_world_size(), out=view)
         works.append(dist.all_reduce(bucket.wire, async_op=True))
-    for running, bucket in zip(works, buckets, strict=True):
+    for running, members in zip(works, pairs, strict=True):
         running.wait()
-        for (_, param), view in zip(bucket.params, bucket.views, strict=True):
+        for param, view in members:
             param.grad.copy_(view)
 
 

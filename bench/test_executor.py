@@ -9,7 +9,8 @@ import torch
 from commrt.algorithms import ring
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
-from commrt.executor import GRANULE, bind
+from commrt.executor import bind
+from commrt.kernels.layout import GRANULE
 from commrt.program import Program, program
 from commrt.proof import verify
 from commrt.transport.protocol import Exchange, Group, Moment, zeros

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters -> buckets -> wire buffers.
 
-Buckets are filled in the order in which gradients become ready. A wire buffer holds the gradients of its bucket
-one after the other, in the dtype that travels; then one flag per gradient, 1 if this rank had it, 0 if it sent
-zeros instead; then a stamp. Flags and stamp are summed with the rest, so after the reduction each rank knows which
-gradients somebody had, and that all ranks sent the same bucket of the same step.
+Buckets are filled in the order in which gradients become ready. A wire buffer begins with a stamp and one flag per
+gradient, 1 if this rank had it, 0 if it sent zeros instead; then come the gradients, in the dtype that travels. Stamp
+and flags are summed with the rest, so after the reduction each rank knows that all ranks sent the same bucket of the
+same step, and which gradients somebody had.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from commrt.errors import DisagreementError, UsageError
-from commrt.kernels.pack import pack
-from commrt.kernels.unpack import unpack
-from commrt.stamp import STAMP_NUMEL, Claim, complaint, stamp
+from commrt.kernels.dispatch import packing
+from commrt.kernels.layout import Layout, layout_of, overlap
+from commrt.kernels.packing import Packing
+from commrt.stamp import Claim, complaint, stamp
 from commrt.transport.protocol import Allocate, zeros
 
 __all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "is_expanded", "plan_buckets"]
@@ -74,38 +75,39 @@ class Bucket:
 
     index: int
     params: Sequence[Named]
+    layout: Layout
+    """Where stamp, flags and gradients lie in `wire`."""
     wire: Tensor
-    """[numel + len(params) + STAMP_NUMEL] gradients, flags, stamp."""
+    """[layout.numel] in the dtype that travels."""
     model: int
     """Which of the models attached to one world this is."""
-    views: list[Tensor] = field(init=False)
-    """The gradients' places in `wire`, in the parameters' shapes."""
-    flags: Tensor = field(init=False)
-    """[len(params)] a view of `wire`."""
-    stamp: Tensor = field(init=False)
-    """[STAMP_NUMEL] a view of `wire`; see `commrt.stamp`."""
-    _claim: Claim = field(init=False)
+    _like: list[Tensor] = field(init=False)
+    """Tensors without memory that have the gradients' dtypes, shapes and strides."""
+    _packing: Packing = field(init=False)
+    _stamp: int = field(init=False)
+    """What the wire must show after the reduction."""
     _grads: list[Tensor | None] = field(init=False)
     """The gradients on their way."""
     _made: dict[int, Tensor] = field(init=False)
     """Those that only other ranks had, by place."""
     _versions: list[int] = field(init=False)
     """How often each of them has been written to, if only we did."""
-    _own_stamp: Tensor = field(init=False)
+    _addresses: list[int] = field(init=False)
+    """Where the gradients of the last step were."""
 
     def __post_init__(self) -> None:
-        sizes = [param.numel() for _, param in self.params]
-        *places, self.flags, self.stamp = torch.split(self.wire, [*sizes, len(sizes), STAMP_NUMEL])
-        self.views = [place.view(param.shape) for place, (_, param) in zip(places, self.params, strict=True)]
+        self._like = [torch.empty_like(param, device="meta") for _, param in self.params]
+        self._packing = packing(self.wire, self.layout, self._like)
+        self._addresses = []
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters' names, in wire order."""
         return tuple(name for name, _ in self.params)
 
-    def layout(self) -> str:
+    def description(self) -> str:
         """All that must agree between ranks, as text."""
-        shapes = (f"{name} {str(param.dtype)[6:]}{list(param.shape)}" for name, param in self.params)
+        shapes = (f"{name} {_kind(like)}" for name, like in zip(self.names, self._like, strict=True))
         return f"bucket {self.index} ({str(self.wire.dtype)[6:]}): {', '.join(shapes)}"
 
     def take(self, claim: Claim, is_ready: Callable[[str], bool]) -> None:
@@ -113,43 +115,33 @@ class Bucket:
 
         Raises `UsageError` for one that does not fit, or that `is_ready` knows and that has gone since.
         """
-        self._claim, self._own_stamp, self._made = claim, stamp(claim), {}
+        self._require_agreement()  # on a GPU the last step's may have come to light since
+        self._stamp, self._made = stamp(claim), {}
         self._grads = [param.grad for _, param in self.params]
-        for view, name, grad in zip(self.views, self.names, self._grads, strict=True):
+        for like, name, grad in zip(self._like, self.names, self._grads, strict=True):
             if grad is not None:
-                _require_fit(name, grad, view)
+                _require_fit(name, grad, like, self.wire.device)
             elif is_ready(name):
                 raise UsageError(CHANGED.format(name=name))
+        self._require_apart()
         self._versions = _versions(self._grads)
 
     def pack(self, scale: float) -> None:
         """Gradients times `scale` into the wire buffer, zeros for those that are None."""
         self._require_unchanged()
-        sources = [grad for grad in self._grads if grad is not None]
-        pack(sources, [view for view, grad in zip(self.views, self._grads, strict=True) if grad is not None], scale)
-        self.flags.fill_(1)
-        for i in (i for i, grad in enumerate(self._grads) if grad is None):
-            self.views[i].zero_()
-            self.flags[i] = 0
-        self.stamp.copy_(self._own_stamp)
+        self._packing.pack(self._grads, scale, self._stamp)
 
     def unpack(self) -> None:
         """The wire buffer into the gradients; one that no rank had stays None.
 
         Raises `DisagreementError`, before it writes, if ranks sent different things.
         """
-        if not torch.equal(self.stamp != 0, self._own_stamp):
-            why = complaint(self.stamp)
-            raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
         self._require_unchanged()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
-        elsewhere = self.flags.tolist() if missing else []
+        elsewhere = self._packing.present() if missing else []
         self._made = {i: torch.empty_like(self.params[i][1]) for i in missing if elsewhere[i]}
-        places = [
-            (view, self._made.get(i, grad)) for i, (view, grad) in enumerate(zip(self.views, self._grads, strict=True))
-        ]
-        pairs = [(view, grad) for view, grad in places if grad is not None]
-        unpack([view for view, _ in pairs], [grad for _, grad in pairs])
+        self._packing.unpack([self._made.get(i, grad) for i, grad in enumerate(self._grads)], self._stamp)
+        self._require_agreement()
         self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]
 
     def settle(self) -> None:
@@ -161,6 +153,21 @@ class Bucket:
         for i, made in self._made.items():
             self.params[i][1].grad = made
         self._grads, self._made, self._versions = [], {}, []  # or they would live until the next step
+
+    def _require_agreement(self) -> None:
+        if self._packing.disputed:
+            why = complaint(self.layout.stamp(self.wire))
+            raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
+
+    def _require_apart(self) -> None:
+        """Two gradients in one place would be averaged twice, or half."""
+        addresses = [0 if grad is None else grad.data_ptr() for grad in self._grads]
+        if addresses != self._addresses:
+            nbytes = [0 if grad is None else grad.numel() * grad.element_size() for grad in self._grads]
+            if pair := overlap(addresses, nbytes):
+                first, second = (self.names[i] for i in pair)
+                raise UsageError(f"the gradients of {first} and {second} share memory: use a .clone() of one")
+            self._addresses = addresses
 
     def _require_unchanged(self) -> None:
         now = _versions(self._grads)
@@ -174,17 +181,33 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
     return [-1 if grad is None or grad._base is not None else grad._version for grad in grads]  # noqa: SLF001  # nothing else tells
 
 
-def _require_fit(name: str, grad: Tensor, view: Tensor) -> None:
+def _require_fit(name: str, grad: Tensor, like: Tensor, device: torch.device) -> None:
     """A tensor of another shape would be written over its neighbours' places."""
-    if grad.shape != view.shape:
-        raise UsageError(
-            f"the gradient of {name} has shape {list(grad.shape)}, but {list(view.shape)} when the model "
-            "was attached: detach() and attach() again after changing parameters"
-        )
     if grad.is_inference():
         raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
-    if not grad.is_contiguous() and is_expanded(grad):
-        raise UsageError(f"the gradient of {name} is expanded, several elements share one place: use its .clone()")
+    if grad.device != device:
+        raise UsageError(f"the gradient of {name} is on {grad.device}, and its bucket on {device}: move it there")
+    if grad.shape != like.shape or grad.dtype != like.dtype:
+        raise UsageError(
+            f"the gradient of {name} is {_kind(grad)}, but was {_kind(like)} when the model was attached: "
+            "detach() and attach() again after changing parameters"
+        )
+    if grad.stride() != like.stride() and not _lie_alike(grad, like):
+        raise UsageError(
+            f"the gradient of {name} lies in memory with strides {grad.stride()}, and autograd makes it with "
+            f"{like.stride()}: give it that layout, by torch.empty_like(param).copy_(grad)"
+        )
+
+
+def _lie_alike(grad: Tensor, like: Tensor) -> bool:
+    """True if strides differ only where they do not matter."""
+    pairs = zip(grad.shape, grad.stride(), like.stride(), strict=True)
+    return grad.numel() == 0 or all(size == 1 or own == other for size, own, other in pairs)
+
+
+def _kind(tensor: Tensor) -> str:
+    strides = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}{strides}"
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -205,11 +228,11 @@ def build_buckets(
     units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in params]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)
     members = ([params[i] for i in group] for group in plan)
-    return [Bucket(index, named, _wire(named, wire, allocate), model) for index, named in enumerate(members)]
+    return [_bucket(index, named, wire, allocate, model) for index, named in enumerate(members)]
 
 
-def _wire(params: list[Named], wire: torch.dtype | None, allocate: Allocate) -> Tensor:
+def _bucket(index: int, params: list[Named], wire: torch.dtype | None, allocate: Allocate, model: int) -> Bucket:
     first = params[0][1]
-    numel = sum(param.numel() for _, param in params) + len(params) + STAMP_NUMEL
+    layout = layout_of([param.numel() for _, param in params])
     dtype = wire if wire is not None and wire.itemsize < first.element_size() else first.dtype
-    return allocate(numel, dtype, first.device)
+    return Bucket(index, params, layout, allocate(layout.numel, dtype, first.device), model)

@@ -7,7 +7,7 @@ after the group has ended, so a rank may send a chunk and add to it in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.kernels.mix import mix_into
-from commrt.kernels.reduce import reduce_into
+from commrt.kernels.dispatch import adding, mixing
+from commrt.kernels.layout import GRANULE, padded
 from commrt.program import Hop, Leg, Program, spans
 from commrt.schedule import ADD, COPY
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel, Transport
 
-__all__ = ["GRANULE", "BoundProgram", "bind", "scratch_numel"]
-
-GRANULE = 8
-"""Chunks start at a multiple of this many elements, so that 16-byte accesses stay aligned in every dtype."""
+__all__ = ["BoundProgram", "bind", "scratch_numel"]
 
 Combination = Callable[[], None]
 
@@ -53,7 +50,7 @@ def bind(program: Program, buffer: Tensor, transport: Transport, scratch: Tensor
     """
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
-    bounds = spans(buffer.numel(), program.chunks, GRANULE)
+    bounds = spans(buffer.numel(), program.chunks, GRANULE)  # so that 16-byte accesses stay aligned in every dtype
     if scratch is None:
         scratch = torch.empty(_scratch(program, bounds), dtype=buffer.dtype, device=buffer.device)
     binder = _Binder(buffer, scratch, bounds, transport)
@@ -68,8 +65,8 @@ def scratch_numel(program: Program, numel: int) -> int:
 
 
 def _scratch(program: Program, bounds: list[int]) -> int:
-    per_hop = (sum(bounds[leg.hi] - bounds[leg.lo] for leg in hop.recvs if leg.combine != COPY) for hop in program.hops)
-    return max(per_hop, default=0)
+    combined = ([leg for leg in hop.recvs if leg.combine != COPY] for hop in program.hops)
+    return max((sum(padded(bounds[leg.hi] - bounds[leg.lo]) for leg in legs) for legs in combined), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class _Binder:
         for leg in hop.recvs:
             own = self._own(leg)
             places.append(own if leg.combine == COPY else self.scratch[used : used + own.numel()])
-            used += 0 if leg.combine == COPY else own.numel()
+            used += 0 if leg.combine == COPY else padded(own.numel())
         return places
 
     def _combinations(self, hop: Hop, landing: list[Tensor]) -> Iterator[Combination]:
@@ -107,14 +104,6 @@ class _Binder:
             if not own.numel():
                 continue
             if combine == ADD:
-                yield _adding(own, places)
+                yield adding(own, places)
             else:
-                yield from (_mixing(own, place, leg.weight) for leg, place in zip(legs, places, strict=True))
-
-
-def _adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
-    return lambda: reduce_into(out, received)
-
-
-def _mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
-    return lambda: mix_into(out, received, weight)
+                yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, places, strict=True))

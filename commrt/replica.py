@@ -93,7 +93,7 @@ def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool, optimizers
         model=str(engine.world.attached),
         algorithm=re.sub(r" at 0x[0-9a-f]+", "", repr(engine.algorithm)),  # a plain class says where it lies
         schedule=engine.schedule(0).digest(),
-        buckets="; ".join(bucket.layout() for bucket in engine.buckets),
+        buckets="; ".join(bucket.description() for bucket in engine.buckets),
         broadcast_buffers=str(broadcast_buffers),
         buffers=describe_buffers(model),
         optimizer=optimizers,

@@ -11,11 +11,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
-__all__ = ["STAMP_NUMEL", "Claim", "complaint", "stamp"]
+__all__ = ["Claim", "complaint", "stamp"]
 
 
 class Claim(NamedTuple):
@@ -34,7 +32,6 @@ class Claim(NamedTuple):
 WIDTHS = Claim(late=1, model=10, optimizer_steps=5, step=6, bucket=10)
 STARTS = [0, *accumulate(WIDTHS)][:-1]
 BITS = sum(WIDTHS)
-STAMP_NUMEL = 2 * BITS
 
 EXPLANATIONS = {
     "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
@@ -48,20 +45,24 @@ EXPLANATIONS = {
 }
 
 
-def stamp(claim: Claim) -> Tensor:
-    """Which places `claim` sets, bool [STAMP_NUMEL].
+def stamp(claim: Claim) -> int:
+    """Which of the 64 places `claim` sets, as the bits of a word: low ones where it has a 0, high ones for a 1.
 
-    >>> both = stamp(Claim(0, 1, 0, 7, 0)).int() + stamp(Claim(0, 2, 0, 7, 0)).int()
-    >>> complaint(both)[:42]
-    'the ranks call backward() of the models at'
+    >>> hex(stamp(Claim(late=1, model=0, optimizer_steps=0, step=0, bucket=0)))
+    '0x1fffffffe'
     """
     word = sum((value % (1 << width)) << at for value, width, at in zip(claim, WIDTHS, STARTS, strict=True))
-    ones = np.unpackbits(np.frombuffer(word.to_bytes(BITS // 8, "little"), np.uint8), bitorder="little")
-    return torch.from_numpy(np.concatenate([1 - ones, ones]).view(np.bool_))
+    return word << BITS | ~word & ((1 << BITS) - 1)
 
 
 def complaint(total: Tensor) -> str:
-    """Why the sum `total` [STAMP_NUMEL] of the ranks' stamps is not that of equal ones."""
+    """Why the sum `total` [64] of the ranks' stamps is not that of equal ones.
+
+    >>> from commrt.kernels.packing import bits
+    >>> both = bits(stamp(Claim(0, 1, 0, 7, 0))).int() + bits(stamp(Claim(0, 2, 0, 7, 0))).int()
+    >>> complaint(both)[:42]
+    'the ranks call backward() of the models at'
+    """
     set_by_some = (total != 0).cpu()
     disputed = set_by_some[:BITS] & set_by_some[BITS:]
     for name, start, width in zip(Claim._fields, STARTS, WIDTHS, strict=True):

@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix: move a buffer part of the way towards what arrived."""
+"""Mix: move tensors part of the way towards what arrived."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["mix_into"]
+__all__ = ["mix", "mix_into"]
 
 
-def mix_into(out: Tensor, received: Tensor, weight: float) -> None:
-    """``out = cast(out + weight * (received - out))`` in fp32 (fp64 for fp64): no overflow of 16-bit sums."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    own = out.to(wide)
-    out.copy_(own + weight * (received.to(wide) - own))
+def mix(
+    tensors: Sequence[Tensor | None], received: Sequence[Tensor], sent: Sequence[Tensor] | None, weight: float
+) -> None:
+    """``own += weight * (received - sent)`` for each of `tensors` but None.
+
+    `received` and `sent` as both were on the wire: then what one rank gains its peer loses, even where the wire
+    rounds, and the mean over ranks stays. With None for `sent`, this rank sent its own values as they are.
+    """
+    for i, own in enumerate(tensors):
+        if own is not None:
+            mix_into(own, received[i], weight, None if sent is None else sent[i])
+
+
+def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None = None) -> None:
+    """``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): no overflow of 16-bit sums."""
+    wide = torch.promote_types(own.dtype, torch.float32)
+    before = own.to(wide)
+    went = before if sent is None else sent.to(wide)
+    own.copy_(before + weight * (received.to(wide) - went))

@@ -1,36 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that tell one kernel where many tensors lie: built once, except for the addresses.
-
-A tensor's place on the wire is a multiple of 16 elements, so that accesses of 16 bytes stay aligned in every dtype;
-what lies between two places is never touched.
-"""
+"""Tables in a device's memory that tell one kernel where many tensors lie: built once, except for the addresses."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["GRANULE", "Tables", "alignment", "build_tables", "places_of"]
+from commrt.kernels.layout import GRANULE, Layout
 
-GRANULE = 16
-"""Elements between possible places on the wire."""
+__all__ = ["WIDEST_NBYTES", "Tables", "alignment"]
+
 WIDEST_NBYTES = 16
 """The widest access of a thread."""
-
-
-def places_of(counts: Sequence[int]) -> list[int]:
-    """The first element of each of `counts` elements on the wire, and the wire's length.
-
-    >>> places_of([5, 0, 16, 17])
-    [0, 16, 16, 32, 64]
-    """
-    return [0, *accumulate(-(-count // GRANULE) * GRANULE for count in counts)]
+EMPTY = WIDEST_NBYTES
+"""In place of the address of a tensor without elements, which torch gives as 0, and which nobody looks at."""
 
 
 def alignment(addresses: Sequence[int]) -> int:
@@ -45,62 +32,65 @@ def alignment(addresses: Sequence[int]) -> int:
     return together & -together
 
 
-@dataclass(slots=True, eq=False)
 class Tables:
-    """Where the tensors of one wire buffer are, in a device's memory."""
+    """Where the tensors of one wire are, tile by tile; costs 8 bytes per tensor and 16 per tile."""
 
-    addresses: Tensor
-    """int64 [tensors], 0 for one that is absent."""
-    counts: Tensor
-    """int64 [tensors], elements."""
-    places: Tensor
-    """int64 [tensors], in `GRANULE` elements."""
-    tile_tensors: Tensor
-    """int32 [tiles], which tensor a tile belongs to."""
-    tile_numbers: Tensor
-    """int32 [tiles], which tile of its tensor it is."""
-    uploads: int = 0
-    """How often the addresses have been sent to the device."""
-    _known: list[int] = field(default_factory=list)
-    _staging: Tensor | None = None
-
-    @property
-    def tiles(self) -> int:
+    def __init__(self, layout: Layout, tile: int, device: torch.device) -> None:
+        sizes = np.array(layout.counts, np.int64)
+        tiles = np.maximum(-(-sizes // tile), 1)  # an empty tensor has one too, which sets its flag
+        owners = np.repeat(np.arange(len(sizes)), tiles)
+        numbers = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        counts = np.minimum(sizes[owners] - numbers * tile, tile)
+        places = (np.array(layout.places, np.int64)[owners] + numbers * tile) // GRANULE
+        of_tiles = (torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts, places))
+        self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
+        """[tensors] 0 for one that is absent."""
+        self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
+        """And of the tiles, int32 [tiles]: whose, which of its tensor's, elements, place on the wire in granules."""
+        self.tiles = int(tiles.sum())
         """How many programs a kernel needs."""
-        return len(self.tile_tensors)
+        self.align = WIDEST_NBYTES
+        """The largest power of two up to 16 that divides all addresses."""
+        self.uploads = 0
+        """How often the addresses have been sent to the device."""
+        self._known = [0] * len(sizes)
+        self._staging: deque[Staging] = deque()
 
-    def point_at(self, tensors: Sequence[Tensor | None]) -> int:
-        """Make the tables say where `tensors` are now, and give their common alignment in bytes.
+    def point_at(self, tensors: Sequence[Tensor | None]) -> None:
+        """Make the tables say where `tensors` are now.
 
         Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since the last time.
         """
-        now = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        now = [0 if tensor is None else tensor.data_ptr() or EMPTY for tensor in tensors]
         if now != self._known:
             self._upload(now)
-        return alignment(now)
+            self._known, self.align = now, alignment(now)
 
     def _upload(self, addresses: list[int]) -> None:
-        if self._staging is None:
-            self._staging = torch.empty_like(self.addresses, device="cpu", pin_memory=self.addresses.is_cuda)
-        elif self.addresses.is_cuda:
-            torch.cuda.current_stream(self.addresses.device).synchronize()  # the last copy may still read it
-        self._staging.copy_(torch.tensor(addresses))
-        self.addresses.copy_(self._staging, non_blocking=True)
-        self._known = addresses
+        if len(self._staging) < STAGINGS:
+            self._staging.append(Staging(self.addresses))
+        self._staging.rotate()
+        self._staging[0].send(addresses)
         self.uploads += 1
 
 
-def build_tables(counts: Sequence[int], tile: int, device: torch.device) -> Tables:
-    """Tables of tensors of `counts` elements in tiles of `tile`; no addresses yet."""
-    sizes = np.array(counts, np.int64)
-    tiles = -(-sizes // tile)
-    firsts = np.cumsum(tiles) - tiles
-    columns: list[np.ndarray[Any, Any]] = [
-        np.zeros(len(sizes), np.int64),
-        sizes,
-        np.array(places_of(counts)[:-1], np.int64) // GRANULE,
-        np.repeat(np.arange(len(sizes), dtype=np.int32), tiles),
-        (np.arange(tiles.sum()) - np.repeat(firsts, tiles)).astype(np.int32),
-    ]
-    addresses, numels, places, owners, numbers = (torch.from_numpy(column).to(device) for column in columns)
-    return Tables(addresses, numels, places, owners, numbers)
+STAGINGS = 2
+"""With two, a copy that is still on its way is rarely waited for."""
+
+
+class Staging:
+    """Pinned memory from which one column of addresses is sent."""
+
+    def __init__(self, column: Tensor) -> None:
+        self._column = column
+        self._pinned = torch.empty_like(column, device="cpu", pin_memory=column.is_cuda)
+        self._sent = torch.cuda.Event() if column.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def send(self, addresses: list[int]) -> None:
+        """On the current stream; waits until what was sent from here before has arrived."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._pinned.copy_(torch.tensor(addresses))
+        self._column.copy_(self._pinned, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()

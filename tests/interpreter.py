@@ -8,6 +8,7 @@ write is an error.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-__all__ = ["BadAccess", "Memory", "watched"]
+from commrt.kernels import dispatch
+from commrt.kernels.device import combine, packing
+
+__all__ = ["BadAccess", "Launches", "Memory", "interpreted_gpu", "watched"]
 
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
 
@@ -73,22 +77,83 @@ def watched(tensors: list[Tensor], rewritable: Tensor | None = None) -> Iterator
     if rewritable is not None:
         memory.rewritable = _span(rewritable)
     builder = interpreter.InterpreterBuilder
-    patches = {
+    accesses = {
         (builder, "create_masked_load"): _load(builder.create_masked_load, memory),
         (builder, "create_masked_store"): _store(builder.create_masked_store, memory),
+    }
+    with _replaced(_exact() | accesses):
+        yield memory
+
+
+def _exact() -> dict[tuple[Any, str], Any]:
+    builder = interpreter.InterpreterBuilder
+    return {
         (builder, "cast_impl"): _cast(builder.cast_impl),
         (builder, "create_fp_to_fp"): lambda self, src, to, rounding: self.cast_impl(src, to),
         (interpreter.ReduceOps, "apply_impl"): _reduce(interpreter.ReduceOps.apply_impl),
         (interpreter.TensorHandle, "set_attr"): _hint(interpreter.TensorHandle.set_attr),
     }
-    before = {place: getattr(*place) for place in patches}
-    for place, new in patches.items():
+
+
+@contextmanager
+def _replaced(attributes: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    before = {place: getattr(*place) for place in attributes}
+    for place, new in attributes.items():
         setattr(*place, new)
     try:
-        yield memory
+        yield
     finally:
         for place, old in before.items():
             setattr(*place, old)
+
+
+@dataclass
+class Launches:
+    """A GPU that consists of the interpreter: what was launched on it, in order."""
+
+    names: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def launch_of(self, variant: Any, device: torch.device) -> Any:
+        """In place of `commrt.kernels.device.launch.launch_of`: runs `variant` with the types it declares."""
+        types, constants = dict(variant.types), dict(variant.constants)
+
+        def launch(programs: int, *arguments: int) -> None:
+            typed = {name: _typed(value, kind) for (name, kind), value in zip(types.items(), arguments, strict=True)}
+            with self.lock:  # the interpreter has one state for all
+                self.names.append(variant.kernel.fn.__name__)
+                _interpret(variant.kernel.fn, programs, typed | constants)
+
+        return launch
+
+
+def _typed(value: int, kind: str) -> tl.tensor:
+    to = tl.str_to_ty(kind, None)
+    bits = np.uint64 if kind.startswith("*") else interpreter._get_np_dtype(to)
+    return tl.tensor(interpreter.TensorHandle(np.array([value], bits), to), to)
+
+
+def _interpret(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    scope = interpreter._patch_lang(kernel)
+    try:
+        interpreter.interpreter_builder.set_grid_dim(programs, 1, 1)
+        for program in range(programs):
+            interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+            kernel(**arguments)
+    finally:
+        scope.restore()
+
+
+@contextmanager
+def interpreted_gpu() -> Iterator[Launches]:
+    """CPU tensors count as a GPU's, whose kernels run in the interpreter, with exact casts."""
+    launches = Launches()
+    modules = (packing, combine)
+    attributes: dict[tuple[Any, str], Any] = {(dispatch, "is_on_gpu"): lambda tensor: True}
+    attributes |= {(module, "launch_of"): launches.launch_of for module in modules}
+    attributes |= {(module, "arch_of"): lambda device: 90 for module in modules}
+    with _replaced(_exact() | attributes):
+        yield launches
 
 
 def _load(plain: Any, memory: Memory) -> Any:

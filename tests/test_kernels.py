@@ -19,13 +19,21 @@ from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.unpack import unpack_kernel
-from commrt.kernels.tables import build_tables, places_of
+from commrt.kernels.layout import layout_of
+from commrt.kernels.mix import mix
+from commrt.kernels.norm import norm_of
+from commrt.kernels.pack import pack
+from commrt.kernels.packing import bits
+from commrt.kernels.reduce import reduce_into
+from commrt.kernels.tables import Tables
+from commrt.kernels.unpack import unpack
 
 TILE, WARPS = 1024, 1
-LENGTHS = (0, 1, 7, 8, 9, 127, TILE - 1, TILE, TILE + 1, 2 * TILE, 1009, 4099)
+LENGTHS = (0, 1, 7, 8, 9, 127, TILE - 1, TILE, TILE + 1, 2 * TILE, 1009, 4099, 50257)
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PAIRS = list(product(KINDS, KINDS))
 CPU = torch.device("cpu")
+STAMP = 0xF000_0000_0000_0005
 
 
 def vector(tensor, wire):
@@ -51,52 +59,55 @@ def poisoned(numel, dtype):
 
 
 class Case:
-    """A wire buffer, tensors, and the tables of both."""
+    """A wire buffer, tensors, and the tables of both; a tensor that is absent has 24 elements."""
 
     def __init__(self, tensors, wire_dtype):
         self.tensors = tensors
-        self.places = places_of([t.numel() if t is not None else 24 for t in tensors])
-        self.counts = [t.numel() if t is not None else 24 for t in tensors]
-        self.wire = poisoned(self.places[-1], wire_dtype)
-        self.tables = build_tables(self.counts, TILE, CPU)
-        self.align = self.tables.point_at(tensors)
+        self.layout = layout_of([24 if tensor is None else tensor.numel() for tensor in tensors])
+        self.wire = poisoned(self.layout.numel, wire_dtype)
+        self.tables = Tables(self.layout, TILE, CPU)
+        self.tables.point_at(tensors)
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.sums = torch.zeros(self.tables.tiles * WARPS)
         dtype = next(t.dtype for t in tensors if t is not None)
-        self.kinds = {"DTYPE": KINDS[dtype], "VECTOR": vector(dtype, wire_dtype), "ALIGN": self.align, "TILE": TILE}
-
-    @property
-    def columns(self):
-        t = self.tables
-        return t.addresses, t.counts, t.places, t.tile_tensors, t.tile_numbers
+        self.kinds = {
+            "DTYPE": KINDS[dtype],
+            "VECTOR": vector(dtype, wire_dtype),
+            "ALIGN": self.tables.align,
+            "TILE": TILE,
+        }
 
     def everything(self, *more):
         there = [tensor for tensor in self.tensors if tensor is not None]
-        return [*there, *self.columns, self.wire, self.flag, self.sums, *more]
+        return [*there, *self.tables.columns, self.wire, self.flag, self.sums, *more]
 
-    def on_wire(self, wire, i):
-        return wire[self.places[i] : self.places[i] + self.counts[i]]
+    def places(self, wire=None):
+        wire = self.wire if wire is None else wire
+        return [self.layout.tensor(wire, i) for i in range(len(self.tensors))]
 
-    def beside(self):
-        """The elements of the wire that belong to no tensor."""
-        free = torch.ones_like(self.wire, dtype=torch.bool)
-        for i in range(len(self.counts)):
-            self.on_wire(free, i)[:] = False
-        return self.wire[free]
+    def packed(self, scale):
+        """The wire as it must be: what the reference says, and NaN between."""
+        wire = poisoned(self.layout.numel, self.wire.dtype)
+        pack(self.tensors, self.places(wire), scale)
+        self.layout.stamp(wire).copy_(bits(STAMP))
+        self.layout.flags(wire).copy_(torch.tensor([tensor is not None for tensor in self.tensors]))
+        return wire
 
-    def pack(self, scale, *, sums=False):
+    def pack(self, scale, *, nonfinite=True, sums=False):
         factor = torch.tensor([scale])
+        more = {"WARPS": WARPS, "NONFINITE": nonfinite, "SUMS": sums}
         with watched(self.everything(factor), rewritable=self.flag) as memory:
             pack_kernel[(self.tables.tiles,)](
-                *self.columns, self.wire, factor, self.flag, self.sums, **self.kinds, WARPS=WARPS, SUMS=sums
+                *self.tables.columns, self.wire, STAMP, factor, self.flag, self.sums, **self.kinds, **more
             )
         return memory
 
-    def unpack(self, scale, *, accumulate=False, sums=False):
-        factor = torch.tensor([scale])
-        with watched(self.everything(factor)) as memory:
+    def unpack(self, scale=None, *, accumulate=False, sums=False):
+        factor = torch.tensor([scale or 1.0])
+        more = {"WARPS": WARPS, "SCALED": scale is not None, "ACCUMULATE": accumulate, "SUMS": sums}
+        with watched(self.everything(factor), rewritable=self.flag) as memory:
             unpack_kernel[(self.tables.tiles,)](
-                *self.columns, self.wire, factor, self.sums, **self.kinds, WARPS=WARPS, ACCUMULATE=accumulate, SUMS=sums
+                *self.tables.columns, self.wire, STAMP, self.flag, factor, self.sums, **self.kinds, **more
             )
         return memory
 
@@ -104,7 +115,7 @@ class Case:
         factor = torch.tensor([weight])
         with watched(self.everything(factor, received, sent)) as memory:
             mix_kernel[(self.tables.tiles,)](
-                *self.columns, received, sent, factor, **self.kinds, SENT=sent is not received
+                *self.tables.columns, received, sent, factor, **self.kinds, SENT=sent is not received
             )
         return memory
 
@@ -115,41 +126,52 @@ def same(got, want):
 
 @pytest.mark.parametrize("skew", [0, 2, 1], ids=["16 bytes", "8 bytes", "4 bytes"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
-def test_pack_scales_in_fp32_and_casts_once_and_touches_nothing_else(dtype, wire, skew):
+def test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(dtype, wire, skew):
     case = Case(tensors(dtype, skew), wire)
     case.pack(1 / 6)
-    for i, tensor in enumerate(case.tensors):
-        assert torch.equal(case.on_wire(case.wire, i), (tensor.float() * (1 / 6)).to(wire))
-    assert case.beside().isnan().all()
+    assert same(case.wire, case.packed(1 / 6))
     assert not case.flag
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
+@pytest.mark.parametrize("scale", [None, 0.3], ids=["plain", "scaled"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
-def test_unpack_scales_in_fp32_and_casts_once_and_touches_nothing_else(dtype, wire, accumulate):
+def test_unpack_is_its_definition_bit_by_bit(dtype, wire, scale, accumulate):
     case = Case(tensors(dtype), wire)
-    before = [tensor.clone() for tensor in case.tensors]
+    want = [tensor.clone() for tensor in case.tensors]
     case.wire[:] = random(case.wire.numel(), wire, seed=99)
-    case.unpack(0.3, accumulate=accumulate)
-    for i, tensor in enumerate(case.tensors):
-        want = case.on_wire(case.wire, i).float() * 0.3 + (before[i].float() if accumulate else 0.0)
-        assert torch.equal(tensor, want.to(dtype))
+    unpack(case.places(), want, scale or 1.0, accumulate=accumulate)
+    case.unpack(scale, accumulate=accumulate)
+    assert all(map(torch.equal, case.tensors, want))
 
 
 @pytest.mark.parametrize("skew", [2, 1], ids=["8 bytes", "4 bytes"])
 def test_unpack_reaches_tensors_at_any_element(skew):
     case = Case(tensors(torch.float32, skew), torch.bfloat16)
     case.wire[:] = random(case.wire.numel(), torch.bfloat16, seed=99)
-    case.unpack(1.0)
-    assert all(torch.equal(tensor, case.on_wire(case.wire, i).float()) for i, tensor in enumerate(case.tensors))
+    case.unpack()
+    assert all(torch.equal(tensor, place.float()) for tensor, place in zip(case.tensors, case.places(), strict=True))
 
 
-def test_an_absent_tensor_is_sent_as_zeros_and_receives_nothing():
+def test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing():
     case = Case([random(9, torch.float32, 0), None, random(1030, torch.float32, 1)], torch.bfloat16)
     case.pack(0.5)
-    assert case.on_wire(case.wire, 1).tolist() == [0.0] * 24
-    case.unpack(1.0)
-    assert torch.equal(case.tensors[2], case.on_wire(case.wire, 2).float())
+    assert same(case.wire, case.packed(0.5))
+    assert case.places()[1].tolist() == [0.0] * 24
+    assert case.layout.flags(case.wire).tolist() == [1, 0, 1]
+    case.unpack()
+    assert torch.equal(case.tensors[2], case.places()[2].float())
+
+
+@pytest.mark.parametrize("wire", KINDS, ids=str)
+@pytest.mark.parametrize("spoil", [None, 0, 31, 63])
+def test_unpack_notices_another_stamp_wherever_it_differs(wire, spoil):
+    case = Case([random(1030, torch.float32, 0)], wire)
+    case.layout.stamp(case.wire).copy_(bits(STAMP).to(wire) * 64)  # of 64 ranks
+    if spoil is not None:
+        case.wire[spoil] = float(case.wire[spoil] == 0)
+    case.unpack()
+    assert case.flag.item() == (spoil is not None)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -165,19 +187,18 @@ def test_pack_looks_for_what_is_not_finite_before_the_cast():
     large = torch.full((20,), 1e6)  # above the largest fp16
     case = Case([large], torch.float16)
     case.pack(1.0)
-    assert case.wire[:20].isinf().all()
+    assert case.places()[0].isinf().all()
     assert case.flag.item() == 0
     case.pack(1 / 64)  # scaled before the cast: fits
-    assert torch.equal(case.wire[:20], (large / 64).half())
+    assert torch.equal(case.places()[0], (large / 64).half())
 
 
 def test_sixty_four_ranks_of_large_halves_do_not_overflow():
     largest = torch.full((40,), 65504.0, dtype=torch.float16)
     case = Case([largest], torch.float16)
     case.pack(1 / 64)
-    own, received = case.wire[:40].contiguous(), case.wire[:40].repeat(2, 1)[:, :40]
-    pieces = torch.zeros(63, 48, dtype=torch.float16)
-    pieces[:, :40] = received[0]
+    own, pieces = case.places()[0].clone(), torch.zeros(63, 48, dtype=torch.float16)
+    pieces[:, :40] = own
     for begin in range(0, 63, 7):
         reduce(own, pieces[begin : begin + 7])
     torch.testing.assert_close(own, largest, rtol=1e-3, atol=0.0)
@@ -202,46 +223,42 @@ def test_reduce_adds_in_fp32_from_left_to_right_and_rounds_once(dtype, ranks):
         pieces = poisoned(ranks * (-(-count // 16) * 16 or 16), dtype).view(ranks, -1)
         for number in range(ranks):
             pieces[number, :count] = random(count, dtype, 100 + number)
-        want = own.float()
+        want, in_order = own.clone(), own.float()
         for number in range(ranks):
-            want = want + pieces[number, :count].float()
+            in_order = in_order + pieces[number, :count].float()
+        reduce_into(want, list(pieces[:, :count]))
         reduce(own, pieces)
-        assert torch.equal(own, want.to(dtype))
+        assert torch.equal(own, in_order.to(dtype))
+        assert torch.equal(own, want)
 
 
+@pytest.mark.parametrize("rounding", [True, False], ids=["what was sent", "its own values sent"])
 @pytest.mark.parametrize(("dtype", "wire"), [pair for pair in PAIRS if pair[1].itemsize <= pair[0].itemsize], ids=str)
-def test_mix_moves_by_the_difference_of_what_travelled(dtype, wire):
+def test_mix_is_its_definition_bit_by_bit(dtype, wire, rounding):
     case = Case(tensors(dtype), wire)
-    before = [tensor.clone() for tensor in case.tensors]
+    want = [tensor.clone() for tensor in case.tensors]
     received, sent = (random(case.wire.numel(), wire, seed) for seed in (50, 51))
-    case.mix(received, sent, 0.5)
-    for i, tensor in enumerate(case.tensors):
-        went = case.on_wire(received, i).float() - case.on_wire(sent, i).float()
-        assert torch.equal(tensor, (before[i].float() + 0.5 * went).to(dtype))
-
-
-def test_mix_of_a_wire_that_loses_nothing_needs_only_what_was_received():
-    case = Case(tensors(torch.float32), torch.float32)
-    before = [tensor.clone() for tensor in case.tensors]
-    received = random(case.wire.numel(), torch.float32, 50)
-    case.mix(received, received, 0.5)
-    for i, tensor in enumerate(case.tensors):
-        assert torch.equal(tensor, before[i] + 0.5 * (case.on_wire(received, i) - before[i]))
+    mix(want, case.places(received), case.places(sent) if rounding else None, 0.3)
+    case.mix(received, sent if rounding else received, 0.3)
+    assert all(map(torch.equal, case.tensors, want))
 
 
 @pytest.mark.parametrize("kernel", ["pack", "unpack"])
 def test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run(kernel):
     case = Case(tensors(torch.float32), torch.float32)
     case.pack(0.5, sums=True)
-    want = torch.cat([tensor.double() * 0.5 for tensor in case.tensors]).norm().float()
+    want = torch.zeros(len(LENGTHS))
+    pack(case.tensors, case.places(), 0.5, sums=want)
     if kernel == "unpack":
-        case.unpack(1.0, sums=True)
+        case.unpack(sums=True)
+        unpack(case.places(), case.tensors, sums=want)
     first = case.sums.clone()
     norm = torch.zeros(1)
     with watched([case.sums, norm]):
         norm_kernel[(1,)](case.sums, case.sums.numel(), norm, TILE=16)
-    torch.testing.assert_close(norm[0], want, rtol=1e-6, atol=0.0)
-    case.unpack(1.0, sums=True) if kernel == "unpack" else case.pack(0.5, sums=True)
+    torch.testing.assert_close(norm[0], norm_of(want), rtol=1e-6, atol=0.0)
+    assert torch.equal(norm[0], norm_of(case.sums))
+    case.unpack(sums=True) if kernel == "unpack" else case.pack(0.5, sums=True)
     assert torch.equal(case.sums, first)
 
 
@@ -253,13 +270,8 @@ def notices(case, scale=1 / 6):
         if isinstance(error.__cause__, BadAccess) or "BadAccess" in repr(error):
             return True
         raise
-    zeros = [torch.zeros(24) if tensor is None else tensor for tensor in case.tensors]
-    wrong = any(
-        not same(case.on_wire(case.wire, i), (tensor.float() * scale).to(case.wire.dtype))
-        for i, tensor in enumerate(zeros)
-    )
-    wrong |= not case.beside().isnan().all()
-    return wrong or bool(case.flag) is not any(not tensor.isfinite().all() for tensor in zeros)
+    wrong = not same(case.wire, case.packed(scale))
+    return wrong or bool(case.flag) is all(t is None or bool(t.isfinite().all()) for t in case.tensors)
 
 
 @pytest.mark.parametrize("bug", BUGS)

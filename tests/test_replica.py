@@ -19,7 +19,7 @@ import commrt
 from commrt.algorithms import ring
 from commrt.engine import KEPT
 from commrt.errors import DisagreementError, TransportClosed, TransportError, UsageError
-from commrt.stamp import STAMP_NUMEL
+from commrt.kernels.layout import layout_of
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import local_worlds, run_ranks
 
@@ -94,10 +94,10 @@ def test_the_busiest_rank_sends_what_the_proof_says():
         backward(model, world.rank)
         return replica.last.nbytes_sent
 
-    elements = sum(param.numel() for param in net().parameters()) + 4 + STAMP_NUMEL  # and a flag per tensor
+    elements = layout_of([param.numel() for param in net().parameters()]).numel
     sent = run_ranks(4, body)
     assert sum(sent) == 2 * 3 * elements * 4
-    assert max(sent) <= 2 * 3 / 4 * elements * 4 + 4 * 8 * 4  # chunks are even to within a granule
+    assert max(sent) <= 2 * 3 / 4 * elements * 4 + 4 * 16 * 4  # chunks are even to within a granule
 
 
 def test_step_refuses_gradients_that_no_sync_held_back():
@@ -661,10 +661,73 @@ def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_
         commrt.attach(model, sgd(model), world=world)
         model[2].weight.data = torch.randn(5, 8)
         model[2].bias.data = torch.randn(5)
-        with pytest.raises(UsageError, match=r"the gradient of 2\.bias has shape \[5\], but \[3\] when"):
+        with pytest.raises(UsageError, match=r"the gradient of 2\.bias is float32\[5\], but was float32\[3\] when"):
             backward(model, world.rank)
 
     run_ranks(2, body)
+
+
+def transposed(model):
+    model[0].weight.grad = torch.randn(model[0].weight.shape[::-1]).t()
+
+
+def expanded(model):
+    model[0].weight.grad = torch.ones(1).expand(model[0].weight.shape)
+
+
+def in_one_place(model):
+    memory = torch.randn(model[0].weight.numel() + 1)
+    model[0].weight.grad = memory[:-1].view(model[0].weight.shape)
+    model[0].bias.grad = memory[-1 - model[0].bias.numel() : -1]
+
+
+def inferred(model):
+    with torch.inference_mode():
+        model[0].bias.grad = torch.ones(model[0].bias.shape)
+
+
+def wider(model):
+    model[0].bias.grad = None
+    model[0].bias.grad_dtype = torch.float64
+    model[0].bias.grad = torch.ones(model[0].bias.shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (transposed, r"0\.weight lies in memory with strides \(1, 8\), and autograd makes it with \(6, 1\)"),
+        (expanded, r"0\.weight lies in memory with strides \(0, 0\)"),
+        (in_one_place, r"0\.(weight|bias) and 0\.(weight|bias) share memory"),
+        (inferred, r"0\.bias was made under torch\.inference_mode"),
+        (wider, r"0\.bias is float64\[8\], but was float32\[8\]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(spoil, what):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        spoil(model)
+        before = gradients(model)
+        with pytest.raises(UsageError, match=what):
+            replica.average()
+        assert all(map(torch.equal, gradients(model), before))
+
+    run_ranks(2, body)
+
+
+def test_strides_of_axes_with_one_element_do_not_matter():
+    def body(world):
+        model = seeded(lambda: nn.Conv2d(1, 4, 3))
+        replica = commrt.attach(model, world=world)
+        model.weight.grad = torch.full((4, 9), float(world.rank)).as_strided((4, 1, 3, 3), (9, 1, 3, 1))
+        model.bias.grad = torch.ones(4)
+        replica.average()
+        return model.weight.grad.unique().tolist()
+
+    assert run_ranks(2, body) == [[0.5], [0.5]]
 
 
 def test_a_buffer_that_changed_its_dtype_is_refused():

@@ -6,16 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.device.tiles import lanes, on_wire, pointer, tile_of
+from commrt.kernels.device.tiles import lanes, on_wire, pointer, tile_of, whole_of
 
 
 @triton.jit
 def mix_kernel(
     addresses,
+    tensors,
+    numbers,
     counts,
     places,
-    tile_tensors,
-    tile_numbers,
     received,
     sent,
     weight,
@@ -26,13 +26,13 @@ def mix_kernel(
     SENT: tl.constexpr,
 ):
     """A tile of ``own += weight[0] * (received - sent)``; without `SENT` this rank sent its own values, uncast."""
-    tensor, first, count = tile_of(counts, tile_tensors, tile_numbers, TILE)
+    tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     own = pointer(tl.load(addresses + tensor), first, DTYPE, ALIGN)
-    theirs = on_wire(received, places, tensor, first)
-    ours = on_wire(sent, places, tensor, first)
+    theirs = on_wire(received, places)
+    ours = on_wire(sent, places)
     factor = tl.load(weight)
     element = lanes(TILE, VECTOR)
-    whole = (count // 8) * 8
+    whole = whole_of(count)
     _mix(own, theirs, ours, factor, element, element < whole, SENT)
     if whole < count:
         left = whole + tl.arange(0, 8)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.device.tiles import lanes
+from commrt.kernels.device.tiles import GRAIN, lanes, whole_of
 
 
 @triton.jit
@@ -14,20 +14,20 @@ def _sum(own, received, stride, offset, mask, COUNT: tl.constexpr):
     """``own + received[0] + ...`` at `offset`, from left to right in fp32."""
     total = tl.load(own + offset, mask=mask, other=0.0).to(tl.float32)
     for number in tl.static_range(COUNT):
-        total += tl.load(received + number * (stride * 16) + offset, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(received + number * (stride * GRAIN) + offset, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
 def reduce_kernel(own, received, out, stride, count, COUNT: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """A tile of ``out = cast(own + received[0] + ...)``; received buffers lie ``16 * stride`` elements apart."""
+    """A tile of ``out = cast(own + received[0] + ...)``; received buffers lie `stride` granules apart."""
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(count - first, TILE).to(tl.int32)
     own += first
     received += first
     out += first
     element = lanes(TILE, VECTOR)
-    whole = (count // 8) * 8
+    whole = whole_of(count)
     inside = element < whole
     total = _sum(own, received, stride, element, inside, COUNT)
     tl.store(out + element, total.to(out.dtype.element_ty), mask=inside)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from commrt.kernels.layout import GRANULE, STAMP_NUMEL
+
+GRAIN = tl.constexpr(GRANULE)
+STAMP = tl.constexpr(STAMP_NUMEL)
+
 
 @triton.jit
-def tile_of(counts, tile_tensors, tile_numbers, TILE: tl.constexpr):
-    """Which tensor, which element of it first, and how many."""
+def tile_of(tensors, numbers, counts, TILE: tl.constexpr):
+    """Whose tile this program's is, which element of that tensor it begins with, and how many it has."""
     tile = tl.program_id(0)
-    tensor = tl.load(tile_tensors + tile)
-    first = tl.load(tile_numbers + tile).to(tl.int64) * TILE
-    count = tl.minimum(tl.load(counts + tensor) - first, TILE).to(tl.int32)
-    return tensor, first, count
+    return tl.load(tensors + tile), tl.load(numbers + tile).to(tl.int64) * TILE, tl.load(counts + tile)
 
 
 @triton.jit
@@ -29,15 +31,21 @@ def pointer(address, first, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def on_wire(wire, places, tensor, first):
-    """A pointer to element `first` of a tensor's place on the wire."""
-    return tl.multiple_of(wire + (tl.load(places + tensor) * 16 + first), 16)
+def on_wire(wire, places):
+    """A pointer to the place of this program's tile on the wire."""
+    return tl.multiple_of(wire + tl.load(places + tl.program_id(0)).to(tl.int64) * GRAIN, GRAIN)
 
 
 @triton.jit
 def lanes(TILE: tl.constexpr, VECTOR: tl.constexpr):
     """The elements of a tile, of which a thread takes `VECTOR` at once."""
     return tl.max_contiguous(tl.arange(0, TILE), VECTOR)
+
+
+@triton.jit
+def whole_of(count):
+    """`count` without the tail: a multiple of 8, which the compiler can tell."""
+    return (count // 8) * 8
 
 
 @triton.jit
@@ -67,3 +75,28 @@ def store_sums(sums, threads, WARPS: tl.constexpr):
     spread = tl.reshape(tl.broadcast_to(by_warp, [WARPS, 32]), [WARPS * 32])
     thread = tl.arange(0, WARPS * 32)
     tl.store(sums + tl.program_id(0) * WARPS + thread // 32, spread, mask=thread % 32 == 0)
+
+
+@triton.jit
+def is_set(word, bit):
+    """Which of the numbered bits of `word` are set."""
+    return ((word >> bit) & 1) != 0
+
+
+@triton.jit
+def store_header(wire, stamp, tensor, first, address):
+    """This tensor's flag, by its first tile; and the bits of `stamp`, by the first tile of all."""
+    if first == 0:
+        tl.store(wire + STAMP + tensor, tl.where(address != 0, 1.0, 0.0).to(wire.dtype.element_ty))
+    if tl.program_id(0) == 0:
+        bit = tl.arange(0, STAMP)
+        tl.store(wire + bit, tl.where(is_set(stamp, bit), 1.0, 0.0).to(wire.dtype.element_ty))
+
+
+@triton.jit
+def dispute(disputed, wire, stamp):
+    """Set `disputed` if what is not 0 in the wire's stamp is not what is set in `stamp`; by the first tile of all."""
+    if tl.program_id(0) == 0:
+        bit = tl.arange(0, STAMP)
+        there = tl.load(wire + bit).to(tl.float32) != 0.0
+        tl.store(disputed + bit * 0, 1, mask=there != is_set(stamp, bit))

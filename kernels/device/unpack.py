@@ -6,17 +6,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.device.tiles import lanes, on_wire, pointer, square_sums, store_sums, tile_of
+from commrt.kernels.device.tiles import dispute, lanes, on_wire, pointer, square_sums, store_sums, tile_of, whole_of
 
 
 @triton.jit
 def unpack_kernel(
     addresses,
+    tensors,
+    numbers,
     counts,
     places,
-    tile_tensors,
-    tile_numbers,
     wire,
+    stamp,
+    disputed,
     scale,
     sums,
     DTYPE: tl.constexpr,
@@ -24,20 +26,22 @@ def unpack_kernel(
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
+    SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """A tile of a tensor from its place on `wire`, times ``scale[0]``, cast or added; none where the address is 0."""
-    tensor, first, count = tile_of(counts, tile_tensors, tile_numbers, TILE)
+    tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     count = tl.where(address != 0, count, 0)
     target = pointer(address, first, DTYPE, ALIGN)
-    source = on_wire(wire, places, tensor, first)
-    factor = tl.load(scale)
+    source = on_wire(wire, places)
     element = lanes(TILE, VECTOR)
-    whole = (count // 8) * 8
+    whole = whole_of(count)
     inside = element < whole
-    values = tl.load(source + element, mask=inside, other=0.0).to(tl.float32) * factor
+    values = tl.load(source + element, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        values *= tl.load(scale)
     if ACCUMULATE:
         values += tl.load(target + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + element, values.to(DTYPE), mask=inside)
@@ -46,7 +50,9 @@ def unpack_kernel(
     if whole < count:
         left = whole + tl.arange(0, 8)
         there = left < count
-        tail = tl.load(source + left, mask=there, other=0.0).to(tl.float32) * factor
+        tail = tl.load(source + left, mask=there, other=0.0).to(tl.float32)
+        if SCALED:
+            tail *= tl.load(scale)
         if ACCUMULATE:
             tail += tl.load(target + left, mask=there, other=0.0).to(tl.float32)
         tl.store(target + left, tail.to(DTYPE), mask=there)
@@ -54,3 +60,4 @@ def unpack_kernel(
             total += tl.where(tl.arange(0, WARPS * 32) == 0, tl.sum(tail * tail), 0.0)
     if SUMS:
         store_sums(sums, total, WARPS)
+    dispute(disputed, wire, stamp)

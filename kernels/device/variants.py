@@ -21,30 +21,15 @@ from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.reduce import reduce_kernel
+from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.tables import WIDEST_NBYTES
 
-__all__ = ["DTYPES", "Sizes", "Variant", "compiled", "mix", "norm", "pack", "reduce", "sizes_for", "unpack"]
+__all__ = ["Variant", "compiled", "mix", "norm", "pack", "reduce", "unpack"]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What tensors and wires may consist of."""
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TABLE = {
-    "addresses": "*i64",
-    "counts": "*i64",
-    "places": "*i64",
-    "tile_tensors": "*i32",
-    "tile_numbers": "*i32",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How a kernel is cut."""
-
-    tile: int
-    """Elements of a program."""
-    warps: int
+TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +43,19 @@ class Variant:
     warps: int
 
 
-def sizes_for(arch: int, inputs: int = 1, align: int = WIDEST_NBYTES) -> Sizes:
-    """Sizes for compute capability `arch` (90 is 9.0), `inputs` values per element and tensors aligned to `align`.
-
-    From register counts and bytes in flight of compiled kernels; no GPU has been asked yet.
-    """
-    del arch  # all compiled ones agree so far
-    return Sizes(tile=4096 if inputs <= 3 and align >= 8 else 2048, warps=4)
-
-
-def pack(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sums: bool = False) -> Variant:
+def pack(
+    dtype: torch.dtype,
+    wire: torch.dtype,
+    align: int,
+    sizes: Sizes,
+    *,
+    nonfinite: bool = False,
+    sums: bool = False,
+) -> Variant:
     """Tensors of `dtype` to a wire of dtype `wire`."""
-    types = {**TABLE, "wire": POINTERS[wire], "scale": "*fp32", "nonfinite": "*i32", "sums": "*fp32"}
-    constants = {**_table(dtype, align, vector(wire), sizes), "WARPS": sizes.warps, "SUMS": sums}
-    return _variant(pack_kernel, types, constants, sizes)
+    types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "scale": "*fp32", "nonfinite": "*i32", "sums": "*fp32"}
+    constants = _table(dtype, align, vector(wire), sizes)
+    return _variant(pack_kernel, types, constants | {"WARPS": sizes.warps, "NONFINITE": nonfinite, "SUMS": sums})
 
 
 def unpack(
@@ -80,38 +64,35 @@ def unpack(
     align: int,
     sizes: Sizes,
     *,
+    scaled: bool = False,
     accumulate: bool = False,
     sums: bool = False,
 ) -> Variant:
     """A wire of dtype `wire` to tensors of `dtype`."""
-    types = {**TABLE, "wire": POINTERS[wire], "scale": "*fp32", "sums": "*fp32"}
+    types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "disputed": "*i32", "scale": "*fp32", "sums": "*fp32"}
     constants = _table(dtype, align, vector(dtype, align), sizes)
-    constants |= {"WARPS": sizes.warps, "ACCUMULATE": accumulate, "SUMS": sums}
-    return _variant(unpack_kernel, types, constants, sizes)
+    constants |= {"WARPS": sizes.warps, "SCALED": scaled, "ACCUMULATE": accumulate, "SUMS": sums}
+    return _variant(unpack_kernel, types, constants)
 
 
 def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sent: bool) -> Variant:
     """Tensors of `dtype` towards a received wire of dtype `wire`."""
-    types = {**TABLE, "received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
-    return _variant(mix_kernel, types, {**_table(dtype, align, vector(dtype, align), sizes), "SENT": sent}, sizes)
+    types = TABLES | {"received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
+    constants = _table(dtype, align, vector(dtype, align), sizes)
+    return _variant(mix_kernel, types, constants | {"SENT": sent}, sizes.warps)
 
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     """`count` received buffers of `dtype` and the own one."""
-    types = {
-        "own": POINTERS[dtype],
-        "received": POINTERS[dtype],
-        "out": POINTERS[dtype],
-        "stride": "i64",
-        "count": "i64",
-    }
-    return _variant(reduce_kernel, types, {"COUNT": count, "VECTOR": vector(dtype), "TILE": sizes.tile}, sizes)
+    kind = POINTERS[dtype]
+    types = {"own": kind, "received": kind, "out": kind, "stride": "i64", "count": "i64"}
+    constants = {"COUNT": count, "VECTOR": vector(dtype), "TILE": sizes.tile}
+    return _variant(reduce_kernel, types, constants, sizes.warps)
 
 
 def norm(tile: int = 4096) -> Variant:
     """Partial sums to one norm."""
-    types = {"sums": "*fp32", "count": "i32", "out": "*fp32"}
-    return _variant(norm_kernel, types, {"TILE": tile}, Sizes(tile, 8))
+    return _variant(norm_kernel, {"sums": "*fp32", "count": "i32", "out": "*fp32"}, {"TILE": tile}, 8)
 
 
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
@@ -123,8 +104,8 @@ def _table(dtype: torch.dtype, align: int, vector: int, sizes: Sizes) -> dict[st
     return {"DTYPE": DTYPES[dtype], "ALIGN": align, "VECTOR": vector, "TILE": sizes.tile}
 
 
-def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], sizes: Sizes) -> Variant:
-    return Variant(kernel, tuple(types.items()), tuple(constants.items()), sizes.warps)
+def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int | None = None) -> Variant:
+    return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps or constants["WARPS"])
 
 
 @cache

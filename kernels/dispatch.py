@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that decides who does the work: Triton for floats on a GPU, plain torch for all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from commrt.kernels.layout import Layout
+from commrt.kernels.mix import mix_into
+from commrt.kernels.packing import Packing, TorchPacking
+from commrt.kernels.reduce import reduce_into
+
+__all__ = ["GPU_DTYPES", "adding", "mixing", "packing"]
+
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the Triton kernels are made for."""
+
+Combination = Callable[[], None]
+"""Work on fixed memory, as often as it is called."""
+
+
+def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
+    """Who moves tensors of the dtype, shapes and strides of `like` to and from `wire`; compiles what it needs.
+
+    Raises `ValueError` for a dtype that is not offered on the wire's device.
+    """
+    if not is_on_gpu(wire):
+        return TorchPacking(wire, layout, like)
+    from commrt.kernels.device.packing import TritonPacking  # noqa: PLC0415  # Triton is there only with a GPU
+
+    return TritonPacking(wire, layout, like[0].dtype)
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """True if the Triton kernels can reach `tensor`."""
+    return tensor.is_cuda
+
+
+def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
+    """``out += received[0] + received[1] + ...``; `received` lie evenly spaced in one buffer, one after the other."""
+    if is_on_gpu(out) and out.dtype in GPU_DTYPES:
+        from commrt.kernels.device.combine import add_launch  # noqa: PLC0415
+
+        return add_launch(out, received)
+    return lambda: reduce_into(out, received)
+
+
+def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
+    """``out += weight * (received - out)``."""
+    if is_on_gpu(out) and out.dtype in GPU_DTYPES:
+        from commrt.kernels.device.combine import mix_launch  # noqa: PLC0415
+
+        return mix_launch(out, received, weight)
+    return lambda: mix_into(out, received, weight)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both backends do the same to a wire and its tensors, bit by bit; and whole training steps with either."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreter import interpreted_gpu
+from torch import nn
+
+import commrt
+from commrt.kernels import dispatch
+from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
+from commrt.kernels.packing import TorchPacking
+from commrt.kernels.tables import EMPTY, Tables, alignment
+from commrt.testing.ranks import run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COUNTS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 129, 4095, 4096, 4097]), min_size=1, max_size=5)
+WORDS = st.integers(0, (1 << 64) - 1)
+BACKENDS = {"torch": nullcontext, "triton": interpreted_gpu}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with BACKENDS[request.param]():
+        yield
+
+
+def values(counts, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, generator=generator).to(dtype) for count in counts]
+
+
+def wired(tensors, dtype):
+    """A wire of zeros and who packs it."""
+    layout = layout_of([tensor.numel() for tensor in tensors])
+    wire = torch.zeros(layout.numel, dtype=dtype)
+    return layout, wire, dispatch.packing(wire, layout, tensors)
+
+
+@settings(max_examples=25, deadline=None)
+@given(COUNTS, st.sampled_from(DTYPES), st.sampled_from(DTYPES), WORDS, st.data())
+def test_backends_make_the_same_wire_and_the_same_tensors(counts, dtype, wire_dtype, word, data):
+    there = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
+    results = []
+    for context in BACKENDS.values():
+        with context():
+            tensors = values(counts, dtype)
+            _, wire, packing = wired(tensors, wire_dtype)
+            present = [tensor if is_there else None for tensor, is_there in zip(tensors, there, strict=True)]
+            packing.pack(present, 1 / 3, word)
+            assert packing.present() == there
+            packed = wire.clone()
+            packing.unpack(tensors, word)
+            assert not packing.disputed
+            results.append((packed, *tensors))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_stamp_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
+    tensors = values([5], torch.float32)
+    _, wire, packing = wired(tensors, torch.float16)
+    packing.pack(tensors, 1.0, 0b1011)
+    wire *= 64
+    packing.unpack(tensors, 0b1011)
+    assert not packing.disputed
+    packing.unpack(tensors, 0b1010)
+    assert packing.disputed
+
+
+def test_torch_writes_nothing_where_the_stamp_is_disputed():
+    tensors = values([5], torch.float32)
+    _, _, packing = wired(tensors, torch.float16)
+    packing.pack(values([5], torch.float32, seed=1), 1.0, 1)
+    packing.unpack(tensors, 2)
+    assert torch.equal(tensors[0], values([5], torch.float32)[0])
+
+
+def test_tensors_count_one_more_version_after_unpack(backend):
+    tensors = values([5, 0, 20], torch.float32)
+    _, _, packing = wired(tensors, torch.float32)
+    packing.pack(tensors, 1.0, 1)
+    before = [tensor._version for tensor in tensors]
+    packing.unpack([tensors[0], None, tensors[2]], 1)
+    assert [tensor._version for tensor in tensors] == [before[0] + 1, before[1], before[2] + 1]
+
+
+def test_tensors_that_are_dense_in_another_order_keep_it(backend):
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    layout, wire, packing = wired([image], torch.float32)
+    packing.pack([image], 1.0, 1)
+    assert torch.equal(layout.tensor(wire, 0), image.permute(0, 2, 3, 1).flatten())
+    back = torch.zeros_like(image)
+    packing.unpack([back], 1)
+    assert torch.equal(back, image)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 3, 9])
+def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend, dtype, ranks):
+    own = values([100], dtype)[0]
+    scratch = torch.randn(ranks, 112).to(dtype)
+    received = [row[:100] for row in scratch]
+    want = own.float()
+    for part in received:
+        want = want + part.float()
+    dispatch.adding(own, received)()
+    assert torch.equal(own, want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_arrives_is_mixed_in_fp32(backend, dtype):
+    own, received = values([9000, 9000], dtype)
+    want = (own.float() + 0.25 * (received.float() - own.float())).to(dtype)
+    dispatch.mixing(own, received, 0.25)()
+    assert torch.equal(own, want)
+
+
+def test_integers_are_added_by_torch_wherever_they_are(backend):
+    own = torch.arange(5)
+    dispatch.adding(own, [torch.arange(5)])()
+    assert own.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_a_dtype_that_is_not_offered_on_gpus_is_refused_before_anything_is_made():
+    with interpreted_gpu(), pytest.raises(ValueError, match=r"torch\.float64 tensors .* only .*float32"):
+        wired(values([5], torch.float64), torch.float64)
+
+
+def test_received_buffers_that_lie_unevenly_are_refused():
+    scratch = torch.zeros(64)
+    with interpreted_gpu(), pytest.raises(ValueError, match=r"lie evenly, a multiple of 64 bytes apart"):
+        dispatch.adding(torch.zeros(16), [scratch[0:16], scratch[16:32], scratch[40:56]])
+
+
+def small_model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 3))
+
+
+def parameters_after_three_steps(world, model, wire):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=wire, bucket_cap_mb=0.0005)
+    for step in range(3):
+        optimizer.zero_grad()
+        (batch,) = values([24], torch.float32, seed=10 * step + world.rank)
+        model(batch.view(4, 6)).square().sum().backward()
+        optimizer.step()
+    assert replica.replicas_equal()
+    return torch.cat([param.detach().flatten() for param in model.parameters()]), len(replica.buckets)
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+def test_training_with_the_kernels_is_training_with_their_definitions_bit_by_bit(wire):
+    def trained():
+        models = [small_model(), small_model()]
+        return run_ranks(2, lambda world: parameters_after_three_steps(world, models[world.rank], wire))
+
+    with interpreted_gpu() as launches:
+        (first, buckets), (second, _) = trained()
+    want, _ = trained()[0]
+    assert torch.equal(first, want)
+    assert torch.equal(second, want)
+    assert buckets > 1
+    for kernel in ("pack_kernel", "unpack_kernel", "reduce_kernel"):
+        assert launches.names.count(kernel) == 2 * 3 * buckets  # ranks, steps; a ring of two adds once
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=9))
+def test_a_layout_leaves_no_two_things_in_one_place(counts):
+    layout = layout_of(counts)
+    taken = torch.zeros(layout.numel, dtype=torch.int32)
+    for piece in (layout.stamp(taken), layout.flags(taken), *(layout.tensor(taken, i) for i in range(len(counts)))):
+        piece.add_(1)
+    assert taken.max() == 1
+    assert all(place % GRANULE == 0 for place in layout.places)
+    assert layout.numel < 64 + 16 + 16 * len(counts) + len(counts) + sum(counts) + 1
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.sampled_from([4, 16]))
+def test_tiles_cover_each_element_once(counts, tile):
+    layout = layout_of(counts)
+    tables = Tables(layout, tile * GRANULE, torch.device("cpu"))
+    seen = torch.zeros(layout.numel, dtype=torch.int32)
+    for owner, number, count, place in zip(*(column.tolist() for column in tables.columns[1:]), strict=True):
+        assert place * GRANULE == layout.places[owner] + number * tile * GRANULE
+        seen[place * GRANULE :][:count] += 1
+    tensors = Layout(layout.counts, layout.places, layout.numel)
+    expected = torch.zeros_like(seen)
+    for i in range(len(counts)):
+        tensors.tensor(expected, i).fill_(1)
+    assert torch.equal(seen, expected)
+
+
+def test_addresses_are_sent_only_when_one_has_changed():
+    tables = Tables(layout_of([5, 0, 7]), 4096, torch.device("cpu"))
+    first, second = values([5, 0, 7], torch.float32), values([5, 0, 7], torch.float32)
+    for tensors in (first, first, second, second, first):
+        tables.point_at(tensors)
+    assert tables.uploads == 3
+    assert tables.addresses.tolist() == [first[0].data_ptr(), EMPTY, first[2].data_ptr()]
+    tables.point_at([first[0], None, None])
+    assert tables.addresses.tolist() == [first[0].data_ptr(), 0, 0]
+    assert alignment([0, 0]) == 16
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=8))
+def test_overlap_finds_what_a_look_at_all_pairs_finds(pieces):
+    def share(one, other):
+        return max(one[0], other[0]) < min(sum(one), sum(other))
+
+    pairs = [(i, j) for i in range(len(pieces)) for j in range(i) if share(pieces[i], pieces[j])]
+    found = overlap([address for address, _ in pieces], [nbytes for _, nbytes in pieces])
+    assert (found is None) == (not pairs)
+    assert found is None or tuple(sorted(found, reverse=True)) in pairs
+
+
+def test_the_torch_backend_serves_what_is_on_the_cpu():
+    layout, wire = layout_of([3]), torch.zeros(layout_of([3]).numel)
+    assert isinstance(dispatch.packing(wire, layout, values([3], torch.float32)), TorchPacking)
