@@ -36,9 +36,10 @@ class TritonPacking:
         self._flags = layout.flags(wire)
         self._scale = torch.zeros(1, device=wire.device)
         self._known_scale = 0.0
-        self._disputed = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
+        mark = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
+        self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
         self._columns = tuple(column.data_ptr() for column in self.tables.columns)
-        self._wire, self._factor, self._mark = wire.data_ptr(), self._scale.data_ptr(), self._disputed.data_ptr()
+        self._wire, self._factor = wire.data_ptr(), self._scale.data_ptr()
         aligns = [align for align in ALIGNMENTS if align >= dtype.itemsize]
         self._pack = {align: _launch(variants.pack, dtype, wire, align) for align in aligns}
         self._unpack = {align: _launch(variants.unpack, dtype, wire, align) for align in aligns}
@@ -46,7 +47,7 @@ class TritonPacking:
     @property
     def disputed(self) -> bool:
         """Read from pinned memory: shows when an `unpack` that found a dispute has run, and costs no waiting."""
-        return bool(self._disputed)
+        return bool(self._seen[0])
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
         """One launch."""
