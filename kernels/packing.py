@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import Layout
+from commrt.kernels.mix import mix
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
 
@@ -41,13 +42,17 @@ class Packing(Protocol):
         """Places into tensors, unless what is not 0 in the wire's stamp differs from `stamp`."""
         ...
 
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+        """``tensor += weight * (received - sent)``, both wires of this layout and dtype; None: as they are."""
+        ...
+
 
 class TorchPacking:
     """`Packing` in plain torch: one call per tensor, on any device."""
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
-        places = (layout.tensor(wire, i) for i in range(len(like)))
-        self._views = [place.as_strided(t.shape, t.stride()) for place, t in zip(places, like, strict=True)]
+        self._layout, self._like = layout, like
+        self._views = self._views_of(wire)
         self._flags, self._stamp = layout.flags(wire), layout.stamp(wire)
         self.disputed = False
 
@@ -69,6 +74,14 @@ class TorchPacking:
         self.disputed = not torch.equal((self._stamp != 0).cpu(), bits(stamp))
         if not self.disputed:
             unpack(self._views, tensors)
+
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+        """In fp32, or fp64 for fp64, rounded once."""
+        mix(tensors, self._views_of(received), None if sent is None else self._views_of(sent), weight)
+
+    def _views_of(self, wire: Tensor) -> list[Tensor]:
+        places = (self._layout.tensor(wire, i) for i in range(len(self._like)))
+        return [place.as_strided(t.shape, t.stride()) for place, t in zip(places, self._like, strict=True)]
 
 
 def bits(word: int) -> Tensor:

@@ -20,6 +20,7 @@ from commrt.stamp import Claim
 from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from contenders import OURS, mix, pack
 from gradient_sets import resnet50
 
 CLAIM = Claim(0, 1, 0, 0, 0)
@@ -95,6 +96,18 @@ def many_tensors(count: int) -> dict[str, Any]:
     return {"tensors": count, "seconds": made_s, "first_step_seconds": perf_counter() - begin_s - made_s}
 
 
+def contenders(fake: Driver) -> dict[str, list[str]]:
+    """What each of our contenders in the benchmarks launches."""
+    launched = {}
+    for name, task in (("pack", pack([(7,), (5000,)], torch.bfloat16)), ("mix", mix([(7,)], torch.bfloat16))):
+        for who, run in task.contenders.items():
+            if who.startswith(OURS):
+                fake.calls.clear()
+                run(0)
+                launched[f"{name}: {who}"] = [call.kernel for call in fake.calls]
+    return launched
+
+
 def training(fake: Driver) -> dict[str, Any]:
     """Three whole steps of two ranks: kernels of the last one."""
 
@@ -123,6 +136,7 @@ def main() -> None:
             "resnet50": steps_of_resnet50(fake),
             "many": many_tensors(100_000),
             "training": training(fake),
+            "contenders": contenders(fake),
         }
     sys.stdout.write(json.dumps(report))
 

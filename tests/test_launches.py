@@ -78,3 +78,11 @@ def test_a_hundred_thousand_tensors_are_attached_in_seconds(report):
 
 def test_kernels_are_compiled_once_for_all_buckets_of_a_kind(report):
     assert report["resnet50"]["loads"] == 6  # three alignments, two ways
+
+
+def test_the_benchmarks_launch_one_kernel_per_task(report):
+    assert report["contenders"] == {
+        "pack: commrt": ["pack_kernel"],
+        "pack: commrt, finite and norm": ["pack_kernel"],
+        "mix: commrt": ["mix_kernel"],
+    }

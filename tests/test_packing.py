@@ -100,6 +100,21 @@ def test_tensors_that_are_dense_in_another_order_keep_it(backend):
     assert torch.equal(back, image)
 
 
+@settings(max_examples=10, deadline=None)
+@given(COUNTS, st.sampled_from([(torch.float32, torch.bfloat16), (torch.float32,) * 2, (torch.float16,) * 2]))
+def test_backends_mix_tensors_alike_with_what_was_received(counts, dtypes):
+    for with_sent in (True, False):
+        results = []
+        for context in BACKENDS.values():
+            with context():
+                tensors = values(counts, dtypes[0])
+                layout, _, packing = wired(tensors, dtypes[1])
+                received, sent = values([layout.numel] * 2, dtypes[1], seed=5)
+                packing.mix(tensors, received, sent if with_sent else None, 0.3)
+                results.append(tensors)
+        assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 3, 9])
 def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend, dtype, ranks):

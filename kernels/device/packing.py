@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -35,14 +36,16 @@ class TritonPacking:
         self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
         self._flags = layout.flags(wire)
         self._scale = torch.zeros(1, device=wire.device)
-        self._known_scale = 0.0
+        self._weight = torch.zeros(1, device=wire.device)
+        self._known_scale = self._known_weight = 0.0
         mark = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
         self._columns = tuple(column.data_ptr() for column in self.tables.columns)
         self._wire, self._factor = wire.data_ptr(), self._scale.data_ptr()
+        self._dtype = dtype
         aligns = [align for align in ALIGNMENTS if align >= dtype.itemsize]
-        self._pack = {align: _launch(variants.pack, dtype, wire, align) for align in aligns}
-        self._unpack = {align: _launch(variants.unpack, dtype, wire, align) for align in aligns}
+        self._pack = {align: self._launch(variants.pack, align) for align in aligns}
+        self._unpack = {align: self._launch(variants.unpack, align) for align in aligns}
 
     @property
     def disputed(self) -> bool:
@@ -69,7 +72,24 @@ class TritonPacking:
         launch(self.tables.tiles, *self._columns, self._wire, stamp, self._mark, 0, 0)
         increment_version([tensor for tensor in tensors if tensor is not None])
 
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+        """One launch; kernels for this are compiled at the first call."""
+        self.tables.point_at(tensors)
+        if weight != self._known_weight:
+            self._weight.fill_(weight)
+            self._known_weight = weight
+        launch = self._mix[self.tables.align, sent is not None]
+        wires = received.data_ptr(), 0 if sent is None else sent.data_ptr()
+        launch(self.tables.tiles, *self._columns, *wires, self._weight.data_ptr())
+        increment_version([tensor for tensor in tensors if tensor is not None])
 
-def _launch(make: Callable[..., Variant], dtype: torch.dtype, wire: Tensor, align: int) -> Launch:
-    sizes = sizes_for(arch_of(wire.device), align=align)
-    return launch_of(make(dtype, wire.dtype, align, sizes), wire.device)
+    def _launch(self, make: Callable[..., Variant], align: int, inputs: int = 1) -> Launch:
+        sizes = sizes_for(arch_of(self._flags.device), inputs, align)
+        return launch_of(make(self._dtype, self._flags.dtype, align, sizes), self._flags.device)
+
+    @cached_property
+    def _mix(self) -> dict[tuple[int, bool], Launch]:
+        make = {sent: partial(variants.mix, sent=sent) for sent in (False, True)}
+        return {
+            (align, sent): self._launch(make[sent], align, inputs=2 + sent) for align in self._pack for sent in make
+        }

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of the kernels, and the checks made for a GPU, run everywhere: without a GPU on plain torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.mark.parametrize("name", ["test_on_gpu.py", "test_kernels.py"])
+def test_a_benchmark_of_the_kernels_runs(name):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(BENCH / name),
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "--benchmark-disable",
+    ]
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env, cwd=BENCH.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
