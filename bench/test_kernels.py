@@ -8,35 +8,19 @@ plain torch take the kernels' place, on small sets: those figures say nothing ab
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from platform import processor
 
 import pytest
-import torch
-from contenders import OURS, TASKS, flat_copies
+from ceiling import ROUNDS, calls_of, copy_bytes_per_s, machine
+from contenders import OURS, TASKS
 from interleaved import Clock, Times, record, spread, table
-from stopwatch import HAS_GPU, MODES, stopwatch
+from stopwatch import MODES, stopwatch
 
-ROUNDS = 30 if HAS_GPU else 3
-CEILING_NBYTES = (64 << 20, 1 << 28, 1 << 30) if HAS_GPU else (1 << 20,)
 CLOCK = Clock()
 
 
 def clock() -> float:
     """What pytest-benchmark reads: the time that was measured in the interleaved rounds."""
     return CLOCK.now_s
-
-
-@cache
-def ceiling_bytes_per_s() -> float:
-    """Reads and writes of the fastest way to copy a large row, in this process."""
-    mode = next(iter(MODES))
-    best = 0.0
-    for nbytes in CEILING_NBYTES:
-        watches = [stopwatch(mode, run, 2, calls_of(nbytes)) for run in flat_copies(nbytes).values()]
-        seconds = min(spread([watch() for _ in range(ROUNDS)])[1] for watch in watches)
-        best = max(best, 2 * nbytes / seconds)
-    return best
 
 
 @pytest.fixture(scope="module", params=[(task, mode) for task in TASKS for mode in MODES], ids=", ".join)
@@ -60,11 +44,6 @@ def measured(request: pytest.FixtureRequest) -> Iterator[tuple[int, Times]]:
         print(f"\n{name}: {mode}\n{table(times, dict.fromkeys(times, fastest_peer(times)))}")
 
 
-def calls_of(nbytes: int) -> int:
-    """Calls in one measurement: a few milliseconds on a GPU."""
-    return 2 if not HAS_GPU else 20 if nbytes < 1 << 30 else 4
-
-
 def fastest_peer(times: Times) -> str:
     """Who else is fastest, by the median."""
     return min((who for who in times if not who.startswith(OURS)), key=lambda who: spread(times[who])[1])
@@ -79,14 +58,13 @@ def test_move_gradients(benchmark, measured: tuple[int, Times], request: pytest.
     bytes_per_s = nbytes / row["median_s"]
     benchmark.extra_info.update(
         row,
+        **machine(),
         task=task,
         mode=mode,
         nbytes=nbytes,
         gb_per_s=bytes_per_s / 1e9,
-        copy_gb_per_s=ceiling_bytes_per_s() / 1e9,
-        fraction_of_copy=bytes_per_s / ceiling_bytes_per_s(),
+        copy_gb_per_s=copy_bytes_per_s() / 1e9,
+        fraction_of_copy=bytes_per_s / copy_bytes_per_s(),
         medians_s={who: spread(seconds)[1] for who, seconds in times.items()},
-        device=torch.cuda.get_device_name() if HAS_GPU else f"no GPU, {processor()}",
-        torch=torch.__version__,
     )
     benchmark.pedantic(CLOCK.replay(times[OURS]), rounds=ROUNDS)

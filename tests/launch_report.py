@@ -16,12 +16,14 @@ from torch import nn
 
 import commrt
 from commrt.buckets import MIB, Bucket, build_buckets
+from commrt.kernels.device.sizes import SIZES
 from commrt.stamp import Claim
 from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from contenders import OURS, mix, pack
 from gradient_sets import resnet50
+from tune_kernels import Workload, trials
 
 CLAIM = Claim(0, 1, 0, 0, 0)
 
@@ -108,6 +110,16 @@ def contenders(fake: Driver) -> dict[str, list[str]]:
     return launched
 
 
+def tuned(fake: Driver) -> list[str]:
+    """What the tuner launches, for one size of tiles and all variants."""
+    fake.calls.clear()
+    for wire in (torch.float32, torch.bfloat16):
+        for _, sizes, variant in trials(wire, more=True):
+            if sizes == SIZES[90]:
+                Workload([(7,), (5000,)], wire).launches(variant, sizes)(0)
+    return [call.kernel for call in fake.calls]
+
+
 def training(fake: Driver) -> dict[str, Any]:
     """Three whole steps of two ranks: kernels of the last one."""
 
@@ -137,6 +149,7 @@ def main() -> None:
             "many": many_tensors(100_000),
             "training": training(fake),
             "contenders": contenders(fake),
+            "tuned": tuned(fake),
         }
     sys.stdout.write(json.dumps(report))
 

@@ -15,7 +15,7 @@ BUGS = {
     "place of another tile": ("tiles", "tl.load(places + tl.program_id(0))", "tl.load(places)"),
     "tile forgotten in the source": ("tiles", "start = address + first *", "start = address + 0 * first *"),
     "overlapping tiles": ("tiles", "tl.load(numbers + tile).to(tl.int64) * TILE", "tl.load(numbers + tile).to(tl.int64) * (TILE - 16)"),
-    "scale forgotten": ("pack", ".to(tl.float32) * factor\n    tl.store", ".to(tl.float32)\n    tl.store"),
+    "scale forgotten": ("pack", "scaled = values.to(tl.float32) * factor", "scaled = values.to(tl.float32)"),
     "scale forgotten in the tail": ("pack", ".to(tl.float32) * factor\n        tl.store", ".to(tl.float32)\n        tl.store"),
     "cast before the scale": ("pack", "scaled.to(wire.dtype.element_ty)", "((scaled / factor).to(wire.dtype.element_ty).to(tl.float32) * factor).to(wire.dtype.element_ty)"),
     "a hint that is not kept": ("tiles", "tl.multiple_of(start.to(tl.pointer_type(DTYPE)), ALIGN)", "tl.multiple_of(start.to(tl.pointer_type(DTYPE)), 16)"),

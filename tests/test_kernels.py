@@ -95,7 +95,7 @@ class Case:
 
     def pack(self, scale, *, nonfinite=True, sums=False):
         factor = torch.tensor([scale])
-        more = {"WARPS": WARPS, "NONFINITE": nonfinite, "SUMS": sums}
+        more = {"WARPS": WARPS, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": ""}
         with watched(self.everything(factor), rewritable=self.flag) as memory:
             pack_kernel[(self.tables.tiles,)](
                 *self.tables.columns, self.wire, STAMP, factor, self.flag, self.sums, **self.kinds, **more
@@ -104,7 +104,7 @@ class Case:
 
     def unpack(self, scale=None, *, accumulate=False, sums=False):
         factor = torch.tensor([scale or 1.0])
-        more = {"WARPS": WARPS, "SCALED": scale is not None, "ACCUMULATE": accumulate, "SUMS": sums}
+        more = {"WARPS": WARPS, "SCALED": scale is not None, "ACCUMULATE": accumulate, "SUMS": sums, "EVICT": ""}
         with watched(self.everything(factor), rewritable=self.flag) as memory:
             unpack_kernel[(self.tables.tiles,)](
                 *self.tables.columns, self.wire, STAMP, self.flag, factor, self.sums, **self.kinds, **more

@@ -86,3 +86,8 @@ def test_the_benchmarks_launch_one_kernel_per_task(report):
         "pack: commrt, finite and norm": ["pack_kernel"],
         "mix: commrt": ["mix_kernel"],
     }
+
+
+def test_the_tuner_launches_every_variant_it_tries(report):
+    tried = ["pack_kernel", "unpack_kernel", *["pack_kernel"] * 4, *["unpack_kernel"] * 4]
+    assert report["tuned"] == tried * 2

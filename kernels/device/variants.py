@@ -51,11 +51,13 @@ def pack(
     *,
     nonfinite: bool = False,
     sums: bool = False,
+    evict: str = "",
 ) -> Variant:
-    """Tensors of `dtype` to a wire of dtype `wire`."""
+    """Tensors of `dtype` to a wire of dtype `wire`; with `evict` "evict_first", gradients leave the cache first."""
     types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "scale": "*fp32", "nonfinite": "*i32", "sums": "*fp32"}
     constants = _table(dtype, align, vector(wire), sizes)
-    return _variant(pack_kernel, types, constants | {"WARPS": sizes.warps, "NONFINITE": nonfinite, "SUMS": sums})
+    constants |= {"WARPS": sizes.warps, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": evict}
+    return _variant(pack_kernel, types, constants)
 
 
 def unpack(
@@ -67,11 +69,12 @@ def unpack(
     scaled: bool = False,
     accumulate: bool = False,
     sums: bool = False,
+    evict: str = "",
 ) -> Variant:
-    """A wire of dtype `wire` to tensors of `dtype`."""
+    """A wire of dtype `wire` to tensors of `dtype`; with `evict` "evict_first", the wire leaves the cache first."""
     types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "disputed": "*i32", "scale": "*fp32", "sums": "*fp32"}
     constants = _table(dtype, align, vector(dtype, align), sizes)
-    constants |= {"WARPS": sizes.warps, "SCALED": scaled, "ACCUMULATE": accumulate, "SUMS": sums}
+    constants |= {"WARPS": sizes.warps, "SCALED": scaled, "ACCUMULATE": accumulate, "SUMS": sums, "EVICT": evict}
     return _variant(unpack_kernel, types, constants)
 
 
