@@ -13,10 +13,13 @@ from interpreter import interpreted_gpu
 from torch import nn
 
 import commrt
+from commrt.buckets import Bucket
+from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
 from commrt.kernels.packing import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
+from commrt.stamp import Claim
 from commrt.testing.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +154,15 @@ def test_received_buffers_that_lie_unevenly_are_refused():
     scratch = torch.zeros(64)
     with interpreted_gpu(), pytest.raises(ValueError, match=r"lie evenly, a multiple of 64 bytes apart"):
         dispatch.adding(torch.zeros(16), [scratch[0:16], scratch[16:32], scratch[40:56]])
+
+
+def test_a_gradient_on_another_device_than_its_bucket_is_refused():
+    param = nn.Parameter(torch.zeros(3))
+    param.grad = torch.zeros(3)
+    layout = layout_of([3])
+    bucket = Bucket(0, [("w", param)], layout, torch.zeros(layout.numel, device="meta"), model=1)
+    with pytest.raises(UsageError, match=r"the gradient of w is on cpu, and its bucket on meta"):
+        bucket.take(Claim(0, 1, 0, 0, 0), lambda name: True)
 
 
 def small_model():
