@@ -8,10 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 
 import pytest
+import triton
 
-SCRIPT = Path(__file__).parent / "launch_report.py"
+HERE = Path(__file__).parent
+SCRIPT = HERE / "launch_report.py"
+HEADERS = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +95,24 @@ def test_the_benchmarks_launch_one_kernel_per_task(report):
 def test_the_tuner_launches_every_variant_it_tries(report):
     tried = ["pack_kernel", "unpack_kernel", *["pack_kernel"] * 4, *["unpack_kernel"] * 4]
     assert report["tuned"] == tried * 2
+
+
+@pytest.mark.skipif(which("gcc") is None, reason="Triton's launcher needs a C compiler")
+def test_what_is_launched_arrives_at_the_driver_through_tritons_own_launcher(tmp_path):
+    library = tmp_path / "libcuda.so.1"
+    compiler = ["gcc", "-shared", "-fPIC", f"-I{HEADERS}", str(HERE / "stub_cuda.c"), "-o", str(library)]
+    subprocess.run(compiler, check=True)
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": str(HERE),
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "TRITON_LIBCUDA_PATH": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),  # launchers linked with this library must not be kept
+    }
+    command = [sys.executable, str(HERE / "c_launch_report.py")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert list(report) == ["pack", "unpack", "add"]
+    assert [launch["arrived"] for launch in report.values()] == [launch["expected"] for launch in report.values()]
