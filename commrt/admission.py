@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import isfinite
@@ -15,8 +16,18 @@ from torch.optim import Optimizer
 
 from commrt.buckets import Named, is_expanded
 from commrt.errors import UsageError
+from commrt.state import Stateful
 
-__all__ = ["WIRES", "check_model", "check_optimizers", "check_wire", "describe_buffers", "describe_optimizers"]
+__all__ = [
+    "WIRES",
+    "check_model",
+    "check_optimizers",
+    "check_stateful",
+    "check_wire",
+    "describe",
+    "describe_buffers",
+    "describe_optimizers",
+]
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = (torch.float64, *WIRES)
@@ -62,6 +73,16 @@ def check_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -
             )
 
 
+def check_stateful(owners: Sequence[object]) -> None:
+    """Raise `UsageError` for what has no state to hand over."""
+    for owner in owners:
+        if not isinstance(owner, Stateful):
+            raise UsageError(
+                f"join() was given a {type(owner).__name__}, which has no state_dict() and load_state_dict(): pass "
+                "learning rate schedulers, a GradScaler and the like"
+            )
+
+
 def describe_buffers(model: nn.Module) -> str:
     """Names, dtypes and shapes of all buffers, as ranks compare them."""
     return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
@@ -73,6 +94,11 @@ def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]
     return "; ".join(chain.from_iterable(_settings(optimizer, names) for optimizer in optimizers))
 
 
+def describe(thing: object) -> str:
+    """What `thing` calls itself, without the address where this process keeps it."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(thing))
+
+
 def _listed(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(map(str, dtypes))
 
@@ -80,7 +106,9 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
 def _settings(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
     for group in optimizer.param_groups:
         members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
-        values = (f"{key}={_plain(value)}" for key, value in group.items() if key not in ("params", "param_names"))
+        values = (
+            f"{key}={describe(_plain(value))}" for key, value in group.items() if key not in ("params", "param_names")
+        )
         yield f"{type(optimizer).__name__}({', '.join(values)}) of {' '.join(members)}, * has state"
 
 

@@ -19,7 +19,7 @@ from commrt.gate import Gate
 from commrt.ready import LaunchOrder
 from commrt.report import Span, StepReport
 from commrt.roster import Roster
-from commrt.stamp import Claim
+from commrt.stamp import WIDTHS, Claim
 from commrt.state import flatten, restore
 
 __all__ = ["BY_HAND", "LATE", "Averaging", "Cut"]
@@ -54,6 +54,7 @@ class Averaging:
         self._order = LaunchOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
         self._number: int | None = None  # of the backward pass whose gradients are on their way
+        self._settings = 0  # of the optimizers, as ranks compare them
         self._in_flight: list[Answer[Span]] = []
 
     def is_new(self, what: str) -> bool:
@@ -78,6 +79,7 @@ class Averaging:
         self._order.arm()
         if not self._alone:
             self._gate.close()
+            self._settings = self._gate.settings(self.step % (1 << WIDTHS.step))
         if self.joining:
             self._engine.submit_roll_call(True, self.step)
 
@@ -89,7 +91,7 @@ class Averaging:
         late = int(self._number == LATE)
         for bucket in (self._engine.buckets[i] for i in indices):
             if not self._alone:
-                claim = Claim(late, bucket.model, self._gate.steps, self.step, bucket.index)
+                claim = Claim(late, bucket.model, self._gate.steps, self.step, bucket.index, self._settings)
                 bucket.take(claim, self._order.is_ready)
             self._in_flight.append(self._engine.submit(bucket, self.step))
 

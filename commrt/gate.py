@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.errors import UsageError
+from commrt.settings import digest
 
 __all__ = ["Gate"]
 
@@ -54,6 +55,10 @@ class Gate:
         """Stand before and after each step of the optimizers."""
         before = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
         return before + [optimizer.register_step_post_hook(self._after) for optimizer in self._optimizers]
+
+    def settings(self, salt: int) -> int:
+        """A digest of the numbers with which the optimizers step; see `commrt.settings`."""
+        return digest(self._optimizers, salt)
 
     def hold_back(self) -> None:
         """A backward pass has added to gradients without averaging them."""

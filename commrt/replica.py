@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from commrt.admission import check_model, check_optimizers, check_wire, describe_buffers, describe_optimizers
+from commrt.admission import (
+    check_model,
+    check_optimizers,
+    check_stateful,
+    check_wire,
+    describe,
+    describe_buffers,
+    describe_optimizers,
+)
 from commrt.algorithms.torus import Torus2D
 from commrt.anchor import drop, hold
 from commrt.autograd import at_end_of_backward, current_pass, on_gradient
@@ -23,10 +30,10 @@ from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
-from commrt.handover import overwrite, overwrite_model, overwrite_optimizers
+from commrt.handover import overwrite, overwrite_model, overwrite_states
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
-from commrt.state import fingerprint
+from commrt.state import Stateful, fingerprint
 from commrt.world import World, current
 
 __all__ = ["Replica", "attach"]
@@ -91,7 +98,7 @@ def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool, optimizers
     engine.world.agree(
         "attach",
         model=str(engine.world.attached),
-        algorithm=re.sub(r" at 0x[0-9a-f]+", "", repr(engine.algorithm)),  # a plain class says where it lies
+        algorithm=describe(engine.algorithm),
         schedule=engine.schedule(0).digest(),
         buckets="; ".join(bucket.description() for bucket in engine.buckets),
         broadcast_buffers=str(broadcast_buffers),
@@ -216,28 +223,33 @@ class Replica:
             self._is_synchronous = before
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *also: Stateful) -> Iterator[None]:
         """Let ranks run out of data at different times; collective, around the whole loop.
 
         A rank that leaves the context early stays until all have; steps average over those that still have
-        data, and divide by their number. At the end all ranks get parameters, buffers and the optimizers' state of
-        one that worked to the end. Costs one small all-reduce per step. Raises `UsageError` inside another
-        ``join()``, for the gradients of another model of the world, and for an algorithm that cannot do without a rank.
+        data, and divide by their number. At the end all ranks get parameters, buffers, the optimizers' state and that
+        of `also` of one that worked to the end. Learning rate schedulers and a `GradScaler` belong there: they have
+        counted as many steps as their rank had data for, and ranks would go on differently.
+
+        Costs one small all-reduce per step. Raises `UsageError` inside another ``join()``, for the gradients of another
+        model of the world, and for an algorithm that cannot do without a rank.
         """
         if self._engine.world in _joined:
             raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
         self._engine.require_any_members()
+        check_stateful(also)
+        self._engine.world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
         self._averaging.joining = True
         _joined[self._engine.world] = self
         try:
             yield
-            self._outlast()
+            self._outlast(also)
         finally:
             self._averaging.joining = False
             del _joined[self._engine.world]
             self._engine.members = tuple(range(self._engine.world.size))
 
-    def _outlast(self) -> None:
+    def _outlast(self, also: Sequence[Stateful]) -> None:
         """Answer roll calls until nobody has data, then take the state of the last who had."""
         last = self._engine.members
         while True:
@@ -249,8 +261,7 @@ class Replica:
         first = last[0]
         self._engine.members = (first, *(rank for rank in range(self._engine.world.size) if rank != first))
         self.overwrite_with_first()
-        if self._optimizers:
-            overwrite_optimizers(self._engine, self._optimizers, self.step)
+        overwrite_states(self._engine, [*self._optimizers, *also], self.step)
         self._gate.steps = 0
 
     def overwrite_with_first(self) -> None:

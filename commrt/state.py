@@ -6,12 +6,31 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
+from pickle import PicklingError, UnpicklingError
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-__all__ = ["batches", "dump", "fingerprint", "flatten", "load", "restore"]
+from commrt.errors import UsageError
+
+__all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore"]
+
+PLAIN = (bool, int, float, complex, str, Tensor, type(None))
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An optimizer, a scheduler, a `GradScaler`: what can give its state and take another's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that matters of it."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Become as the one that gave `state_dict`."""
+        ...
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -29,18 +48,67 @@ def restore(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def dump(optimizers: Sequence[Optimizer]) -> Tensor:
-    """Settings and state of all `optimizers` as one row of bytes; costs a copy of the state."""
+def dump(owners: Sequence[Stateful]) -> Tensor:
+    """The state of all `owners` as one row of bytes, an empty one if it cannot be written; costs a copy of the state.
+
+    An optimizer's settings that are no plain values, such as functions, are left out.
+    """
     file = io.BytesIO()
-    torch.save([optimizer.state_dict() for optimizer in optimizers], file)
+    try:
+        torch.save([_plain(_without_objects(owner.state_dict())) for owner in owners], file)
+    except (PicklingError, AttributeError, TypeError):  # what pickle says of functions and locks
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def load(flat: Tensor, optimizers: Sequence[Optimizer]) -> None:
-    """Give `optimizers` what `dump` took from others like them."""
-    states = torch.load(io.BytesIO(flat.numpy().data), weights_only=True)
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(state)
+def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
+    """Give `owners` what `dump` took from others like them; raises `UsageError` if that is more than plain values."""
+    try:
+        states = torch.load(io.BytesIO(flat.numpy().data), map_location="cpu", weights_only=True)
+    except (UnpicklingError, EOFError) as error:
+        kinds = ", ".join(type(owner).__name__ for owner in owners)
+        raise UsageError(
+            f"the state of {kinds} cannot be sent to other ranks: state_dict() must hold numbers, strings, tensors and "
+            "lists, tuples or dicts of these only"
+        ) from error
+    for owner, state in zip(owners, states, strict=True):
+        owner.load_state_dict(_with_objects(state, owner))
+
+
+def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer without settings that only their own process understands."""
+    if "param_groups" not in state:
+        return state
+    groups = [{key: value for key, value in group.items() if _is_plain(value)} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _with_objects(state: dict[str, Any], owner: Stateful) -> dict[str, Any]:
+    """`state` with what `_without_objects` left out, as `owner` has it."""
+    if "param_groups" not in state:
+        return state
+    pairs = zip(owner.state_dict()["param_groups"], state["param_groups"], strict=True)
+    groups = [{**{key: value for key, value in own.items() if not _is_plain(value)}, **sent} for own, sent in pairs]
+    return {**state, "param_groups": groups}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (*PLAIN, np.generic))
+
+
+def _plain(value: Any) -> Any:
+    """`value` with numbers of numpy, which no rank would load, as Python's; containers of other types as they are."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(map(_plain, value))
+    return value
 
 
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:

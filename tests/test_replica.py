@@ -9,6 +9,7 @@ import pickle
 import weakref
 from threading import Lock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -640,6 +641,165 @@ def test_training_goes_on_equally_after_join():
         return replica.replicas_equal(), replica.step
 
     assert run_ranks(3, body) == [(True, 10)] * 3
+
+
+def backward_often(model, rank):
+    """8 bits are equal by chance once in 256 steps."""
+    for step in range(4):
+        backward(model, rank, step)
+
+
+def raise_rate(optimizer, world):
+    optimizer.param_groups[0]["lr"] *= 1 + world.rank
+
+
+def raise_rate_in_a_tensor(optimizer, world):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1 + world.rank)
+
+
+def move_betas(optimizer, world):
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 - 0.01 * world.rank)
+
+
+def turn(optimizer, world):
+    optimizer.param_groups[0]["maximize"] = world.rank == 1
+
+
+@pytest.mark.parametrize("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
+def test_settings_that_come_to_differ_are_noticed_before_the_next_step(change):
+    def body(world):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        change(optimizer, world)
+        with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
+            backward_often(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_settings_that_are_equal_in_value_are_equal_in_any_form():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = commrt.attach(model, optimizer, world=world)
+        group = optimizer.param_groups[0]
+        for step in range(3):
+            group["lr"] = (1, np.float32(1), torch.tensor(1.0))[(world.rank + step) % 3]
+            group["note"] = f"of rank {world.rank}"
+            optimizer.param_groups[0] = group = dict(sorted(group.items(), reverse=world.rank == 1))
+            backward(model, world.rank, step)
+        return replica.step
+
+    assert run_ranks(3, body) == [3, 3, 3]
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def train(steps):
+            for step in range(steps):
+                optimizer.zero_grad()
+                x, y = data(world.rank, step)
+                scaler.scale(cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+
+        with replica.join(scheduler, scaler):
+            train((2, 5, 3)[world.rank])
+        train(2)
+        return replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()
+
+    assert run_ranks(3, body) == [(True, 7, 32.0)] * 3
+
+
+def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scheduler = halving(optimizer)
+        with replica.join():
+            for step in range((2, 4)[world.rank]):
+                backward(model, world.rank, step)
+                optimizer.step()
+                scheduler.step()
+        scheduler.step()
+        with pytest.raises(DisagreementError, match=r"pass them to replica\.join\(\) where ranks may run out of data"):
+            backward_often(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with pytest.raises(UsageError, match=r"join\(\) was given a float, which has no state_dict\(\)"):
+            replica.join(0.1).__enter__()
+        given = [torch.amp.GradScaler("cpu")] if world.rank == 1 else []
+        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about also: 'GradScaler' against"):
+            replica.join(*given).__enter__()
+        with replica.join():
+            backward(model, world.rank)
+        return replica.step
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+class Keeping:
+    """Has a state that `given` makes."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def state_dict(self):
+        return {"kept": self.given()}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
+def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(given):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with pytest.raises(UsageError, match="the state of Keeping cannot be sent to other ranks"):  # noqa: SIM117
+            with replica.join(Keeping(given)):
+                backward(model, world.rank)
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_settings_of_any_kind_outlive_join():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.AdamW([{"params": model.parameters(), "shape": lambda step: step, "lr": 0.1}])
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((4, 2)[world.rank]):
+                optimizer.param_groups[0]["lr"] = np.float64(0.1) / (1 + step)
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                optimizer.step()
+        group = optimizer.param_groups[0]
+        return replica.replicas_equal(), group["lr"], type(group["lr"]), group["shape"](7)
+
+    assert run_ranks(2, body) == [(True, 0.025, float, 7)] * 2
 
 
 def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
