@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,10 @@ __all__ = ["Gate"]
 UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
     "outside no_sync()"
+)
+BY_CLOSURE = (
+    "optimizer.step() with a closure that made gradients which were never averaged: call loss.backward() in it, or "
+    "replica.average() after it has filled param.grad"
 )
 MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
@@ -73,23 +78,45 @@ class Gate:
         self._held_back = self._closed = False
         self._unused_by = {id(optimizer) for optimizer in self._optimizers}
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._refuse_strangers(optimizer)
         if self._closed:
             raise UsageError(MIDWAY)
         if all(param.grad is None for param in self._params):  # zeroed since: what is known is about older ones
             self._held_back = False
             self._unused_by.clear()
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._guarded(optimizer, args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._guarded(optimizer, kwargs["closure"])}
+        self._require_averaged()
+        if id(optimizer) not in self._unused_by:
+            self._take_part()
+        return None
+
+    def _guarded(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, which makes the gradients, and then what else is done before the step."""
+
+        @wraps(closure)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            value = closure(*args, **kwargs)
+            self._require_averaged()
+            if id(optimizer) not in self._unused_by:
+                if any(param.grad is not None for param in self._params):
+                    raise UsageError(BY_CLOSURE)
+                self._take_part()
+            return value
+
+        return guarded
+
+    def _require_averaged(self) -> None:
         if self._held_back:
             raise UsageError(UNAVERAGED)
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        if id(optimizer) not in self._unused_by and not has_closure:
-            self._take_part()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._unused_by.discard(id(optimizer))
         self.steps += 1
-        if self._held_back:  # by the closure
+        if self._held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:

@@ -925,8 +925,92 @@ def test_a_closure_that_only_accumulates_is_noticed():
             with replica.no_sync():
                 backward(model, world.rank)
 
-        with pytest.raises(UsageError, match=r"never averaged: .* parameters have changed already"):
+        with pytest.raises(UsageError, match=r"never averaged: the last backward pass of an accumulation must be"):
             optimizer.step(closure)
+        return all(map(torch.equal, model.parameters(), net().parameters()))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_no_closure_may_be_said_as_none():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for how in (optimizer.step, lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, world.rank)
+            how()
+        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
+
+    assert run_ranks(3, body) == [(True, [1.0])] * 3
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
+def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_before_the_step(by_name):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        before = [param.clone() for param in model.parameters()]
+
+        def closure():
+            for param, grad in zip(model.parameters(), local_gradients(model, world.rank), strict=True):
+                param.grad = grad
+
+        with pytest.raises(UsageError, match=r"a closure that made gradients which were never averaged: call loss"):
+            optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert all(map(torch.equal, model.parameters(), before))
+        optimizer.step(lambda: (closure(), replica.average()))
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_closure_may_hold_the_last_pass_of_an_accumulation():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank, 0)
+        optimizer.step(lambda: backward(model, world.rank, 1))
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 1)] * 2
+
+
+def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        assert optimizer.step(lambda: 7) == 7
+        optimizer.zero_grad()
+        optimizer.step(lambda: None)  # all ranks leave this batch out
+        return replica.replicas_equal(), [param.grad for param in model.parameters()]
+
+    assert run_ranks(2, body) == [(True, [None] * 4)] * 2
+
+
+def test_a_closure_that_is_not_called_does_not_hide_gradients_that_were_held_back():
+    class Deaf(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad)
+
+    def body(world):
+        model = net()
+        optimizer = Deaf(model.parameters(), lr=0.1)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        with pytest.raises(UsageError, match="parameters have changed already: load a checkpoint"):
+            optimizer.step(lambda: None)
 
     run_ranks(2, body)
 
