@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "describe_buffers",
     "describe_optimizers",
+    "have_state",
 ]
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,14 @@ def check_stateful(owners: Sequence[object]) -> None:
 def describe_buffers(model: nn.Module) -> str:
     """Names, dtypes and shapes of all buffers, as ranks compare them."""
     return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
+
+
+def have_state(optimizers: Sequence[Optimizer]) -> bool:
+    """True if one of `optimizers` has stepped; the same on all ranks that agree about `describe_optimizers`."""
+    pairs = (
+        (param, optimizer) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+    )
+    return any(param in optimizer.state for param, optimizer in pairs)
 
 
 def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:

@@ -21,6 +21,7 @@ from commrt.admission import (
     describe,
     describe_buffers,
     describe_optimizers,
+    have_state,
 )
 from commrt.algorithms.torus import Torus2D
 from commrt.anchor import drop, hold
@@ -56,7 +57,8 @@ def attach(
     Parameters and buffers are overwritten with rank 0's. During each backward pass buckets leave on the
     world's lane as their gradients become ready; ``backward()`` returns when all are averaged, in place in
     ``param.grad``; until then they must be left alone. With `optimizer` (one, or all that step this model), ``step``
-    refuses gradients that were never averaged, and settings are compared between ranks.
+    refuses gradients that were never averaged, settings are compared between ranks, now and in each step, and
+    state that is there already is overwritten with rank 0's.
 
     `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
     to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
@@ -80,6 +82,8 @@ def attach(
     replica = Replica(model, optimizers, engine, cut, broadcast_buffers=broadcast_buffers)
     try:
         replica.overwrite_with_first()
+        if have_state(optimizers):
+            overwrite_states(engine, optimizers, 0)
     except BaseException:
         replica.detach()
         raise

@@ -624,6 +624,21 @@ def test_optimizers_that_differ_are_named_on_every_rank(what):
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(kind):
+    def body(world):
+        model = net()
+        optimizer = kind(model.parameters(), 0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        optimizer.step(lambda: backward(model, world.rank) or torch.ones(()))
+        optimizer.zero_grad()
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(3):
+            optimizer.step(lambda s=step: backward(model, world.rank, s) or torch.ones(()))
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
 def test_training_goes_on_equally_after_join():
     def body(world):
         model = net()
