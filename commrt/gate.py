@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -45,7 +46,7 @@ class Gate:
         refuse: Callable[[Tensor], None],
     ) -> None:
         self._optimizers = optimizers
-        self._params = params
+        self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self._averaged_here = {id(param) for param in params}
         self._take_part = take_part
         self._refuse = refuse
@@ -82,7 +83,7 @@ class Gate:
         self._refuse_strangers(optimizer)
         if self._closed:
             raise UsageError(MIDWAY)
-        if all(param.grad is None for param in self._params):  # zeroed since: what is known is about older ones
+        if self._are_zeroed():  # since: what is known is about older ones
             self._held_back = False
             self._unused_by.clear()
         if len(args) > 1 and args[1] is not None:
@@ -102,12 +103,16 @@ class Gate:
             value = closure(*args, **kwargs)
             self._require_averaged()
             if id(optimizer) not in self._unused_by:
-                if any(param.grad is not None for param in self._params):
+                if not self._are_zeroed():
                     raise UsageError(BY_CLOSURE)
                 self._take_part()
             return value
 
         return guarded
+
+    def _are_zeroed(self) -> bool:
+        """True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
+        return not any(_is_filled(param.grad) for param in self._params)
 
     def _require_averaged(self) -> None:
         if self._held_back:
@@ -124,3 +129,8 @@ class Gate:
             for param in group["params"]:
                 if param.grad is not None and id(param) not in self._averaged_here:
                     self._refuse(param)
+
+
+def _is_filled(grad: Tensor | None) -> bool:
+    """False for None and for zeros; on a GPU that would have to be waited for, so there zeros count as a gradient."""
+    return grad is not None and (grad.is_cuda or grad.layout != torch.strided or bool(grad.any()))

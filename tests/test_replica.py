@@ -1044,6 +1044,40 @@ def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
     assert run_ranks(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zeros"])
+def test_averages_that_were_zeroed_unused_do_not_count_as_this_steps(to_none):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        for _ in range(2):
+            backward(model, world.rank)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        backward(model, world.rank)
+        optimizer.zero_grad(set_to_none=to_none)  # all ranks leave this step out
+        before = model[0].weight.clone()
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step() if world.rank == 1 else backward(model, world.rank)
+        return torch.equal(model[0].weight, before)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_gradients_that_are_zero_everywhere_are_stepped_with():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for factor in (1.0, 0.0, 0.0, 1.0):
+            optimizer.zero_grad(set_to_none=False)
+            (model(data(world.rank)[0]).sum() * factor).backward()
+            optimizer.step()
+        return replica.replicas_equal()
+
+    assert run_ranks(3, body) == [True] * 3
+
+
 def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
     def body(world):
         model = net()
