@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ def attach(
     its promise, `DisagreementError` if ranks differ.
     """
     world = world or current()
+    world.require_all_ranks("attach()")
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     check_wire(wire, bucket_cap_mb)
@@ -182,7 +183,7 @@ class Replica:
         self._averaging.mark(name)
 
     def _begin(self, number: int) -> None:
-        if _joined.get(self._engine.world, self) is not self:
+        if self._engine.world.joined not in (None, self):
             raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
         self._averaging.begin(number)
 
@@ -236,21 +237,22 @@ class Replica:
         counted as many steps as their rank had data for, and ranks would go on differently.
 
         Costs one small all-reduce per step. Raises `UsageError` inside another ``join()``, for the gradients of another
-        model of the world, and for an algorithm that cannot do without a rank.
+        model of the world, and for an algorithm that cannot do without a rank. Only `average` works inside of it; other
+        calls that all ranks must make would meet a roll call, and raise `UsageError`.
         """
-        if self._engine.world in _joined:
+        if self._engine.world.joined is not None:
             raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
         self._engine.require_any_members()
         check_stateful(also)
         self._engine.world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
         self._averaging.joining = True
-        _joined[self._engine.world] = self
+        self._engine.world.joined = self
         try:
             yield
             self._outlast(also)
         finally:
             self._averaging.joining = False
-            del _joined[self._engine.world]
+            self._engine.world.joined = None
             self._engine.members = tuple(range(self._engine.world.size))
 
     def _outlast(self, also: Sequence[Stateful]) -> None:
@@ -264,20 +266,22 @@ class Replica:
             self._averaging.step += 1
         first = last[0]
         self._engine.members = (first, *(rank for rank in range(self._engine.world.size) if rank != first))
-        self.overwrite_with_first()
+        overwrite_model(self._engine, self.model, self.step)
         overwrite_states(self._engine, [*self._optimizers, *also], self.step)
         self._gate.steps = 0
 
     def overwrite_with_first(self) -> None:
-        """Parameters and buffers of rank 0 to all; collective."""
+        """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
+        self._engine.world.require_all_ranks("overwrite_with_first()")
         overwrite_model(self._engine, self.model, self.step)
 
     def sync_buffers(self) -> None:
-        """Overwrite this rank's buffers with rank 0's now; collective."""
+        """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
+        self._engine.world.require_all_ranks("sync_buffers()")
         overwrite(self._engine, list(self.model.buffers()), self.step)
 
     def replicas_equal(self) -> bool:
-        """True if parameters and buffers are bitwise equal on all ranks; collective."""
+        """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
         return self._engine.world.all_equal("replicas", fingerprint(self.model))
 
     def stats(self) -> Stats:
@@ -311,4 +315,3 @@ class Replica:
 
 
 _replicas: WeakSet[Replica] = WeakSet()
-_joined: WeakKeyDictionary[World, Replica] = WeakKeyDictionary()

@@ -830,6 +830,49 @@ def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
     run_ranks(4, body)
 
 
+COLLECTIVES = {
+    "run": lambda world, replica: world.run(ring.all_reduce(2), torch.ones(2)),
+    "agree": lambda world, replica: world.agree("lunch"),
+    "all_equal": lambda world, replica: world.all_equal("lunch", "soup"),
+    "attach": lambda world, replica: commrt.attach(net(), world=world),
+    "replicas_equal": lambda world, replica: replica.replicas_equal(),
+    "sync_buffers": lambda world, replica: replica.sync_buffers(),
+    "overwrite_with_first": lambda world, replica: replica.overwrite_with_first(),
+    "load_state_dict": lambda world, replica: replica.load_state_dict({"step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_would_meet_a_roll_call_is_refused_inside_join(name):
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        replica = commrt.attach(model, sgd(model), world=world)
+        with replica.join():
+            for step in range((3, 1)[world.rank]):
+                backward(model, world.rank, step)
+                with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
+                    COLLECTIVES[name](world, replica)
+        COLLECTIVES[name](world, replica)
+        return replica.step
+
+    assert run_ranks(2, body) == [1 if name == "load_state_dict" else 3] * 2
+
+
+def test_a_rank_without_a_batch_may_average_inside_join():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((4, 2)[world.rank]):
+                optimizer.zero_grad()
+                replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
+                optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 4)] * 2
+
+
 def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours():
     def body(world):
         model = net()
