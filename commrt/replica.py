@@ -194,9 +194,11 @@ class Replica:
     def average(self) -> None:
         """Average the gradients at hand now; collective.
 
-        For a rank that has no batch for this step: in place of its ``backward()``, while the others run theirs.
+        For a rank that has no batch for this step: in place of its ``backward()``, while the others run theirs. In
+        `no_sync`, where theirs only accumulates, it does nothing.
         """
-        self._average(BY_HAND)
+        if self._is_synchronous:
+            self._average(BY_HAND)
 
     def _average(self, number: int) -> None:
         if self._averaging.is_new("average()"):

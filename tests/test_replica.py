@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from threading import Lock
 
 import numpy as np
@@ -207,6 +208,22 @@ def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_cl
         return replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0
 
     assert run_ranks(3, body) == [(True, 4, True)] * 3
+
+
+def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(6):
+            with nullcontext() if step % 2 else replica.no_sync():
+                replica.average() if world.rank == 1 and step in (2, 5) else backward(model, world.rank, step)
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
 
 
 def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank():
