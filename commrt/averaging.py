@@ -55,6 +55,7 @@ class Averaging:
         self._order_is_observed = False
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._settings = 0  # of the optimizers, as ranks compare them
+        self._roll_call: Answer[None] | None = None
         self._in_flight: list[Answer[Span]] = []
 
     def is_new(self, what: str) -> bool:
@@ -80,8 +81,7 @@ class Averaging:
         if not self._alone:
             self._gate.close()
             self._settings = self._gate.settings(self.step % (1 << WIDTHS.step))
-        if self.joining:
-            self._engine.submit_roll_call(True, self.step)
+        self._roll_call = self._engine.submit_roll_call(True, self.step) if self.joining else None
 
     def mark(self, name: str) -> None:
         """The gradient `name` is ready."""
@@ -101,6 +101,8 @@ class Averaging:
         self._submit(self._order.rest())
         buffers = self._unchanged_buffers() if self._broadcast_buffers else []
         flat = self._submit_buffers(buffers)
+        if self._roll_call:
+            self._roll_call.result()  # first: if it failed, the others only know that something did
         spans = tuple(answer.result() for answer in self._in_flight)
         self._settle()
         if buffers:

@@ -847,6 +847,18 @@ def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
     run_ranks(4, body)
 
 
+def test_a_roll_call_that_fails_says_where():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        with pytest.raises(TransportError) as caught, replica.join():
+            backward_often(model, world.rank)
+        return caught.value.place
+
+    places = run_ranks(2, body, wrap=with_faults(fail_at(rank=1, step=1, bucket="roll call")))
+    assert [(at.rank, at.step, at.bucket) for at in places] == [(0, 1, "roll call"), (1, 1, "roll call")]
+
+
 COLLECTIVES = {
     "run": lambda world, replica: world.run(ring.all_reduce(2), torch.ones(2)),
     "agree": lambda world, replica: world.agree("lunch"),
