@@ -8,7 +8,7 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
-from threading import Lock
+from threading import Event, Lock
 
 import numpy as np
 import pytest
@@ -349,6 +349,24 @@ def test_detach_gives_back_a_plain_model_that_can_be_attached_again():
     for rank, (plain, averaged) in enumerate(results):
         assert all(map(torch.equal, plain, local_gradients(net(), rank)))
         assert all(map(torch.equal, averaged, results[0][1]))
+
+
+def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-9)
+        detached = Event()
+        world.lane.submit(lambda: detached.wait(10))
+        model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, world.rank)
+        replica.detach()
+        detached.set()
+        world.run(ring.all_reduce(2), torch.ones(2))  # all that was submitted before has run
+        return gradients(model[2])
+
+    first, second = run_ranks(2, body)
+    assert all(map(torch.equal, first, second))
 
 
 def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere():
