@@ -20,7 +20,7 @@ from commrt.ready import LaunchOrder
 from commrt.report import Span, StepReport
 from commrt.roster import Roster
 from commrt.stamp import WIDTHS, Claim
-from commrt.state import flatten, restore
+from commrt.state import flatten, restore, unread_buffers
 
 __all__ = ["BY_HAND", "LATE", "Averaging", "Cut"]
 
@@ -106,7 +106,7 @@ class Averaging:
         spans = tuple(answer.result() for answer in self._in_flight)
         self._settle()
         if buffers:
-            restore(flat, buffers)
+            restore(flat, buffers, unread_buffers(self._model))
         report = StepReport(self.step, self._engine.members, perf_counter() - begin_s, spans)
         self._number = None
         self.step += 1

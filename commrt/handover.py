@@ -10,23 +10,26 @@ from torch import Tensor, nn
 
 from commrt.buckets import MIB
 from commrt.engine import Engine
-from commrt.state import Stateful, batches, dump, flatten, load, restore
+from commrt.state import Stateful, batches, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["overwrite", "overwrite_model", "overwrite_states"]
+__all__ = ["overwrite_buffers", "overwrite_model", "overwrite_states"]
 
 
 def overwrite_model(engine: Engine, model: nn.Module, step: int) -> None:
     """Parameters and buffers; collective."""
-    for batch in batches([*model.parameters(), *model.buffers()], 25 * MIB):
-        overwrite(engine, batch, step)
+    _overwrite(engine, [*model.parameters(), *model.buffers()], unread_buffers(model), step)
 
 
-def overwrite(engine: Engine, tensors: Sequence[Tensor], step: int) -> None:
-    """Any `tensors` of equal kinds; collective."""
-    if tensors:
-        flat = flatten(tensors)
+def overwrite_buffers(engine: Engine, model: nn.Module, step: int) -> None:
+    """Buffers alone; collective."""
+    _overwrite(engine, list(model.buffers()), unread_buffers(model), step)
+
+
+def _overwrite(engine: Engine, tensors: Sequence[Tensor], unread: frozenset[int], step: int) -> None:
+    for batch in batches(tensors, 25 * MIB):
+        flat = flatten(batch)
         engine.submit_broadcast(flat, step).result()
-        restore(flat, tensors)
+        restore(flat, batch, unread)
 
 
 def overwrite_states(engine: Engine, owners: Sequence[Stateful], step: int) -> None:

@@ -31,7 +31,7 @@ from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
-from commrt.handover import overwrite, overwrite_model, overwrite_states
+from commrt.handover import overwrite_buffers, overwrite_model, overwrite_states
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint
@@ -62,8 +62,9 @@ def attach(
 
     `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
     to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
-    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous
-    step. Collective. The hooks live as long as the model, or until `Replica.detach`.
+    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
+    other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
+    not read them). Collective. The hooks live as long as the model, or until `Replica.detach`.
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """
@@ -280,7 +281,7 @@ class Replica:
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
         self._engine.world.require_all_ranks("sync_buffers()")
-        overwrite(self._engine, list(self.model.buffers()), self.step)
+        overwrite_buffers(self._engine, self.model, self.step)
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""

@@ -12,10 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from commrt.errors import UsageError
 
-__all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore"]
+__all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore", "unread_buffers"]
 
 PLAIN = (bool, int, float, complex, str, Tensor, type(None))
 
@@ -38,14 +39,28 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def restore(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Overwrite `tensors` with the bytes that `flatten` made of others like them.
+def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
+    """Overwrite `tensors` with the bytes that `flatten` made of others like them, where they differ.
 
-    Autograd does not notice: a graph that saved a buffer (BatchNorm saves its running statistics, and does
-    not read them in training) can still run backward.
+    A graph that saved one of them then cannot run backward any more, as after any other write in place: autograd
+    says so. It does not notice that those whose ids are in `unread` are written to.
     """
     for tensor, part in zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True):
-        tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        if id(tensor) in unread:
+            tensor.data.copy_(_like(part, tensor))
+        elif not torch.equal(flatten([tensor]), part):
+            with torch.no_grad():
+                tensor.copy_(_like(part, tensor))
+
+
+def unread_buffers(model: nn.Module) -> frozenset[int]:
+    """The ids of buffers that a graph saves and does not read: what BatchNorm counts while it trains."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
+    return frozenset(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
+
+
+def _like(part: Tensor, tensor: Tensor) -> Tensor:
+    return part.clone().view(tensor.dtype).view(tensor.shape)
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:

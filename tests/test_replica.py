@@ -320,6 +320,62 @@ def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_work
         torch.testing.assert_close(mean, alone[2].running_mean)
 
 
+class Gathering(nn.Module):
+    """Multiplies its weight by all that it has been given so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, more):
+        self.total = self.total + more
+        return (self.weight * self.total).sum()
+
+
+def test_a_graph_that_needs_the_buffers_that_were_overwritten_ends_in_an_error():
+    def body(world):
+        model = Gathering()
+        commrt.attach(model, world=world)
+        first, second = model(1.0 + world.rank), model(10.0 * (1 + world.rank))
+        first.backward()
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                second.backward()
+        return model.total.tolist()
+
+    assert run_ranks(2, body) == [[11.0] * 3] * 2
+
+
+def test_a_graph_may_run_again_where_overwriting_changed_nothing():
+    def body(world):
+        model = Gathering()
+        replica = commrt.attach(model, world=world)
+        loss = model(2.0)
+        loss.backward(retain_graph=True)
+        replica.sync_buffers()
+        loss.backward()
+        return model.weight.grad.tolist()
+
+    assert run_ranks(2, body) == [[4.0] * 3] * 2
+
+
+def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        commrt.attach(model, world=world)
+        x, y = data(world.rank)
+        trained = cross_entropy(model(x), y)
+        model.eval()
+        read = cross_entropy(model(x), y)
+        trained.backward()
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                read.backward()
+
+    run_ranks(2, body)
+
+
 def test_buffers_can_be_left_alone_and_made_equal_on_request():
     def body(world):
         model = net(nn.BatchNorm1d(8))
