@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from commrt.buckets import Named, is_expanded
+from commrt.buckets import Named, gradient_dtype, is_expanded
 from commrt.errors import UsageError
 from commrt.state import Stateful
 
@@ -54,8 +54,8 @@ def check_model(model: nn.Module, params: Sequence[Named]) -> None:
     if not params:
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
     for name, param in params:
-        if param.dtype not in GRADIENTS:
-            raise UsageError(f"{name} is of dtype {param.dtype}: gradients of {_listed(GRADIENTS)} can be averaged")
+        if (dtype := gradient_dtype(param)) not in GRADIENTS:
+            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {_listed(GRADIENTS)} can be averaged")
     _check_devices(chain(params, model.named_buffers()))
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:

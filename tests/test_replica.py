@@ -299,6 +299,40 @@ def test_parameters_of_several_dtypes_travel_in_their_own_buckets():
     assert run_ranks(2, body) == [[1.5, 1.5, 1.5]] * 2
 
 
+def test_gradients_travel_in_the_dtype_in_which_they_are_made():
+    def body(world):
+        model = net().bfloat16()
+        model.somebody = nn.Linear(6, 3, dtype=torch.bfloat16)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32
+            param.register_hook(lambda grad: grad.float() * 1.001)  # no longer a bfloat16
+        replica = commrt.attach(model, world=world)
+        x, y = data(0)
+        out = model[2](model[1](model[0](x.bfloat16())))
+        if world.rank:
+            out = out + model.somebody(x.bfloat16())
+        cross_entropy(out, y).backward()
+        return replica.buckets[0].wire.dtype, gradients(model)
+
+    (wire, ours), (_, theirs) = run_ranks(2, body)
+    assert wire == torch.float32
+    assert all(map(torch.equal, ours, theirs))
+    for grad in ours:
+        assert grad.dtype == torch.float32
+        assert not torch.equal(grad.bfloat16().float(), grad)
+
+
+def test_a_narrow_wire_is_chosen_by_the_gradients_dtype():
+    def body(world):
+        model = net()
+        for param in model.parameters():
+            param.grad_dtype = torch.bfloat16
+        replica = commrt.attach(model, world=world, wire=torch.float16)
+        return replica.buckets[0].wire.dtype
+
+    assert run_ranks(1, body) == [torch.bfloat16]
+
+
 def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_works():
     def body(world):
         model = net(nn.BatchNorm1d(8))
@@ -582,7 +616,7 @@ def complex_weights():
         (nn.Module, {}, "no parameter that requires a gradient"),
         (half_on_meta, {}, "on different devices .* move the model to one device"),
         (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
-        (complex_weights, {}, "gradients of torch.float64, torch.float32, "),
+        (complex_weights, {}, r"weight has gradients of dtype torch\.complex64: those of torch\.float64, "),
         (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
         (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
         (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
