@@ -56,7 +56,8 @@ class Engine:
     def require_any_members(self) -> None:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
         try:
-            self.algorithm.schedule(0, max(self.world.size - 1, 1))
+            for members in range(2, self.world.size + 1):  # one alone runs none
+                self.algorithm.schedule(0, members)
         except UsageError as error:
             raise UsageError(f"{self.algorithm} cannot go on without a rank that has left join(): {error}") from error
 

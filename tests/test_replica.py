@@ -1010,6 +1010,22 @@ def test_a_rank_without_a_batch_may_average_inside_join():
     assert run_ranks(2, body) == [(True, 4)] * 2
 
 
+class OfThreeOrFour:
+    def schedule(self, step, ranks):
+        if ranks not in (3, 4):
+            raise UsageError("this needs 3 or 4 ranks")
+        return ring.all_reduce(ranks)
+
+
+def test_join_is_refused_before_it_begins_if_some_number_of_ranks_could_not_go_on():
+    def body(world):
+        replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
+        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
+            replica.join().__enter__()
+
+    run_ranks(4, body)
+
+
 def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours():
     def body(world):
         model = net()
