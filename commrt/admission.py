@@ -20,6 +20,7 @@ from commrt.state import Stateful
 
 __all__ = [
     "WIRES",
+    "check_kinds",
     "check_model",
     "check_optimizers",
     "check_stateful",
@@ -28,18 +29,42 @@ __all__ = [
     "describe_buffers",
     "describe_optimizers",
     "have_state",
+    "listed",
 ]
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = (torch.float64, *WIRES)
 
 
+def check_kinds(model: object, algorithm: object) -> None:
+    """Raise `UsageError` unless `model` and `algorithm` are what their names say."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
+        )
+    if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
+        raise UsageError(f"algorithm={algorithm!r} makes no schedules: pass an object, such as commrt.Ring()")
+
+
+def listed(optimizer: object) -> list[Optimizer]:
+    """All that `attach` was given to step the model; raises `UsageError` for anything else."""
+    given = optimizer if isinstance(optimizer, Iterable) else [] if optimizer is None else [optimizer]
+    found = list(given)
+    for thing in found:
+        if not isinstance(thing, Optimizer):
+            raise UsageError(
+                f"a {type(thing).__name__} was given as the optimizer: pass a torch.optim.Optimizer or a list of them, "
+                "and all else by its name (algorithm=, ...)"
+            )
+    return found
+
+
 def check_wire(wire: torch.dtype | None, bucket_cap_mb: float) -> None:
     """Raise `UsageError` for a dtype that cannot travel or a bucket that cannot be filled."""
     if wire is not None and wire not in WIRES:
         raise UsageError(f"wire={wire} cannot travel: use {_listed(WIRES)}, or None for each dtype as it is")
-    if not (isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
-        raise UsageError(f"bucket_cap_mb={bucket_cap_mb} must be a positive number of MiB: 25 is a good start")
+    if not (isinstance(bucket_cap_mb, int | float) and isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB: 25 is a good start")
 
 
 def check_model(model: nn.Module, params: Sequence[Named]) -> None:

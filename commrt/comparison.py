@@ -100,6 +100,8 @@ def _traits(schedule: Schedule) -> _Traits:
 
 
 def _require_row(buffer: Tensor) -> None:
+    if not isinstance(buffer, Tensor):
+        raise UsageError(f"a buffer must be a tensor, not a {type(buffer).__name__}: make one with torch.tensor()")
     if buffer.layout != torch.strided or buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(
             f"a buffer must be one contiguous row, not {buffer.layout} of shape {tuple(buffer.shape)}, perhaps with "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import WeakSet, ref
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.admission import (
+    check_kinds,
     check_model,
     check_optimizers,
     check_stateful,
@@ -22,6 +23,7 @@ from commrt.admission import (
     describe_buffers,
     describe_optimizers,
     have_state,
+    listed,
 )
 from commrt.algorithms.torus import Torus2D
 from commrt.anchor import drop, hold
@@ -68,10 +70,11 @@ def attach(
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """
-    world = world or current()
+    world = _checked(world)
     world.require_all_ranks("attach()")
+    check_kinds(model, algorithm)
+    optimizers = listed(optimizer)
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     check_wire(wire, bucket_cap_mb)
     check_model(model, params)
     check_optimizers(optimizers, params)
@@ -90,6 +93,12 @@ def attach(
         replica.detach()
         raise
     return replica
+
+
+def _checked(world: World | None) -> World:
+    if world is not None and not isinstance(world, World):
+        raise UsageError(f"world={world!r} is no world: pass what commrt.init() returned, or leave it out")
+    return current() if world is None else world
 
 
 def _require_unattached(params: Sequence[Named]) -> None:
@@ -295,11 +304,11 @@ class Replica:
         """What a checkpoint needs besides the model and the optimizer."""
         return {"step": self.step, "algorithm": repr(self._engine.algorithm)}
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load different steps."""
-        step = state.get("step")
+        step = state.get("step") if isinstance(state, Mapping) else None
         if not isinstance(step, int) or step < 0:
-            raise UsageError(f"a state without a step number: {sorted(state)}; pass what state_dict() returned")
+            raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
         self._engine.world.agree("load_state_dict", step=str(step))
         self._averaging.step = step
 

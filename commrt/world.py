@@ -133,6 +133,8 @@ class World:
         Raises `UsageError` for what cannot work and inside a replica's ``join()``, before anything is sent, and
         `DisagreementError` on every rank if they differ; the world goes on after both.
         """
+        if not isinstance(schedule, Schedule):
+            raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
         if schedule.ranks != self.size:
             raise UsageError(
                 f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "

@@ -638,6 +638,51 @@ def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says)
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda model: {"optimizer": commrt.Ring()}, r"a Ring was given as the optimizer: .* by its name \(algorithm="),
+        (lambda model: {"optimizer": model.parameters()}, "a Parameter was given as the optimizer: pass a torch"),
+        (lambda model: {"optimizer": halving(sgd(model))}, "a LambdaLR was given as the optimizer"),
+        (
+            lambda model: {"algorithm": "ring"},
+            r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring",
+        ),
+        (lambda model: {"algorithm": commrt.Ring}, r"algorithm=<class .*Ring'> makes no schedules: pass an object"),
+        (lambda model: {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a positive number"),
+        (lambda model: {"world": 1}, r"world=1 is no world: pass what commrt\.init\(\) returned"),
+        (lambda model: {"model": sgd(model)}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused_with_a_sentence(given, says):
+    def body(world):
+        model = net()
+        with pytest.raises(UsageError, match=says):
+            commrt.attach(**{"model": model, "world": world, **given(model)})
+        return world.attached
+
+    assert run_ranks(1, body) == [0]
+
+
+@pytest.mark.parametrize("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)], ids=repr)
+def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
+    def body(world):
+        with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
+            commrt.attach(net(), world=world).load_state_dict(state)
+
+    run_ranks(1, body)
+
+
+def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence():
+    def body(world):
+        with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
+            world.run(commrt.Ring(), torch.ones(2))
+        with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
+            world.run(ring.all_reduce(1), [1, 2])
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize("again", [lambda model: model, lambda model: model[0], nn.Sequential], ids=range(3))
 def test_a_parameter_is_attached_once_alone_or_inside_another_module(again):
     def body(world):
