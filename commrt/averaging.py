@@ -131,7 +131,7 @@ class Averaging:
 
     def _submit_buffers(self, buffers: list[Tensor]) -> Tensor:
         """Behind the gradients: buffers may change until the backward pass has ended."""
-        flat = flatten(buffers) if buffers else torch.empty(0)
+        flat = flatten(buffers) if buffers else torch.empty(0, device="cpu")
         if buffers:
             self._in_flight.append(self._engine.submit_broadcast(flat, self.step))
         return flat
@@ -141,7 +141,7 @@ class Averaging:
         self._order_is_observed = True
         place = {name: i for i, (name, _) in enumerate(self.params)}
         seen = [place[name] for name in self._order.seen]
-        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))])
+        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
         self._engine.submit_broadcast(order, self.step).result()
         if order.tolist() != sorted(order.tolist()):
             self.params = [self.params[i] for i in order.tolist()]

@@ -47,7 +47,7 @@ class Engine:
         """Who takes part in the step; changes only by a roll call."""
         self._proven = lru_cache(KEPT)(_proven)
         self.replace_buckets(buckets)
-        self._roll = torch.zeros(world.size)
+        self._roll = torch.zeros(world.size, device="cpu")
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when everybody takes part; proven."""

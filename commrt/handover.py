@@ -40,8 +40,8 @@ def overwrite_states(engine: Engine, owners: Sequence[Stateful], step: int) -> N
     if not owners or engine.world.size == 1:
         return
     first = engine.members[0] == engine.world.rank
-    flat = dump(owners) if first else torch.empty(0, dtype=torch.uint8)
-    nbytes = torch.tensor([flat.numel()])
+    flat = dump(owners) if first else torch.empty(0, dtype=torch.uint8, device="cpu")
+    nbytes = torch.tensor([flat.numel()], device="cpu")
     engine.submit_broadcast(nbytes, step).result()
     flat = flat if first else flat.new_empty(int(nbytes))
     if flat.numel():

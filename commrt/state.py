@@ -72,7 +72,7 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
     try:
         torch.save([_plain(_without_objects(owner.state_dict())) for owner in owners], file)
     except (PicklingError, AttributeError, TypeError):  # what pickle says of functions and locks
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 

@@ -809,6 +809,23 @@ def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(kind)
     assert run_ranks(2, body) == [True, True]
 
 
+def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        optimizer = sgd(model)
+        inputs = [data(world.rank, step) for step in range(3)]
+        with torch.device("meta"):
+            replica = commrt.attach(model, optimizer, world=world)
+            with replica.join(torch.amp.GradScaler("cpu")):
+                for x, y in inputs[world.rank :]:
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            world.run(ring.all_reduce(2), inputs[0][0].view(-1))
+            return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
+
+
 def test_training_goes_on_equally_after_join():
     def body(world):
         model = net()
