@@ -1606,6 +1606,34 @@ def test_a_model_that_changed_since_attach_is_refused(change):
     run_ranks(2, body)
 
 
+def add_criterion(model):
+    model.criterion = nn.CrossEntropyLoss()
+
+
+def swap_activation(model):
+    model[1] = nn.ReLU()
+
+
+def drop_activation(model):
+    del model[1]
+
+
+@pytest.mark.parametrize("change", [add_criterion, swap_activation, drop_activation])
+def test_modules_without_parameters_may_come_and_go(change):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        change(model)
+        for _ in range(2):
+            model[0](data(world.rank)[0]).sum().backward()
+        grow(model)
+        with pytest.raises(UsageError, match=r"changed since attach\(\), \d\.weight was added"):
+            model[0](data(world.rank)[0]).sum().backward()
+        return replica.step
+
+    assert run_ranks(2, body) == [2, 2]
+
+
 def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step():
     def body(world):
         model = net()
