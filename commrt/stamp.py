@@ -38,8 +38,8 @@ BITS = sum(WIDTHS)
 EXPLANATIONS = {
     "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
     "where a rank has no batch, in place of its backward()",
-    "model": "the ranks call backward() of the models attached to one world in different orders; use one order "
-    "everywhere, or a world per model",
+    "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
+    "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
     "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
     "differently often: put all but the last pass of an accumulation in no_sync()",
     "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
