@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import isfinite
@@ -13,21 +14,57 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from commrt.buckets import Named, is_expanded
+from commrt.buckets import Named, gradient_dtype, is_expanded
 from commrt.errors import UsageError
+from commrt.state import Stateful
 
-__all__ = ["WIRES", "check_model", "check_optimizers", "check_wire", "describe_buffers", "describe_optimizers"]
+__all__ = [
+    "WIRES",
+    "check_kinds",
+    "check_model",
+    "check_optimizers",
+    "check_stateful",
+    "check_wire",
+    "describe",
+    "describe_buffers",
+    "describe_optimizers",
+    "have_state",
+    "listed",
+]
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = (torch.float64, *WIRES)
+
+
+def check_kinds(model: object, algorithm: object) -> None:
+    """Raise `UsageError` unless `model` and `algorithm` are what their names say."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
+        )
+    if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
+        raise UsageError(f"algorithm={algorithm!r} makes no schedules: pass an object, such as commrt.Ring()")
+
+
+def listed(optimizer: object) -> list[Optimizer]:
+    """All that `attach` was given to step the model; raises `UsageError` for anything else."""
+    given = optimizer if isinstance(optimizer, Iterable) else [] if optimizer is None else [optimizer]
+    found = list(given)
+    for thing in found:
+        if not isinstance(thing, Optimizer):
+            raise UsageError(
+                f"a {type(thing).__name__} was given as the optimizer: pass a torch.optim.Optimizer or a list of them, "
+                "and all else by its name (algorithm=, ...)"
+            )
+    return found
 
 
 def check_wire(wire: torch.dtype | None, bucket_cap_mb: float) -> None:
     """Raise `UsageError` for a dtype that cannot travel or a bucket that cannot be filled."""
     if wire is not None and wire not in WIRES:
         raise UsageError(f"wire={wire} cannot travel: use {_listed(WIRES)}, or None for each dtype as it is")
-    if not (isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
-        raise UsageError(f"bucket_cap_mb={bucket_cap_mb} must be a positive number of MiB: 25 is a good start")
+    if not (isinstance(bucket_cap_mb, int | float) and isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB: 25 is a good start")
 
 
 def check_model(model: nn.Module, params: Sequence[Named]) -> None:
@@ -42,8 +79,8 @@ def check_model(model: nn.Module, params: Sequence[Named]) -> None:
     if not params:
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
     for name, param in params:
-        if param.dtype not in GRADIENTS:
-            raise UsageError(f"{name} is of dtype {param.dtype}: gradients of {_listed(GRADIENTS)} can be averaged")
+        if (dtype := gradient_dtype(param)) not in GRADIENTS:
+            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {_listed(GRADIENTS)} can be averaged")
     _check_devices(chain(params, model.named_buffers()))
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
@@ -62,15 +99,38 @@ def check_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -
             )
 
 
+def check_stateful(owners: Sequence[object]) -> None:
+    """Raise `UsageError` for what has no state to hand over."""
+    for owner in owners:
+        if not isinstance(owner, Stateful):
+            raise UsageError(
+                f"join() was given a {type(owner).__name__}, which has no state_dict() and load_state_dict(): pass "
+                "learning rate schedulers, a GradScaler and the like"
+            )
+
+
 def describe_buffers(model: nn.Module) -> str:
     """Names, dtypes and shapes of all buffers, as ranks compare them."""
     return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
+
+
+def have_state(optimizers: Sequence[Optimizer]) -> bool:
+    """True if one of `optimizers` has stepped; the same on all ranks that agree about `describe_optimizers`."""
+    pairs = (
+        (param, optimizer) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+    )
+    return any(param in optimizer.state for param, optimizer in pairs)
 
 
 def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
     """All that decides how `optimizers` step, except the values of their state: types, settings, who has state."""
     names = {id(param): name for name, param in params}
     return "; ".join(chain.from_iterable(_settings(optimizer, names) for optimizer in optimizers))
+
+
+def describe(thing: object) -> str:
+    """What `thing` calls itself, without the address where this process keeps it."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(thing))
 
 
 def _listed(dtypes: Iterable[torch.dtype]) -> str:
@@ -80,7 +140,9 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
 def _settings(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
     for group in optimizer.param_groups:
         members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
-        values = (f"{key}={_plain(value)}" for key, value in group.items() if key not in ("params", "param_names"))
+        values = (
+            f"{key}={describe(_plain(value))}" for key, value in group.items() if key not in ("params", "param_names")
+        )
         yield f"{type(optimizer).__name__}({', '.join(values)}) of {' '.join(members)}, * has state"
 
 

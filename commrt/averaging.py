@@ -19,8 +19,8 @@ from commrt.gate import Gate
 from commrt.ready import LaunchOrder
 from commrt.report import Span, StepReport
 from commrt.roster import Roster
-from commrt.stamp import Claim
-from commrt.state import flatten, restore
+from commrt.stamp import WIDTHS, Claim
+from commrt.state import flatten, restore, unread_buffers
 
 __all__ = ["BY_HAND", "LATE", "Averaging", "Cut"]
 
@@ -54,6 +54,8 @@ class Averaging:
         self._order = LaunchOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
         self._number: int | None = None  # of the backward pass whose gradients are on their way
+        self._settings = 0  # of the optimizers, as ranks compare them
+        self._roll_call: Answer[None] | None = None
         self._in_flight: list[Answer[Span]] = []
 
     def is_new(self, what: str) -> bool:
@@ -78,8 +80,8 @@ class Averaging:
         self._order.arm()
         if not self._alone:
             self._gate.close()
-        if self.joining:
-            self._engine.submit_roll_call(True, self.step)
+            self._settings = self._gate.settings(self.step % (1 << WIDTHS.step))
+        self._roll_call = self._engine.submit_roll_call(True, self.step) if self.joining else None
 
     def mark(self, name: str) -> None:
         """The gradient `name` is ready."""
@@ -89,7 +91,7 @@ class Averaging:
         late = int(self._number == LATE)
         for bucket in (self._engine.buckets[i] for i in indices):
             if not self._alone:
-                claim = Claim(late, bucket.model, self._gate.steps, self.step, bucket.index)
+                claim = Claim(late, bucket.model, self._gate.steps, self.step, bucket.index, self._settings)
                 bucket.take(claim, self._order.is_ready)
             self._in_flight.append(self._engine.submit(bucket, self.step))
 
@@ -99,10 +101,12 @@ class Averaging:
         self._submit(self._order.rest())
         buffers = self._unchanged_buffers() if self._broadcast_buffers else []
         flat = self._submit_buffers(buffers)
+        if self._roll_call:
+            self._roll_call.result()  # first: if it failed, the others only know that something did
         spans = tuple(answer.result() for answer in self._in_flight)
         self._settle()
         if buffers:
-            restore(flat, buffers)
+            restore(flat, buffers, unread_buffers(self._model))
         report = StepReport(self.step, self._engine.members, perf_counter() - begin_s, spans)
         self._number = None
         self.step += 1
@@ -127,7 +131,7 @@ class Averaging:
 
     def _submit_buffers(self, buffers: list[Tensor]) -> Tensor:
         """Behind the gradients: buffers may change until the backward pass has ended."""
-        flat = flatten(buffers) if buffers else torch.empty(0)
+        flat = flatten(buffers) if buffers else torch.empty(0, device="cpu")
         if buffers:
             self._in_flight.append(self._engine.submit_broadcast(flat, self.step))
         return flat
@@ -137,7 +141,7 @@ class Averaging:
         self._order_is_observed = True
         place = {name: i for i, (name, _) in enumerate(self.params)}
         seen = [place[name] for name in self._order.seen]
-        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))])
+        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
         self._engine.submit_broadcast(order, self.step).result()
         if order.tolist() != sorted(order.tolist()):
             self.params = [self.params[i] for i in order.tolist()]

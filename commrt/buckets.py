@@ -22,7 +22,7 @@ from commrt.kernels.packing import Packing
 from commrt.stamp import Claim, complaint, stamp
 from commrt.transport.protocol import Allocate, zeros
 
-__all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "is_expanded", "plan_buckets"]
+__all__ = ["MIB", "Bucket", "Named", "Unit", "build_buckets", "gradient_dtype", "is_expanded", "plan_buckets"]
 
 MIB = 1 << 20
 
@@ -96,7 +96,7 @@ class Bucket:
     """Where the gradients of the last step were."""
 
     def __post_init__(self) -> None:
-        self._like = [torch.empty_like(param, device="meta") for _, param in self.params]
+        self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in self.params]
         self._packing = packing(self.wire, self.layout, self._like)
         self._addresses = []
 
@@ -139,7 +139,7 @@ class Bucket:
         self._require_unchanged()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
         elsewhere = self._packing.present() if missing else []
-        self._made = {i: torch.empty_like(self.params[i][1]) for i in missing if elsewhere[i]}
+        self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
         self._packing.unpack([self._made.get(i, grad) for i, grad in enumerate(self._grads)], self._stamp)
         self._require_agreement()
         self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]
@@ -210,6 +210,12 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}{strides}"
 
 
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """The dtype in which autograd makes the gradient of `param`; newer versions of torch let users choose."""
+    chosen: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if chosen is None else chosen
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """True if several elements share one place in memory."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -225,7 +231,10 @@ def build_buckets(
 ) -> list[Bucket]:
     """Buckets for `params`, given in the order in which gradients become ready; wire buffers are made by `allocate`."""
     first_cap_nbytes = min(first_cap_nbytes, cap_nbytes)
-    units = [Unit(name, param.numel() * param.element_size(), param.dtype) for name, param in params]
+    dtypes = [gradient_dtype(param) for _, param in params]
+    units = [
+        Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
+    ]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)
     members = ([params[i] for i in group] for group in plan)
     return [_bucket(index, named, wire, allocate, model) for index, named in enumerate(members)]
@@ -233,6 +242,7 @@ def build_buckets(
 
 def _bucket(index: int, params: list[Named], wire: torch.dtype | None, allocate: Allocate, model: int) -> Bucket:
     first = params[0][1]
+    made = gradient_dtype(first)
     layout = layout_of([param.numel() for _, param in params])
-    dtype = wire if wire is not None and wire.itemsize < first.element_size() else first.dtype
+    dtype = wire if wire is not None and wire.itemsize < made.itemsize else made
     return Bucket(index, params, layout, allocate(layout.numel, dtype, first.device), model)

@@ -80,8 +80,8 @@ class Comparison:
 
     def _gather(self, claim: str, players: Sequence[int]) -> list[str]:
         """What each player claims; on the lane."""
-        rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8)
-        said = torch.tensor(list(claim.encode()), dtype=torch.uint8)
+        rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8, device="cpu")
+        said = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
         rows[players.index(self._transport.rank), : len(said)] = said
         schedule = halving_doubling.all_reduce(len(players)).over(players, world=self._transport.ranks)
         mine = program(schedule, self._transport.rank)
@@ -100,6 +100,8 @@ def _traits(schedule: Schedule) -> _Traits:
 
 
 def _require_row(buffer: Tensor) -> None:
+    if not isinstance(buffer, Tensor):
+        raise UsageError(f"a buffer must be a tensor, not a {type(buffer).__name__}: make one with torch.tensor()")
     if buffer.layout != torch.strided or buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(
             f"a buffer must be one contiguous row, not {buffer.layout} of shape {tuple(buffer.shape)}, perhaps with "
@@ -112,7 +114,7 @@ def _require_row(buffer: Tensor) -> None:
 def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
     """Raise `UsageError` if torch cannot do on `dtype` what receivers do: tried on one element."""
     try:
-        own, received = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+        own, received = torch.zeros(2, 1, dtype=dtype, device="cpu")
         own.copy_(received)
         if ADD in combines:
             reduce_into(own, [received])

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from time import perf_counter
 
 import torch
@@ -16,7 +16,7 @@ from commrt.buckets import Bucket
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
-from commrt.program import Program, program
+from commrt.program import program
 from commrt.proof import prove
 from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
@@ -29,6 +29,10 @@ KEPT = 16
 """Proofs and bound programs that are kept, of the schedules and members used last."""
 
 
+Bound = Callable[[Schedule, tuple[int, ...]], list[BoundProgram]]
+"""The programs of all buckets, for a schedule and who takes part."""
+
+
 class Engine:
     """Averages buckets over the members of a step; everything here runs on the lane, in order of submission.
 
@@ -39,13 +43,11 @@ class Engine:
     def __init__(self, world: World, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
         self.world = world
         self.algorithm = algorithm
-        self.buckets = buckets
         self.members = tuple(range(world.size))
         """Who takes part in the step; changes only by a roll call."""
         self._proven = lru_cache(KEPT)(_proven)
-        self._bound = lru_cache(KEPT)(self._bind)
-        self._scratch: dict[torch.dtype, Tensor] = {}
-        self._roll = torch.zeros(world.size)
+        self.replace_buckets(buckets)
+        self._roll = torch.zeros(world.size, device="cpu")
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when everybody takes part; proven."""
@@ -54,24 +56,25 @@ class Engine:
     def require_any_members(self) -> None:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
         try:
-            self.algorithm.schedule(0, max(self.world.size - 1, 1))
+            for members in range(2, self.world.size + 1):  # one alone runs none
+                self.algorithm.schedule(0, members)
         except UsageError as error:
             raise UsageError(f"{self.algorithm} cannot go on without a rank that has left join(): {error}") from error
 
     def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Carry `buckets` from now on; only while nothing is in flight."""
+        """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
-        self._bound.cache_clear()
-        self._scratch.clear()
+        self._bound = lru_cache(KEPT)(partial(_bind, self.world, buckets, {}))
 
     def release(self) -> None:
-        """Let go of all memory; nothing can be carried any more."""
+        """Let go of all memory once nothing is in flight; nothing more can be carried."""
         self.replace_buckets(())
         self._proven.cache_clear()
 
     def submit(self, bucket: Bucket, step: int) -> Answer[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
-        return self.world.lane.submit(lambda: self._carry(bucket, step))
+        bound = self._bound
+        return self.world.lane.submit(lambda: self._carry(bucket, step, bound))
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
         """Overwrite `flat` with the first member's."""
@@ -81,28 +84,16 @@ class Engine:
         """Ask all ranks who still has data; the answer is `members` from here on (empty if nobody)."""
         return self.world.lane.submit(lambda: self._call_roll(present, step))
 
-    def _carry(self, bucket: Bucket, step: int) -> Span:
+    def _carry(self, bucket: Bucket, step: int, bound: Bound) -> Span:
         begin_s = perf_counter()
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
         bucket.pack(1 / len(self.members))
-        schedule = self.algorithm.schedule(step, len(self.members))
-        bound = self._bound(schedule, self.members)[bucket.index]
-        bound.run(Moment(step, bucket.index))
+        schedule = self._proven(self.algorithm.schedule(step, len(self.members)))
+        own = bound(schedule, self.members)[bucket.index]
+        own.run(Moment(step, bucket.index))
         bucket.unpack()
-        return Span(bucket.index, begin_s, perf_counter(), bound.nbytes_sent)
-
-    def _bind(self, schedule: Schedule, members: tuple[int, ...]) -> list[BoundProgram]:
-        """Bind the schedule to every bucket; scratch is shared, since buckets travel one at a time."""
-        mine = program(self._proven(schedule).over(members, world=self.world.size), self.world.rank)
-        self._grow_scratch(mine)
-        return [bind(mine, b.wire, self.world.transport, self._scratch[b.wire.dtype]) for b in self.buckets]
-
-    def _grow_scratch(self, mine: Program) -> None:
-        for wire in (bucket.wire for bucket in self.buckets):
-            need = scratch_numel(mine, wire.numel())
-            if wire.dtype not in self._scratch or self._scratch[wire.dtype].numel() < need:
-                self._scratch[wire.dtype] = self.world.transport.allocate(need, wire.dtype, wire.device)
+        return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:
         begin_s = perf_counter()
@@ -115,6 +106,22 @@ class Engine:
         schedule = halving_doubling.all_reduce(self.world.size)
         self.world.run_now(schedule, self._roll, Moment(step, "roll call"))
         self.members = tuple(self._roll.nonzero().flatten().tolist())
+
+
+def _bind(
+    world: World,
+    buckets: Sequence[Bucket],
+    scratch: dict[torch.dtype, Tensor],
+    schedule: Schedule,
+    members: tuple[int, ...],
+) -> list[BoundProgram]:
+    """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
+    mine = program(schedule.over(members, world=world.size), world.rank)
+    for wire in (bucket.wire for bucket in buckets):
+        need = scratch_numel(mine, wire.numel())
+        if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:
+            scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
+    return [bind(mine, bucket.wire, world.transport, scratch[bucket.wire.dtype]) for bucket in buckets]
 
 
 def _proven(schedule: Schedule) -> Schedule:

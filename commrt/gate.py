@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.errors import UsageError
+from commrt.settings import digest
 
 __all__ = ["Gate"]
 
 UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
     "outside no_sync()"
+)
+BY_CLOSURE = (
+    "optimizer.step() with a closure that made gradients which were never averaged: call loss.backward() in it, or "
+    "replica.average() after it has filled param.grad"
 )
 MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
@@ -39,7 +46,7 @@ class Gate:
         refuse: Callable[[Tensor], None],
     ) -> None:
         self._optimizers = optimizers
-        self._params = params
+        self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self._averaged_here = {id(param) for param in params}
         self._take_part = take_part
         self._refuse = refuse
@@ -55,6 +62,10 @@ class Gate:
         before = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
         return before + [optimizer.register_step_post_hook(self._after) for optimizer in self._optimizers]
 
+    def settings(self, salt: int) -> int:
+        """A digest of the numbers with which the optimizers step; see `commrt.settings`."""
+        return digest(self._optimizers, salt)
+
     def hold_back(self) -> None:
         """A backward pass has added to gradients without averaging them."""
         self._held_back = True
@@ -68,23 +79,49 @@ class Gate:
         self._held_back = self._closed = False
         self._unused_by = {id(optimizer) for optimizer in self._optimizers}
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._refuse_strangers(optimizer)
         if self._closed:
             raise UsageError(MIDWAY)
-        if all(param.grad is None for param in self._params):  # zeroed since: what is known is about older ones
+        if self._are_zeroed():  # since: what is known is about older ones
             self._held_back = False
             self._unused_by.clear()
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._guarded(optimizer, args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._guarded(optimizer, kwargs["closure"])}
+        self._require_averaged()
+        if id(optimizer) not in self._unused_by:
+            self._take_part()
+        return None
+
+    def _guarded(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, which makes the gradients, and then what else is done before the step."""
+
+        @wraps(closure)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            value = closure(*args, **kwargs)
+            self._require_averaged()
+            if id(optimizer) not in self._unused_by:
+                if not self._are_zeroed():
+                    raise UsageError(BY_CLOSURE)
+                self._take_part()
+            return value
+
+        return guarded
+
+    def _are_zeroed(self) -> bool:
+        """True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
+        return not any(_is_filled(param.grad) for param in self._params)
+
+    def _require_averaged(self) -> None:
         if self._held_back:
             raise UsageError(UNAVERAGED)
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        if id(optimizer) not in self._unused_by and not has_closure:
-            self._take_part()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._unused_by.discard(id(optimizer))
         self.steps += 1
-        if self._held_back:  # by the closure
+        if self._held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
@@ -92,3 +129,8 @@ class Gate:
             for param in group["params"]:
                 if param.grad is not None and id(param) not in self._averaged_here:
                     self._refuse(param)
+
+
+def _is_filled(grad: Tensor | None) -> bool:
+    """False for None and for zeros; on a GPU that would have to be waited for, so there zeros count as a gradient."""
+    return grad is not None and (grad.is_cuda or grad.layout != torch.strided or bool(grad.any()))

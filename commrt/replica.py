@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from commrt.admission import check_model, check_optimizers, check_wire, describe_buffers, describe_optimizers
+from commrt.admission import (
+    check_kinds,
+    check_model,
+    check_optimizers,
+    check_stateful,
+    check_wire,
+    describe,
+    describe_buffers,
+    describe_optimizers,
+    have_state,
+    listed,
+)
 from commrt.algorithms.torus import Torus2D
 from commrt.anchor import drop, hold
 from commrt.autograd import at_end_of_backward, current_pass, on_gradient
@@ -23,10 +33,10 @@ from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
-from commrt.handover import overwrite, overwrite_model, overwrite_optimizers
+from commrt.handover import overwrite_buffers, overwrite_model, overwrite_states
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
-from commrt.state import fingerprint
+from commrt.state import Stateful, fingerprint
 from commrt.world import World, current
 
 __all__ = ["Replica", "attach"]
@@ -49,18 +59,22 @@ def attach(
     Parameters and buffers are overwritten with rank 0's. During each backward pass buckets leave on the
     world's lane as their gradients become ready; ``backward()`` returns when all are averaged, in place in
     ``param.grad``; until then they must be left alone. With `optimizer` (one, or all that step this model), ``step``
-    refuses gradients that were never averaged, and settings are compared between ranks.
+    refuses gradients that were never averaged, settings are compared between ranks, now and in each step, and
+    state that is there already is overwritten with rank 0's.
 
     `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
     to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
-    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous
-    step. Collective. The hooks live as long as the model, or until `Replica.detach`.
+    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
+    other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
+    not read them). Collective. The hooks live as long as the model, or until `Replica.detach`.
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """
-    world = world or current()
+    world = _checked(world)
+    world.require_all_ranks("attach()")
+    check_kinds(model, algorithm)
+    optimizers = listed(optimizer)
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     check_wire(wire, bucket_cap_mb)
     check_model(model, params)
     check_optimizers(optimizers, params)
@@ -73,10 +87,18 @@ def attach(
     replica = Replica(model, optimizers, engine, cut, broadcast_buffers=broadcast_buffers)
     try:
         replica.overwrite_with_first()
+        if have_state(optimizers):
+            overwrite_states(engine, optimizers, 0)
     except BaseException:
         replica.detach()
         raise
     return replica
+
+
+def _checked(world: World | None) -> World:
+    if world is not None and not isinstance(world, World):
+        raise UsageError(f"world={world!r} is no world: pass what commrt.init() returned, or leave it out")
+    return current() if world is None else world
 
 
 def _require_unattached(params: Sequence[Named]) -> None:
@@ -91,7 +113,7 @@ def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool, optimizers
     engine.world.agree(
         "attach",
         model=str(engine.world.attached),
-        algorithm=re.sub(r" at 0x[0-9a-f]+", "", repr(engine.algorithm)),  # a plain class says where it lies
+        algorithm=describe(engine.algorithm),
         schedule=engine.schedule(0).digest(),
         buckets="; ".join(bucket.description() for bucket in engine.buckets),
         broadcast_buffers=str(broadcast_buffers),
@@ -171,7 +193,7 @@ class Replica:
         self._averaging.mark(name)
 
     def _begin(self, number: int) -> None:
-        if _joined.get(self._engine.world, self) is not self:
+        if self._engine.world.joined not in (None, self):
             raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
         self._averaging.begin(number)
 
@@ -182,9 +204,11 @@ class Replica:
     def average(self) -> None:
         """Average the gradients at hand now; collective.
 
-        For a rank that has no batch for this step: in place of its ``backward()``, while the others run theirs.
+        For a rank that has no batch for this step: in place of its ``backward()``, while the others run theirs. In
+        `no_sync`, where theirs only accumulates, it does nothing.
         """
-        self._average(BY_HAND)
+        if self._is_synchronous:
+            self._average(BY_HAND)
 
     def _average(self, number: int) -> None:
         if self._averaging.is_new("average()"):
@@ -216,28 +240,34 @@ class Replica:
             self._is_synchronous = before
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *also: Stateful) -> Iterator[None]:
         """Let ranks run out of data at different times; collective, around the whole loop.
 
         A rank that leaves the context early stays until all have; steps average over those that still have
-        data, and divide by their number. At the end all ranks get parameters, buffers and the optimizers' state of
-        one that worked to the end. Costs one small all-reduce per step. Raises `UsageError` inside another
-        ``join()``, for the gradients of another model of the world, and for an algorithm that cannot do without a rank.
+        data, and divide by their number. At the end all ranks get parameters, buffers, the optimizers' state and that
+        of `also` of one that worked to the end. Learning rate schedulers and a `GradScaler` belong there: they have
+        counted as many steps as their rank had data for, and ranks would go on differently.
+
+        Costs one small all-reduce per step. Raises `UsageError` inside another ``join()``, for the gradients of another
+        model of the world, and for an algorithm that cannot do without a rank. Only `average` works inside of it; other
+        calls that all ranks must make would meet a roll call, and raise `UsageError`.
         """
-        if self._engine.world in _joined:
+        if self._engine.world.joined is not None:
             raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
         self._engine.require_any_members()
+        check_stateful(also)
+        self._engine.world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
         self._averaging.joining = True
-        _joined[self._engine.world] = self
+        self._engine.world.joined = self
         try:
             yield
-            self._outlast()
+            self._outlast(also)
         finally:
             self._averaging.joining = False
-            del _joined[self._engine.world]
+            self._engine.world.joined = None
             self._engine.members = tuple(range(self._engine.world.size))
 
-    def _outlast(self) -> None:
+    def _outlast(self, also: Sequence[Stateful]) -> None:
         """Answer roll calls until nobody has data, then take the state of the last who had."""
         last = self._engine.members
         while True:
@@ -248,21 +278,22 @@ class Replica:
             self._averaging.step += 1
         first = last[0]
         self._engine.members = (first, *(rank for rank in range(self._engine.world.size) if rank != first))
-        self.overwrite_with_first()
-        if self._optimizers:
-            overwrite_optimizers(self._engine, self._optimizers, self.step)
+        overwrite_model(self._engine, self.model, self.step)
+        overwrite_states(self._engine, [*self._optimizers, *also], self.step)
         self._gate.steps = 0
 
     def overwrite_with_first(self) -> None:
-        """Parameters and buffers of rank 0 to all; collective."""
+        """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
+        self._engine.world.require_all_ranks("overwrite_with_first()")
         overwrite_model(self._engine, self.model, self.step)
 
     def sync_buffers(self) -> None:
-        """Overwrite this rank's buffers with rank 0's now; collective."""
-        overwrite(self._engine, list(self.model.buffers()), self.step)
+        """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
+        self._engine.world.require_all_ranks("sync_buffers()")
+        overwrite_buffers(self._engine, self.model, self.step)
 
     def replicas_equal(self) -> bool:
-        """True if parameters and buffers are bitwise equal on all ranks; collective."""
+        """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
         return self._engine.world.all_equal("replicas", fingerprint(self.model))
 
     def stats(self) -> Stats:
@@ -273,11 +304,11 @@ class Replica:
         """What a checkpoint needs besides the model and the optimizer."""
         return {"step": self.step, "algorithm": repr(self._engine.algorithm)}
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load different steps."""
-        step = state.get("step")
+        step = state.get("step") if isinstance(state, Mapping) else None
         if not isinstance(step, int) or step < 0:
-            raise UsageError(f"a state without a step number: {sorted(state)}; pass what state_dict() returned")
+            raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
         self._engine.world.agree("load_state_dict", step=str(step))
         self._averaging.step = step
 
@@ -296,4 +327,3 @@ class Replica:
 
 
 _replicas: WeakSet[Replica] = WeakSet()
-_joined: WeakKeyDictionary[World, Replica] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Claim", "complaint", "stamp"]
+__all__ = ["WIDTHS", "Claim", "complaint", "stamp"]
 
 
 class Claim(NamedTuple):
@@ -27,28 +27,33 @@ class Claim(NamedTuple):
     """Since `attach` or the last ``join()``."""
     step: int
     bucket: int
+    settings: int
+    """A digest of the numbers with which the optimizers step."""
 
 
-WIDTHS = Claim(late=1, model=10, optimizer_steps=5, step=6, bucket=10)
+WIDTHS = Claim(late=1, model=6, optimizer_steps=5, step=6, bucket=6, settings=8)
 STARTS = [0, *accumulate(WIDTHS)][:-1]
 BITS = sum(WIDTHS)
 
 EXPLANATIONS = {
     "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
     "where a rank has no batch, in place of its backward()",
-    "model": "the ranks call backward() of the models attached to one world in different orders; use one order "
-    "everywhere, or a world per model",
+    "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
+    "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
     "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
     "differently often: put all but the last pass of an accumulation in no_sync()",
     "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
     "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
+    "settings": "the optimizers' settings (learning rate, momentum, ...) have come to differ between ranks: drive "
+    "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data, and pass "
+    "them to replica.join() where ranks may run out of data at different times",
 }
 
 
 def stamp(claim: Claim) -> int:
     """Which of the 64 places `claim` sets, as the bits of a word: low ones where it has a 0, high ones for a 1.
 
-    >>> hex(stamp(Claim(late=1, model=0, optimizer_steps=0, step=0, bucket=0)))
+    >>> hex(stamp(Claim(late=1, model=0, optimizer_steps=0, step=0, bucket=0, settings=0)))
     '0x1fffffffe'
     """
     word = sum((value % (1 << width)) << at for value, width, at in zip(claim, WIDTHS, STARTS, strict=True))
@@ -59,7 +64,7 @@ def complaint(total: Tensor) -> str:
     """Why the sum `total` [64] of the ranks' stamps is not that of equal ones.
 
     >>> from commrt.kernels.packing import bits
-    >>> both = bits(stamp(Claim(0, 1, 0, 7, 0))).int() + bits(stamp(Claim(0, 2, 0, 7, 0))).int()
+    >>> both = bits(stamp(Claim(0, 1, 0, 7, 0, 9))).int() + bits(stamp(Claim(0, 2, 0, 7, 0, 9))).int()
     >>> complaint(both)[:42]
     'the ranks call backward() of the models at'
     """

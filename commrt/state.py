@@ -6,12 +6,32 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
+from pickle import PicklingError, UnpicklingError
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["batches", "dump", "fingerprint", "flatten", "load", "restore"]
+from commrt.errors import UsageError
+
+__all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore", "unread_buffers"]
+
+PLAIN = (bool, int, float, complex, str, Tensor, type(None))
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An optimizer, a scheduler, a `GradScaler`: what can give its state and take another's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that matters of it."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Become as the one that gave `state_dict`."""
+        ...
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -19,28 +39,91 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def restore(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Overwrite `tensors` with the bytes that `flatten` made of others like them.
+def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
+    """Overwrite `tensors` with the bytes that `flatten` made of others like them, where they differ.
 
-    Autograd does not notice: a graph that saved a buffer (BatchNorm saves its running statistics, and does
-    not read them in training) can still run backward.
+    A graph that saved one of them then cannot run backward any more, as after any other write in place: autograd
+    says so. It does not notice that those whose ids are in `unread` are written to.
     """
     for tensor, part in zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True):
-        tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        if id(tensor) in unread:
+            tensor.data.copy_(_like(part, tensor))
+        elif not torch.equal(flatten([tensor]), part):
+            with torch.no_grad():
+                tensor.copy_(_like(part, tensor))
 
 
-def dump(optimizers: Sequence[Optimizer]) -> Tensor:
-    """Settings and state of all `optimizers` as one row of bytes; costs a copy of the state."""
+def unread_buffers(model: nn.Module) -> frozenset[int]:
+    """The ids of buffers that a graph saves and does not read: what BatchNorm counts while it trains."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
+    return frozenset(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
+
+
+def _like(part: Tensor, tensor: Tensor) -> Tensor:
+    return part.clone().view(tensor.dtype).view(tensor.shape)
+
+
+def dump(owners: Sequence[Stateful]) -> Tensor:
+    """The state of all `owners` as one row of bytes, an empty one if it cannot be written; costs a copy of the state.
+
+    An optimizer's settings that are no plain values, such as functions, are left out.
+    """
     file = io.BytesIO()
-    torch.save([optimizer.state_dict() for optimizer in optimizers], file)
+    try:
+        torch.save([_plain(_without_objects(owner.state_dict())) for owner in owners], file)
+    except (PicklingError, AttributeError, TypeError):  # what pickle says of functions and locks
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def load(flat: Tensor, optimizers: Sequence[Optimizer]) -> None:
-    """Give `optimizers` what `dump` took from others like them."""
-    states = torch.load(io.BytesIO(flat.numpy().data), weights_only=True)
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(state)
+def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
+    """Give `owners` what `dump` took from others like them; raises `UsageError` if that is more than plain values."""
+    try:
+        states = torch.load(io.BytesIO(flat.numpy().data), map_location="cpu", weights_only=True)
+    except (UnpicklingError, EOFError) as error:
+        kinds = ", ".join(type(owner).__name__ for owner in owners)
+        raise UsageError(
+            f"the state of {kinds} cannot be sent to other ranks: state_dict() must hold numbers, strings, tensors and "
+            "lists, tuples or dicts of these only"
+        ) from error
+    for owner, state in zip(owners, states, strict=True):
+        owner.load_state_dict(_with_objects(state, owner))
+
+
+def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer without settings that only their own process understands."""
+    if "param_groups" not in state:
+        return state
+    groups = [{key: value for key, value in group.items() if _is_plain(value)} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _with_objects(state: dict[str, Any], owner: Stateful) -> dict[str, Any]:
+    """`state` with what `_without_objects` left out, as `owner` has it."""
+    if "param_groups" not in state:
+        return state
+    pairs = zip(owner.state_dict()["param_groups"], state["param_groups"], strict=True)
+    groups = [{**{key: value for key, value in own.items() if not _is_plain(value)}, **sent} for own, sent in pairs]
+    return {**state, "param_groups": groups}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (*PLAIN, np.generic))
+
+
+def _plain(value: Any) -> Any:
+    """`value` with numbers of numpy, which no rank would load, as Python's; containers of other types as they are."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(map(_plain, value))
+    return value
 
 
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:

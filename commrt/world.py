@@ -69,6 +69,8 @@ class World:
         self._agreements = 0
         self.attached = 0
         """Models attached so far."""
+        self.joined: object = None
+        """Who is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
         self._closed = False
         self._aborted = False
         self._comparison = Comparison(transport, self.lane)
@@ -94,9 +96,21 @@ class World:
         """True after `close`, `abort`, or a failure."""
         return self._closed or self._aborted or self.lane.failure is not None
 
+    def require_all_ranks(self, what: str) -> None:
+        """Raise `UsageError` inside ``join()``, where `what` could meet another rank's roll call."""
+        if self.joined is not None:
+            raise UsageError(
+                f"{what} inside join(): ranks that have left it answer its roll calls and nothing else, so do this "
+                "before join() or after it"
+            )
+
     def agree(self, topic: str, **claim: str) -> None:
-        """Compare `claim` with all ranks; see `commrt.agreement.agree`. Raises `TransportClosed` after `close`."""
+        """Compare `claim` with all ranks; see `commrt.agreement.agree`.
+
+        Raises `TransportClosed` after `close`, and `UsageError` inside a replica's ``join()``.
+        """
         self.lane.require_open()
+        self.require_all_ranks(f"agree ({topic})")
         self._agreements += 1
         agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
 
@@ -116,14 +130,17 @@ class World:
         What was compared is not compared again: that all ranks make the same calls in the same order remains the
         caller's promise.
 
-        Raises `UsageError` for what cannot work, before anything is sent, and `DisagreementError` on every rank if they
-        differ; the world goes on after both.
+        Raises `UsageError` for what cannot work and inside a replica's ``join()``, before anything is sent, and
+        `DisagreementError` on every rank if they differ; the world goes on after both.
         """
+        if not isinstance(schedule, Schedule):
+            raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
         if schedule.ranks != self.size:
             raise UsageError(
                 f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
+        self.require_all_ranks("run")
         self._comparison.require(schedule, buffer)
         self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 

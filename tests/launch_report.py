@@ -25,7 +25,7 @@ from contenders import OURS, mix, pack
 from gradient_sets import resnet50
 from tune_kernels import Workload, trials
 
-CLAIM = Claim(0, 1, 0, 0, 0)
+CLAIM = Claim(0, 1, 0, 0, 0, 0)
 
 
 def parameters(shapes: list[tuple[int, ...]]) -> list[tuple[str, nn.Parameter]]:

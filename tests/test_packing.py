@@ -162,7 +162,7 @@ def test_a_gradient_on_another_device_than_its_bucket_is_refused():
     layout = layout_of([3])
     bucket = Bucket(0, [("w", param)], layout, torch.zeros(layout.numel, device="meta"), model=1)
     with pytest.raises(UsageError, match=r"the gradient of w is on cpu, and its bucket on meta"):
-        bucket.take(Claim(0, 1, 0, 0, 0), lambda name: True)
+        bucket.take(Claim(0, 1, 0, 0, 0, 0), lambda name: True)
 
 
 def small_model():

@@ -7,8 +7,10 @@ import copy
 import gc
 import pickle
 import weakref
-from threading import Lock
+from contextlib import nullcontext
+from threading import Event, Lock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -208,6 +210,22 @@ def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_cl
     assert run_ranks(3, body) == [(True, 4, True)] * 3
 
 
+def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(6):
+            with nullcontext() if step % 2 else replica.no_sync():
+                replica.average() if world.rank == 1 and step in (2, 5) else backward(model, world.rank, step)
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
+
+
 def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank():
     def body(world):
         model = net()
@@ -281,6 +299,40 @@ def test_parameters_of_several_dtypes_travel_in_their_own_buckets():
     assert run_ranks(2, body) == [[1.5, 1.5, 1.5]] * 2
 
 
+def test_gradients_travel_in_the_dtype_in_which_they_are_made():
+    def body(world):
+        model = net().bfloat16()
+        model.somebody = nn.Linear(6, 3, dtype=torch.bfloat16)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32
+            param.register_hook(lambda grad: grad.float() * 1.001)  # no longer a bfloat16
+        replica = commrt.attach(model, world=world)
+        x, y = data(0)
+        out = model[2](model[1](model[0](x.bfloat16())))
+        if world.rank:
+            out = out + model.somebody(x.bfloat16())
+        cross_entropy(out, y).backward()
+        return replica.buckets[0].wire.dtype, gradients(model)
+
+    (wire, ours), (_, theirs) = run_ranks(2, body)
+    assert wire == torch.float32
+    assert all(map(torch.equal, ours, theirs))
+    for grad in ours:
+        assert grad.dtype == torch.float32
+        assert not torch.equal(grad.bfloat16().float(), grad)
+
+
+def test_a_narrow_wire_is_chosen_by_the_gradients_dtype():
+    def body(world):
+        model = net()
+        for param in model.parameters():
+            param.grad_dtype = torch.bfloat16
+        replica = commrt.attach(model, world=world, wire=torch.float16)
+        return replica.buckets[0].wire.dtype
+
+    assert run_ranks(1, body) == [torch.bfloat16]
+
+
 def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_works():
     def body(world):
         model = net(nn.BatchNorm1d(8))
@@ -300,6 +352,62 @@ def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_work
         assert equal
         assert batches == 1
         torch.testing.assert_close(mean, alone[2].running_mean)
+
+
+class Gathering(nn.Module):
+    """Multiplies its weight by all that it has been given so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, more):
+        self.total = self.total + more
+        return (self.weight * self.total).sum()
+
+
+def test_a_graph_that_needs_the_buffers_that_were_overwritten_ends_in_an_error():
+    def body(world):
+        model = Gathering()
+        commrt.attach(model, world=world)
+        first, second = model(1.0 + world.rank), model(10.0 * (1 + world.rank))
+        first.backward()
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                second.backward()
+        return model.total.tolist()
+
+    assert run_ranks(2, body) == [[11.0] * 3] * 2
+
+
+def test_a_graph_may_run_again_where_overwriting_changed_nothing():
+    def body(world):
+        model = Gathering()
+        replica = commrt.attach(model, world=world)
+        loss = model(2.0)
+        loss.backward(retain_graph=True)
+        replica.sync_buffers()
+        loss.backward()
+        return model.weight.grad.tolist()
+
+    assert run_ranks(2, body) == [[4.0] * 3] * 2
+
+
+def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        commrt.attach(model, world=world)
+        x, y = data(world.rank)
+        trained = cross_entropy(model(x), y)
+        model.eval()
+        read = cross_entropy(model(x), y)
+        trained.backward()
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                read.backward()
+
+    run_ranks(2, body)
 
 
 def test_buffers_can_be_left_alone_and_made_equal_on_request():
@@ -331,6 +439,24 @@ def test_detach_gives_back_a_plain_model_that_can_be_attached_again():
     for rank, (plain, averaged) in enumerate(results):
         assert all(map(torch.equal, plain, local_gradients(net(), rank)))
         assert all(map(torch.equal, averaged, results[0][1]))
+
+
+def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-9)
+        detached = Event()
+        world.lane.submit(lambda: detached.wait(10))
+        model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, world.rank)
+        replica.detach()
+        detached.set()
+        world.run(ring.all_reduce(2), torch.ones(2))  # all that was submitted before has run
+        return gradients(model[2])
+
+    first, second = run_ranks(2, body)
+    assert all(map(torch.equal, first, second))
 
 
 def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere():
@@ -490,7 +616,7 @@ def complex_weights():
         (nn.Module, {}, "no parameter that requires a gradient"),
         (half_on_meta, {}, "on different devices .* move the model to one device"),
         (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
-        (complex_weights, {}, "gradients of torch.float64, torch.float32, "),
+        (complex_weights, {}, r"weight has gradients of dtype torch\.complex64: those of torch\.float64, "),
         (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
         (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
         (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
@@ -510,6 +636,51 @@ def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says)
             commrt.attach(make(), world=world, **options)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda model: {"optimizer": commrt.Ring()}, r"a Ring was given as the optimizer: .* by its name \(algorithm="),
+        (lambda model: {"optimizer": model.parameters()}, "a Parameter was given as the optimizer: pass a torch"),
+        (lambda model: {"optimizer": halving(sgd(model))}, "a LambdaLR was given as the optimizer"),
+        (
+            lambda model: {"algorithm": "ring"},
+            r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring",
+        ),
+        (lambda model: {"algorithm": commrt.Ring}, r"algorithm=<class .*Ring'> makes no schedules: pass an object"),
+        (lambda model: {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a positive number"),
+        (lambda model: {"world": 1}, r"world=1 is no world: pass what commrt\.init\(\) returned"),
+        (lambda model: {"model": sgd(model)}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused_with_a_sentence(given, says):
+    def body(world):
+        model = net()
+        with pytest.raises(UsageError, match=says):
+            commrt.attach(**{"model": model, "world": world, **given(model)})
+        return world.attached
+
+    assert run_ranks(1, body) == [0]
+
+
+@pytest.mark.parametrize("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)], ids=repr)
+def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
+    def body(world):
+        with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
+            commrt.attach(net(), world=world).load_state_dict(state)
+
+    run_ranks(1, body)
+
+
+def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence():
+    def body(world):
+        with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
+            world.run(commrt.Ring(), torch.ones(2))
+        with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
+            world.run(ring.all_reduce(1), [1, 2])
+
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("again", [lambda model: model, lambda model: model[0], nn.Sequential], ids=range(3))
@@ -623,6 +794,38 @@ def test_optimizers_that_differ_are_named_on_every_rank(what):
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(kind):
+    def body(world):
+        model = net()
+        optimizer = kind(model.parameters(), 0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        optimizer.step(lambda: backward(model, world.rank) or torch.ones(()))
+        optimizer.zero_grad()
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(3):
+            optimizer.step(lambda s=step: backward(model, world.rank, s) or torch.ones(()))
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        optimizer = sgd(model)
+        inputs = [data(world.rank, step) for step in range(3)]
+        with torch.device("meta"):
+            replica = commrt.attach(model, optimizer, world=world)
+            with replica.join(torch.amp.GradScaler("cpu")):
+                for x, y in inputs[world.rank :]:
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            world.run(ring.all_reduce(2), inputs[0][0].view(-1))
+            return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
+
+
 def test_training_goes_on_equally_after_join():
     def body(world):
         model = net()
@@ -642,6 +845,165 @@ def test_training_goes_on_equally_after_join():
     assert run_ranks(3, body) == [(True, 10)] * 3
 
 
+def backward_often(model, rank):
+    """8 bits are equal by chance once in 256 steps."""
+    for step in range(4):
+        backward(model, rank, step)
+
+
+def raise_rate(optimizer, world):
+    optimizer.param_groups[0]["lr"] *= 1 + world.rank
+
+
+def raise_rate_in_a_tensor(optimizer, world):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1 + world.rank)
+
+
+def move_betas(optimizer, world):
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 - 0.01 * world.rank)
+
+
+def turn(optimizer, world):
+    optimizer.param_groups[0]["maximize"] = world.rank == 1
+
+
+@pytest.mark.parametrize("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
+def test_settings_that_come_to_differ_are_noticed_before_the_next_step(change):
+    def body(world):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        change(optimizer, world)
+        with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
+            backward_often(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_settings_that_are_equal_in_value_are_equal_in_any_form():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = commrt.attach(model, optimizer, world=world)
+        group = optimizer.param_groups[0]
+        for step in range(3):
+            group["lr"] = (1, np.float32(1), torch.tensor(1.0))[(world.rank + step) % 3]
+            group["note"] = f"of rank {world.rank}"
+            optimizer.param_groups[0] = group = dict(sorted(group.items(), reverse=world.rank == 1))
+            backward(model, world.rank, step)
+        return replica.step
+
+    assert run_ranks(3, body) == [3, 3, 3]
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def train(steps):
+            for step in range(steps):
+                optimizer.zero_grad()
+                x, y = data(world.rank, step)
+                scaler.scale(cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+
+        with replica.join(scheduler, scaler):
+            train((2, 5, 3)[world.rank])
+        train(2)
+        return replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()
+
+    assert run_ranks(3, body) == [(True, 7, 32.0)] * 3
+
+
+def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scheduler = halving(optimizer)
+        with replica.join():
+            for step in range((2, 4)[world.rank]):
+                backward(model, world.rank, step)
+                optimizer.step()
+                scheduler.step()
+        scheduler.step()
+        with pytest.raises(DisagreementError, match=r"pass them to replica\.join\(\) where ranks may run out of data"):
+            backward_often(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with pytest.raises(UsageError, match=r"join\(\) was given a float, which has no state_dict\(\)"):
+            replica.join(0.1).__enter__()
+        given = [torch.amp.GradScaler("cpu")] if world.rank == 1 else []
+        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about also: 'GradScaler' against"):
+            replica.join(*given).__enter__()
+        with replica.join():
+            backward(model, world.rank)
+        return replica.step
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+class Keeping:
+    """Has a state that `given` makes."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def state_dict(self):
+        return {"kept": self.given()}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
+def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(given):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with pytest.raises(UsageError, match="the state of Keeping cannot be sent to other ranks"):  # noqa: SIM117
+            with replica.join(Keeping(given)):
+                backward(model, world.rank)
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_settings_of_any_kind_outlive_join():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.AdamW([{"params": model.parameters(), "shape": lambda step: step, "lr": 0.1}])
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((4, 2)[world.rank]):
+                optimizer.param_groups[0]["lr"] = np.float64(0.1) / (1 + step)
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                optimizer.step()
+        group = optimizer.param_groups[0]
+        return replica.replicas_equal(), group["lr"], type(group["lr"]), group["shape"](7)
+
+    assert run_ranks(2, body) == [(True, 0.025, float, 7)] * 2
+
+
 def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
     def body(world):
         model, tied_to_four = net(), net()
@@ -650,6 +1012,77 @@ def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
             pass
         replica = commrt.attach(tied_to_four, algorithm=commrt.Torus2D(grid=(2, 2)), world=world)
         with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): a grid of 2 x 2"):
+            replica.join().__enter__()
+
+    run_ranks(4, body)
+
+
+def test_a_roll_call_that_fails_says_where():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        with pytest.raises(TransportError) as caught, replica.join():
+            backward_often(model, world.rank)
+        return caught.value.place
+
+    places = run_ranks(2, body, wrap=with_faults(fail_at(rank=1, step=1, bucket="roll call")))
+    assert [(at.rank, at.step, at.bucket) for at in places] == [(0, 1, "roll call"), (1, 1, "roll call")]
+
+
+COLLECTIVES = {
+    "run": lambda world, replica: world.run(ring.all_reduce(2), torch.ones(2)),
+    "agree": lambda world, replica: world.agree("lunch"),
+    "all_equal": lambda world, replica: world.all_equal("lunch", "soup"),
+    "attach": lambda world, replica: commrt.attach(net(), world=world),
+    "replicas_equal": lambda world, replica: replica.replicas_equal(),
+    "sync_buffers": lambda world, replica: replica.sync_buffers(),
+    "overwrite_with_first": lambda world, replica: replica.overwrite_with_first(),
+    "load_state_dict": lambda world, replica: replica.load_state_dict({"step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_would_meet_a_roll_call_is_refused_inside_join(name):
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        replica = commrt.attach(model, sgd(model), world=world)
+        with replica.join():
+            for step in range((3, 1)[world.rank]):
+                backward(model, world.rank, step)
+                with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
+                    COLLECTIVES[name](world, replica)
+        COLLECTIVES[name](world, replica)
+        return replica.step
+
+    assert run_ranks(2, body) == [1 if name == "load_state_dict" else 3] * 2
+
+
+def test_a_rank_without_a_batch_may_average_inside_join():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((4, 2)[world.rank]):
+                optimizer.zero_grad()
+                replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
+                optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 4)] * 2
+
+
+class OfThreeOrFour:
+    def schedule(self, step, ranks):
+        if ranks not in (3, 4):
+            raise UsageError("this needs 3 or 4 ranks")
+        return ring.all_reduce(ranks)
+
+
+def test_join_is_refused_before_it_begins_if_some_number_of_ranks_could_not_go_on():
+    def body(world):
+        replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
+        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
             replica.join().__enter__()
 
     run_ranks(4, body)
@@ -778,8 +1211,92 @@ def test_a_closure_that_only_accumulates_is_noticed():
             with replica.no_sync():
                 backward(model, world.rank)
 
-        with pytest.raises(UsageError, match=r"never averaged: .* parameters have changed already"):
+        with pytest.raises(UsageError, match=r"never averaged: the last backward pass of an accumulation must be"):
             optimizer.step(closure)
+        return all(map(torch.equal, model.parameters(), net().parameters()))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_no_closure_may_be_said_as_none():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for how in (optimizer.step, lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, world.rank)
+            how()
+        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
+
+    assert run_ranks(3, body) == [(True, [1.0])] * 3
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
+def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_before_the_step(by_name):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        before = [param.clone() for param in model.parameters()]
+
+        def closure():
+            for param, grad in zip(model.parameters(), local_gradients(model, world.rank), strict=True):
+                param.grad = grad
+
+        with pytest.raises(UsageError, match=r"a closure that made gradients which were never averaged: call loss"):
+            optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert all(map(torch.equal, model.parameters(), before))
+        optimizer.step(lambda: (closure(), replica.average()))
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_closure_may_hold_the_last_pass_of_an_accumulation():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank, 0)
+        optimizer.step(lambda: backward(model, world.rank, 1))
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 1)] * 2
+
+
+def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        assert optimizer.step(lambda: 7) == 7
+        optimizer.zero_grad()
+        optimizer.step(lambda: None)  # all ranks leave this batch out
+        return replica.replicas_equal(), [param.grad for param in model.parameters()]
+
+    assert run_ranks(2, body) == [(True, [None] * 4)] * 2
+
+
+def test_a_closure_that_is_not_called_does_not_hide_gradients_that_were_held_back():
+    class Deaf(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad)
+
+    def body(world):
+        model = net()
+        optimizer = Deaf(model.parameters(), lr=0.1)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        with pytest.raises(UsageError, match="parameters have changed already: load a checkpoint"):
+            optimizer.step(lambda: None)
 
     run_ranks(2, body)
 
@@ -796,6 +1313,40 @@ def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
         return replica.replicas_equal()
 
     assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zeros"])
+def test_averages_that_were_zeroed_unused_do_not_count_as_this_steps(to_none):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        for _ in range(2):
+            backward(model, world.rank)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        backward(model, world.rank)
+        optimizer.zero_grad(set_to_none=to_none)  # all ranks leave this step out
+        before = model[0].weight.clone()
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step() if world.rank == 1 else backward(model, world.rank)
+        return torch.equal(model[0].weight, before)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_gradients_that_are_zero_everywhere_are_stepped_with():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for factor in (1.0, 0.0, 0.0, 1.0):
+            optimizer.zero_grad(set_to_none=False)
+            (model(data(world.rank)[0]).sum() * factor).backward()
+            optimizer.step()
+        return replica.replicas_equal()
+
+    assert run_ranks(3, body) == [True] * 3
 
 
 def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
@@ -1066,6 +1617,34 @@ def test_a_model_that_changed_since_attach_is_refused(change):
             backward(model, world.rank)
 
     run_ranks(2, body)
+
+
+def add_criterion(model):
+    model.criterion = nn.CrossEntropyLoss()
+
+
+def swap_activation(model):
+    model[1] = nn.ReLU()
+
+
+def drop_activation(model):
+    del model[1]
+
+
+@pytest.mark.parametrize("change", [add_criterion, swap_activation, drop_activation])
+def test_modules_without_parameters_may_come_and_go(change):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        change(model)
+        for _ in range(2):
+            model[0](data(world.rank)[0]).sum().backward()
+        grow(model)
+        with pytest.raises(UsageError, match=r"changed since attach\(\), \d\.weight was added"):
+            model[0](data(world.rank)[0]).sum().backward()
+        return replica.step
+
+    assert run_ranks(2, body) == [2, 2]
 
 
 def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step():

@@ -29,7 +29,7 @@ def test_a_claim_that_differs_in_one_thing_is_explained_by_that(claim, name, dat
 
 
 def test_numbers_beyond_the_width_count_on_from_zero():
-    assert stamp(Claim(0, 1, 32, 64, 1024)) == stamp(Claim(0, 1, 0, 0, 0))
+    assert stamp(Claim(0, 65, 32, 64, 64, 256)) == stamp(Claim(0, 1, 0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])

@@ -131,7 +131,7 @@ def _exchange() -> Finding:
     from commrt.world import World  # noqa: PLC0415
 
     def body(world: World) -> float:
-        buffer = torch.full((1000,), float(world.rank + 1))
+        buffer = torch.full((1000,), float(world.rank + 1), device="cpu")
         world.run(ring.all_reduce(world.size), buffer)
         return buffer.sum().item()
 

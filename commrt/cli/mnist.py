@@ -49,8 +49,8 @@ def load() -> tuple[Images, Images]:
     except ImportError as error:
         raise UsageError(ABSENT) from error
     rows, labels = mnist_data()
-    pixels = torch.tensor(rows, dtype=torch.float32).view(-1, 1, 28, 28)
-    images = Images((pixels / 255 - MEAN) / DEVIATION, torch.tensor(labels))
+    pixels = torch.tensor(rows, dtype=torch.float32, device="cpu").view(-1, 1, 28, 28)
+    images = Images((pixels / 255 - MEAN) / DEVIATION, torch.tensor(labels, device="cpu"))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
     parts = order[:TRAIN_IMAGES], order[TRAIN_IMAGES:]
     train, test = (Images(images.pixels[part], images.digits[part]) for part in parts)
