@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -21,12 +22,13 @@ from commrt.buckets import MIB, Unit, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 
-__all__ = ["DEVICE", "OURS", "TASKS", "THOROUGH", "Task", "flat_copies"]
+__all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "THOROUGH", "Task", "flat_copies"]
 
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 OURS = "commrt"
 THOROUGH = "commrt, finite and norm"
 F32, BF16 = torch.float32, torch.bfloat16
+COUNTED_NUMEL = (25 if HAS_GPU else 1) * MIB // 4
 COLD_NBYTES = (200 if HAS_GPU else 1) * MIB
 """Sets are made until they are larger together: three times a large second-level cache."""
 SETS_AT_LEAST = 4 if HAS_GPU else 2
@@ -66,7 +68,7 @@ class Gradients:
 def made(shapes: Shapes, layout: Layout, wire: torch.dtype) -> Gradients:
     """A set of random gradients."""
     grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
-    row = torch.zeros(layout.numel, dtype=wire, device=DEVICE)
+    row = torch.randn(layout.numel, device=DEVICE).to(wire)
     views = [layout.tensor(row, i).view(shape) for i, shape in enumerate(shapes)]
     return Gradients(grads, row, views, torch.zeros(sum(layout.counts), dtype=wire, device=DEVICE))
 
@@ -104,33 +106,9 @@ def pack(shapes: Shapes, wire: torch.dtype) -> Task:
         "mul per tensor": lambda i: per_tensor(sets[i]),
         "cat (no scale)" if wire == F32 else "cat, mul_, copy_": lambda i: cat(sets[i]),
     }
-    if dispatch.is_on_gpu(sets[0].wire):
-        thorough = [Findings(packing, one.wire) for packing, one in zip(packings, sets, strict=True)]
-        contenders[THOROUGH] = lambda i: thorough[i]()
+    findings = [packing.findings() for packing in packings]
+    contenders[THOROUGH] = lambda i: packings[i].pack(sets[i].grads, scale, 1, findings[i])
     return Task(sum(layout.counts) * (4 + wire.itemsize), len(sets), contenders)
-
-
-class Findings:
-    """Packing that also looks for what is not finite, and adds up squares: gradients as they were packed last."""
-
-    def __init__(self, packing: dispatch.Packing, wire: Tensor) -> None:
-        from commrt.kernels.device import launch, sizes, variants  # noqa: PLC0415  # Triton is there only with a GPU
-
-        cut = sizes.sizes_for(launch.arch_of(wire.device))
-        variant = variants.pack(F32, wire.dtype, 16, cut, nonfinite=True, sums=True)
-        self._tables, self._launch = packing.tables, launch.launch_of(variant, wire.device)
-        self._memory = (
-            wire,
-            torch.full((1,), 1 / 6, device=wire.device),
-            torch.zeros(1, dtype=torch.int32, device=wire.device),
-            torch.zeros(self._tables.tiles * cut.warps, device=wire.device),
-        )
-
-    def __call__(self) -> None:
-        """One launch."""
-        wire, *rest = (tensor.data_ptr() for tensor in self._memory)
-        columns = (column.data_ptr() for column in self._tables.columns)
-        self._launch(self._tables.tiles, *columns, wire, 1, *rest)
 
 
 def unpack(shapes: Shapes, wire: torch.dtype) -> Task:
@@ -164,7 +142,9 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
 
     def foreach(one: Gradients) -> None:
-        torch._foreach_lerp_(one.grads, [view.float() for view in one.views], 0.5)
+        wide = one.wire.float()
+        places = [layout.tensor(wide, i).view(shape) for i, shape in enumerate(shapes)]
+        torch._foreach_lerp_(one.grads, places, 0.5)
 
     def per_tensor(one: Gradients) -> None:
         for grad, view in zip(one.grads, one.views, strict=True):
@@ -197,6 +177,27 @@ def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
     return Task(nbytes * (2 + ranks), count, contenders)
 
 
+def in_buckets(name: str) -> Task:
+    """All gradients of a set in buckets of 25 MiB, to a bf16 wire; DDP's way with its hook that compresses."""
+    tasks = [pack(members, BF16) for members in buckets_of(name)]
+    sets = min(task.sets for task in tasks)
+    contenders: Contenders = {
+        who: lambda i, who=who: [task.contenders[who](i) for task in tasks] for who in tasks[0].contenders
+    }
+    rows = [torch.zeros(task.nbytes // 6, device=DEVICE) for task in tasks]
+    lists = [[torch.randn(shape, device=DEVICE) for shape in members] for members in buckets_of(name)]
+    pieces_of = [row.split([grad.numel() for grad in grads]) for row, grads in zip(rows, lists, strict=True)]
+
+    def hooked() -> None:
+        for row, grads, places in zip(rows, lists, pieces_of, strict=True):
+            for grad, place in zip(grads, places, strict=True):
+                torch.mul(grad.view(-1), 1 / 6, out=place)
+            row.to(BF16).div_(6)
+
+    contenders["DDP's copies, bf16 hook"] = lambda _: hooked()
+    return Task(sum(task.nbytes for task in tasks), sets, contenders)
+
+
 def moving(shapes: Shapes) -> Task:
     """Packing gradients that lie elsewhere at every call: what watching addresses costs the host."""
     layout, sets = several(shapes, BF16)
@@ -226,11 +227,16 @@ def shapes_of(name: str) -> Shapes:
     return list(SETS[name]().values())[::-1]
 
 
-def bucket_of(name: str, number: int) -> Shapes:
-    """The gradients of one bucket of 25 MiB."""
+def buckets_of(name: str) -> list[Shapes]:
+    """The gradients of each bucket of 25 MiB."""
     shapes = shapes_of(name)
     units = [Unit("", 4 * prod(shape), F32) for shape in shapes]
-    return [shapes[i] for i in plan_buckets(units, 25 * MIB, MIB)[number]]
+    return [[shapes[i] for i in members] for members in plan_buckets(units, 25 * MIB, MIB)]
+
+
+def bucket_of(name: str, number: int) -> Shapes:
+    """The gradients of one of them."""
+    return buckets_of(name)[number]
 
 
 def pieces(total: int, count: int) -> Shapes:
@@ -239,39 +245,41 @@ def pieces(total: int, count: int) -> Shapes:
     return [(end - begin,) for begin, end in pairwise(bounds)]
 
 
-WHOLE = ("ResNet-50", "BERT-large", "GPT-2 124M") if HAS_GPU else ("GoogLeNet",)
-MIXED = ("ResNet-50", "VGG-16") if HAS_GPU else ("GoogLeNet",)
+MAIN = "ResNet-50" if HAS_GPU else "GoogLeNet"
+OTHERS = tuple(name for name in SETS if name not in (MAIN, "Llama-3-8B")) if HAS_GPU else ()
+UNPACKED = ("BERT-large", "GPT-2 124M") if HAS_GPU else ()
+MIXED = ("VGG-16",) if HAS_GPU else ()
 SIZES_MIB = (25, 256) if HAS_GPU else (1,)
 COUNTS = (1, 16, 256, 4096) if HAS_GPU else (16,)
-ALL = ("ResNet-50", *[name for name in SETS if name not in ("ResNet-50", "Llama-3-8B")]) if HAS_GPU else ("GoogLeNet",)
+WIRES = {"fp32": F32, "bf16": BF16}
 
-TASKS: dict[str, Callable[[], Task]] = {
-    **{
-        f"pack fp32 to {w}, {s}": lambda s=s, d=d: pack(shapes_of(s), d)
-        for s in ALL
-        for w, d in (("fp32", F32), ("bf16", BF16))
-    },
-    "pack fp32 to fp32, a bucket of ResNet-50": lambda: pack(bucket_of("ResNet-50", 2), F32),
-    "pack fp32 to bf16, a bucket of ResNet-50": lambda: pack(bucket_of("ResNet-50", 2), BF16),
-    **{
-        f"unpack {w} to fp32, {s}": lambda s=s, d=d: unpack(shapes_of(s), d)
-        for s in WHOLE
-        for w, d in (("fp32", F32), ("bf16", BF16))
-    },
-    **{
-        f"mix fp32 with {w}, {s}": lambda s=s, d=d: mix(shapes_of(s), d)
-        for s in MIXED
-        for w, d in (("fp32", F32), ("bf16", BF16))
-    },
-    **{
-        f"reduce bf16 of {k}, {m} MiB": lambda k=k, m=m: reduce(m * MIB // 2, k, BF16)
-        for k in (1, 3)
-        for m in SIZES_MIB
-    },
-    **{
-        f"pack fp32 to bf16, 25 MiB in {n}": lambda n=n: pack(pieces((25 if HAS_GPU else 1) * MIB // 4, n), BF16)
-        for n in COUNTS
-    },
-    "pack fp32 to bf16, all gradients moved": lambda: moving(bucket_of("ResNet-50", 3)),
+Make = Callable[[], Task]
+
+
+def with_each_wire(name: str, make: Callable[[Shapes, torch.dtype], Task], shapes: Shapes) -> dict[str, Make]:
+    """Two tasks, by name."""
+    return {name.format(label): partial(make, shapes, dtype) for label, dtype in WIRES.items()}
+
+
+TASKS: dict[str, Make] = {
+    **with_each_wire(f"pack fp32 to {{}}, {MAIN}", pack, shapes_of(MAIN)),
+    **with_each_wire("pack fp32 to {}, a bucket of ResNet-50", pack, bucket_of("ResNet-50", 2)),
+    f"pack fp32 to bf16, {MAIN} in buckets": partial(in_buckets, MAIN),
+    **with_each_wire(f"unpack {{}} to fp32, {MAIN}", unpack, shapes_of(MAIN)),
+    **with_each_wire(f"mix fp32 with {{}}, {MAIN}", mix, shapes_of(MAIN)),
+    **{f"reduce bf16 of {k}, {m} MiB": partial(reduce, m * MIB // 2, k, BF16) for k in (1, 3) for m in SIZES_MIB},
+    "pack fp32 to bf16, all gradients moved": partial(moving, bucket_of("ResNet-50", 3)),
 }
-"""By name, made when called."""
+"""What goals are set for: measured in every way. By name, made when called."""
+
+MORE_TASKS: dict[str, Make] = {
+    **{f"pack fp32 to bf16 in {count}": partial(pack, pieces(COUNTED_NUMEL, count), BF16) for count in COUNTS},
+}
+"""How that goes on for other models and counts: measured in one way."""
+
+for model in OTHERS:
+    MORE_TASKS |= with_each_wire(f"pack fp32 to {{}}, {model}", pack, shapes_of(model))
+for model in UNPACKED:
+    MORE_TASKS |= with_each_wire(f"unpack {{}} to fp32, {model}", unpack, shapes_of(model))
+for model in MIXED:
+    MORE_TASKS |= with_each_wire(f"mix fp32 with {{}}, {model}", mix, shapes_of(model))

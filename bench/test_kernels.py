@@ -11,11 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 from ceiling import ROUNDS, calls_of, copy_bytes_per_s, machine
-from contenders import OURS, TASKS
+from conftest import Keep
+from contenders import MORE_TASKS, OURS, TASKS
 from interleaved import Clock, Times, record, spread, table
 from stopwatch import MODES, stopwatch
 
 CLOCK = Clock()
+ALL = TASKS | MORE_TASKS
+CASES = [(task, mode) for task in TASKS for mode in MODES] + [(task, next(iter(MODES))) for task in MORE_TASKS]
 
 
 def clock() -> float:
@@ -23,11 +26,12 @@ def clock() -> float:
     return CLOCK.now_s
 
 
-@pytest.fixture(scope="module", params=[(task, mode) for task in TASKS for mode in MODES], ids=", ".join)
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def measured(request: pytest.FixtureRequest) -> Iterator[tuple[int, Times]]:
     """(bytes to move, seconds of every contender and round) of one task; the tensors are gone afterwards."""
+    request.getfixturevalue("one_thread")
     name, mode = request.param
-    task = TASKS[name]()
+    task = ALL[name]()
     able = {
         who: run for who, run in task.contenders.items() if not (mode.startswith("graph") and who in task.not_in_graphs)
     }
@@ -50,12 +54,13 @@ def fastest_peer(times: Times) -> str:
 
 
 @pytest.mark.benchmark(timer=clock)
-def test_move_gradients(benchmark, measured: tuple[int, Times], request: pytest.FixtureRequest):
+def test_move_gradients(benchmark, measured: tuple[int, Times], request: pytest.FixtureRequest, keep: Keep):
     nbytes, times = measured
     task, mode = request.node.callspec.params["measured"]
     benchmark.group = f"{task}: {mode}"
     row = record(times, OURS, fastest_peer(times))
     bytes_per_s = nbytes / row["median_s"]
+    fractions = {who: nbytes / spread(seconds)[1] / copy_bytes_per_s() for who, seconds in times.items()}
     benchmark.extra_info.update(
         row,
         **machine(),
@@ -64,7 +69,8 @@ def test_move_gradients(benchmark, measured: tuple[int, Times], request: pytest.
         nbytes=nbytes,
         gb_per_s=bytes_per_s / 1e9,
         copy_gb_per_s=copy_bytes_per_s() / 1e9,
-        fraction_of_copy=bytes_per_s / copy_bytes_per_s(),
+        fractions_of_copy=fractions,
         medians_s={who: spread(seconds)[1] for who, seconds in times.items()},
     )
+    keep(benchmark.extra_info)
     benchmark.pedantic(CLOCK.replay(times[OURS]), rounds=ROUNDS)

@@ -6,6 +6,7 @@ Without a GPU the definitions are compared with themselves, which shows that thi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -25,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = list(product(DTYPES, DTYPES))
 STAMP = 0xF000_0000_0000_0005
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
 
@@ -102,6 +104,37 @@ def test_mix_is_its_definition_bit_by_bit(dtype: torch.dtype, wire: torch.dtype,
     assert all(map(same, moved, tensors))
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+def test_options_are_their_definitions_and_norms_the_same_in_every_run(wire: torch.dtype, accumulate: bool):
+    tensors = [random(count, torch.float32, seed) for seed, count in enumerate(LENGTHS)]
+    _, packing, _, reference = wires(layout_of(LENGTHS), wire, tensors)
+    moved = [there(tensor) for tensor in tensors]
+    found, expected = packing.findings(), reference.findings()
+    packing.pack(moved, 0.3, STAMP, found)
+    reference.pack(tensors, 0.3, STAMP, expected)
+    torch.testing.assert_close(packing.norm(found).cpu(), reference.norm(expected), rtol=1e-5, atol=0.0)
+    assert bool(found.nonfinite.item()) == bool(expected.nonfinite.item())
+    norms = set()
+    for _ in range(5):
+        packing.pack(moved, 0.3, STAMP, found)
+        norms.add(packing.norm(found).item())
+    assert len(norms) == 1
+    packing.unpack(moved, STAMP, scale=0.7, accumulate=accumulate, findings=found)
+    reference.unpack(tensors, STAMP, scale=0.7, accumulate=accumulate, findings=expected)
+    assert all(map(same, moved, tensors))
+    torch.testing.assert_close(packing.norm(found).cpu(), reference.norm(expected), rtol=1e-5, atol=0.0)
+
+
+def test_what_is_not_finite_is_found():
+    tensors = [there(random(5000, torch.float32, 0))]
+    tensors[0][4999] = float("inf")
+    _, packing, _, _ = wires(layout_of([5000]), torch.bfloat16, tensors)
+    found = packing.findings()
+    packing.pack(tensors, 1.0, STAMP, found)
+    assert found.nonfinite.item() == 1
+
+
 def test_a_disputed_stamp_shows_when_the_kernel_has_run():
     tensors = [there(random(100, torch.float32, 0))]
     _, packing, _, _ = wires(layout_of([100]), torch.float16, tensors)
@@ -136,12 +169,18 @@ def test_a_captured_step_follows_gradients_that_move():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         packing.pack(first, 0.5, STAMP)
+        packing.unpack(first, STAMP)
     second = [there(random(count, torch.float32, count + 1)) for count in LENGTHS]
+    originals = [tensor.clone() for tensor in second]
     packing.tables.point_at(second)
     graph.replay()
-    replayed = away.cpu()
+    replayed, halves = away.cpu(), [tensor.cpu() for tensor in second]
+    for tensor, original in zip(second, originals, strict=True):
+        tensor.copy_(original)
     packing.pack(second, 0.5, STAMP)
+    packing.unpack(second, STAMP)
     assert same(away, replayed)
+    assert all(map(same, second, halves))
 
 
 @needs_gpu
@@ -175,8 +214,10 @@ def waiting_is_an_error() -> Iterator[None]:
     if not HAS_GPU:
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

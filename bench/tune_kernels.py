@@ -32,7 +32,8 @@ from commrt.kernels.layout import layout_of
 from commrt.kernels.tables import Tables
 
 F32, BF16 = torch.float32, torch.bfloat16
-CANDIDATES = [Sizes(tile, warps) for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8))]
+CANDIDATES = [Sizes(tile, warps) for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)) if tile >= 512 * warps]
+"""Such that with twice the warps a thread still has 8 elements, which the sums of squares need."""
 ROUNDS, CALLS, SETS = 20, 20, 4
 THREADS, REGISTERS, PROGRAMS = 2048, 65536, 32
 """Of one multiprocessor of compute capability 8.0, 9.0 and 10.0."""

@@ -46,7 +46,7 @@ def main() -> None:
         columns = [column.data_ptr() for column in packing.tables.columns]
         count.value = 10
         packing.pack(tensors, 0.5, STAMP)
-        note("pack", 14, [*columns, wire.data_ptr(), STAMP, packing._scale.data_ptr(), 0, 0])
+        note("pack", 14, [*columns, wire.data_ptr(), STAMP, packing._scale.at(0.5), 0, 0])
         packing.unpack(tensors, STAMP)
         note("unpack", 14, [*columns, wire.data_ptr(), STAMP, packing._mark, 0, 0])
         own, received = torch.zeros(4096), torch.zeros(3, 4096)

@@ -87,8 +87,9 @@ class Driver:
 
 
 def _fits(value: object, kind: str) -> bool:
+    """Of its type, and for an address as aligned as the kernels are told."""
     low, high = INTEGERS["u64" if kind.startswith("*") else kind]
-    return type(value) is int and low <= value <= high
+    return type(value) is int and low <= value <= high and not (kind.startswith("*") and value % 16)
 
 
 class Operations(TorchDispatchMode):

@@ -20,7 +20,6 @@ def test_a_benchmark_of_the_kernels_runs(name):
         "pytest",
         str(BENCH / name),
         "-q",
-        "-n0",
         "-p",
         "no:cacheprovider",
         "--benchmark-disable",

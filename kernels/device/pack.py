@@ -45,7 +45,7 @@ def pack_kernel(
     address = tl.load(addresses + tensor)
     source = pointer(address, first, DTYPE, ALIGN)
     target = on_wire(wire, places)
-    factor = tl.load(scale)
+    factor = tl.where(address != 0, tl.load(scale), 0.0)  # or zeros would become -0.0, or NaN
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     readable = tl.where(address != 0, whole, 0)  # one comparison per access, where `and` would be two

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -111,9 +110,8 @@ def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]
     return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps or constants["WARPS"])
 
 
-@cache
 def compiled(variant: Variant, arch: int) -> CompiledKernel:
-    """`variant` for compute capability `arch`; about 0.1 s the first time, kept then and in Triton's own cache."""
+    """`variant` for compute capability `arch`; about 0.1 s the first time, then from Triton's own cache."""
     types = dict(variant.types)
     signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
     aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
