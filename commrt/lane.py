@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -38,8 +39,9 @@ class Lane:
         self._failure: BaseException | None = None
         self._refusal: str | None = None
         self._pending: set[Answer[Any]] = set()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._over = False
+        self._ended: Answer[None] = Answer()  # Thread.join takes a thread for ended once Ctrl-C interrupts it (3.11)
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, task: Callable[[], T]) -> Answer[T]:
         """Run `task` after all earlier ones; its error is raised by the answer's ``result()``.
@@ -50,6 +52,8 @@ class Lane:
         answer: Answer[T] = Answer()
         self._pending.add(answer)
         self._tasks.put(lambda: self._run(task, answer))
+        if self._over:  # closed since we asked, by another thread or a signal handler
+            self._refuse(answer)
         return answer
 
     def require_open(self) -> None:
@@ -61,6 +65,16 @@ class Lane:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # or it stays alive until the next one comes
+        self._over = True  # before the others are looked for: who submits adds an answer first, and looks at this then
+        for answer in tuple(self._pending):
+            self._refuse(answer)
+        self._ended.give(None)
+
+    def _refuse(self, answer: Answer[Any]) -> None:
+        """Answer what came too late to be run, unless that was done."""
+        with suppress(KeyError):
+            self._pending.remove(answer)
+            answer.fail(TransportClosed(CLOSED))
 
     def _run(self, task: Callable[[], T], answer: Answer[T]) -> None:
         try:
@@ -92,10 +106,10 @@ class Lane:
         return self._failure
 
     def close(self) -> None:
-        """Finish what was submitted and take no more."""
+        """Finish what was submitted and take no more. Safe to call twice, also after Ctrl-C in the first call."""
         self._refusal = CLOSED
         self._tasks.put(None)
-        self._thread.join()
+        self._ended.result()
 
     def leave_to_parent(self) -> None:
         """In a forked child, where the thread does not exist: take no more, and let nobody wait for an answer."""
@@ -103,3 +117,5 @@ class Lane:
         for answer in self._pending:
             if not answer.given:
                 answer.fail(TransportClosed(INHERITED))
+        if not self._ended.given:
+            self._ended.give(None)
