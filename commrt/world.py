@@ -71,6 +71,7 @@ class World:
         """Models attached so far."""
         self._closed = False
         self._aborted = False
+        self._inherited = False
         self._comparison = Comparison(transport, self.lane)
         _OPEN.add(self)
 
@@ -149,28 +150,37 @@ class World:
             linger(self.store)
 
     def close(self) -> None:
-        """Finish what was started, then drop the connections. Safe to call twice; not collective."""
-        if not self._closed:
-            self._closed = True
+        """Finish what was started, then drop the connections; Ctrl-C meanwhile ends what runs. Not collective.
+
+        Safe to call twice.
+        """
+        self._closed = True
+        if self._inherited:
+            return
+        try:
             self.lane.close()
+        finally:
             self.transport.close()
 
     def abort(self, reason: BaseException) -> None:
         """Give up because of `reason`: a running transfer ends, and ranks that wait for this one learn why.
 
-        Safe to call twice, and after a failure. `close` is still due.
+        Safe to call twice, after a failure, and while `close` waits. `close` is still due.
         """
-        if self.closed:
+        if self._inherited:
             return
-        self._aborted = True
-        leave_report(self.store, self.rank, reason)
-        self.transport.abort()
-        if self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
+        is_news, self._aborted = not self.closed, True
+        try:
+            if is_news:
+                leave_report(self.store, self.rank, reason)
+        finally:  # a second Ctrl-C may end the report
+            self.transport.abort()
+        if is_news and self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 
     def leave_to_parent(self) -> None:
         """In a forked child: closed, without a word to the peers or the store, to whom the parent is this rank."""
-        self._closed = True
+        self._closed = self._inherited = True
         self.lane.leave_to_parent()
 
     def __enter__(self) -> Self:
@@ -179,9 +189,11 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
+        try:
+            if error is not None:
+                self.abort(error)
+        finally:
+            self.close()
 
 
 _OPEN: WeakSet[World] = WeakSet()

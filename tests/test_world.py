@@ -15,6 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 import commrt
+from commrt import world as world_module
 from commrt.algorithms import ring, tree
 from commrt.comparison import KEPT, SCHEDULES_KEPT, Comparison
 from commrt.errors import DisagreementError, PeerLost, TransportClosed, UsageError
@@ -24,6 +25,7 @@ from commrt.schedule import MIX, Schedule, Step
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.transport.gloo import GlooTransport
+from commrt.transport.local import Fabric
 from commrt.transport.shared import SharedTransport
 from commrt.world import World
 
@@ -52,11 +54,63 @@ def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
 def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end():
     world, _ = local_worlds(2, timeout_s=PATIENT_S)
     begin = monotonic()
-    running = world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
+    running = hanging(world)
     with pytest.raises(KeyboardInterrupt), world:
         raise KeyboardInterrupt
     assert isinstance(running.error(), TransportClosed)
     assert world.closed
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def hanging(world):
+    """A transfer of `world` that cannot end."""
+    return world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["leave_report", "linger"])
+def test_a_second_ctrl_c_while_the_others_are_told_ends_the_transfer_too(monkeypatch, step):
+    fabric, store = Fabric(2, PATIENT_S), HashStore()
+    world = World(fabric.transport(0), store, holds_store=True)
+    running = hanging(world)
+    begin = monotonic()
+    monkeypatch.setattr(world_module, step, interrupt)
+    with pytest.raises(KeyboardInterrupt), world:
+        raise OSError("the first of two")
+    assert isinstance(running.error(), TransportClosed)
+    with pytest.raises(TransportClosed, match="was closed"):
+        world.lane.require_open()
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_ctrl_c_while_a_world_finishes_its_work_ends_that_and_it_can_be_closed_again(monkeypatch):
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    running = hanging(world)
+    begin = monotonic()
+    monkeypatch.setattr(world.lane, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.close()
+    monkeypatch.undo()
+    world.close()
+    assert running.given
+    assert isinstance(running.error(), TransportClosed)
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_a_world_that_finishes_its_work_can_still_be_given_up(monkeypatch):
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    running = hanging(world)
+    begin, closes, finish = monotonic(), Event(), world.lane.close
+    monkeypatch.setattr(world.lane, "close", lambda: (closes.set(), finish()))
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(world.close)
+        closes.wait()
+        world.abort(OSError("enough"))
+        closing.result()
+    assert isinstance(running.error(), TransportClosed)
     assert monotonic() - begin < PATIENT_S / 2
 
 
