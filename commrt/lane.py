@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from commrt.answer import Answer
-from commrt.errors import TransportClosed
+from commrt.errors import TransportClosed, TransportError
 
 __all__ = ["Lane"]
 
@@ -61,6 +61,12 @@ class Lane:
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
 
+    def require_unbroken(self) -> None:
+        """Raise `TransportClosed` if a task would get no further than this."""
+        self.require_open()
+        if self._failure is not None:
+            raise _refusal_after(self._failure) from self._failure
+
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
@@ -88,7 +94,7 @@ class Lane:
 
     def _attempt(self, task: Callable[[], T]) -> T:
         if self._failure is not None:
-            raise TransportClosed("an earlier transfer failed, so this one was not started") from self._failure
+            raise _refusal_after(self._failure) from self._failure
         with torch.no_grad():
             return task()
 
@@ -99,6 +105,13 @@ class Lane:
                 self._on_failure(failure)
             except BaseException as error:  # or nobody would get an answer any more
                 failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
+
+    def give_up(self, reason: BaseException) -> bool:
+        """Start no task any more; True if that is news: the lane had neither failed nor ended."""
+        is_news = self._failure is None and not self._over
+        if is_news:
+            self._failure = reason
+        return is_news
 
     @property
     def failure(self) -> BaseException | None:
@@ -119,3 +132,22 @@ class Lane:
                 answer.fail(TransportClosed(INHERITED))
         if not self._ended.given:
             self._ended.give(None)
+
+
+def _refusal_after(failure: BaseException) -> TransportClosed:
+    """What is raised in place of all that was to follow `failure`; carries its place."""
+    if not isinstance(failure, TransportError):
+        return TransportClosed(
+            f"this world was given up: call init() for a new one. It was {_named(failure, str(failure))}"
+        )
+    refusal = TransportClosed(
+        "an earlier transfer failed, so this one was not started: call init() for a new world. It was "
+        + _named(failure, failure.what),
+        failure.place,
+    )
+    refusal.elsewhere = failure.elsewhere
+    return refusal
+
+
+def _named(failure: BaseException, what: str) -> str:
+    return ": ".join(filter(None, (type(failure).__name__, what)))

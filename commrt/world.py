@@ -70,7 +70,6 @@ class World:
         self.attached = 0
         """Models attached so far."""
         self._closed = False
-        self._aborted = False
         self._inherited = False
         self._comparison = Comparison(transport, self.lane)
         _OPEN.add(self)
@@ -93,13 +92,24 @@ class World:
     @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
-        return self._closed or self._aborted or self.lane.failure is not None
+        return self._closed or self.lane.failure is not None
 
     def agree(self, topic: str, **claim: str) -> None:
-        """Compare `claim` with all ranks; see `commrt.agreement.agree`. Raises `TransportClosed` after `close`."""
-        self.lane.require_open()
+        """Compare `claim` with all ranks; see `commrt.agreement.agree`.
+
+        The world goes on after a `DisagreementError`, which every rank gets. Whatever else ends the question is this
+        rank's alone, so it could take the answer to one question for that to another: the world is given up.
+        Raises `TransportClosed` at once if it was before, or closed.
+        """
+        self.lane.require_unbroken()
         self._agreements += 1
-        agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+        try:
+            agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+        except DisagreementError:
+            raise
+        except BaseException as error:
+            self.abort(error)
+            raise
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -141,8 +151,6 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
-        if self._aborted:
-            return
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         diagnose(self.store, self.rank, self.size, failure)
@@ -169,7 +177,7 @@ class World:
         """
         if self._inherited:
             return
-        is_news, self._aborted = not self.closed, True
+        is_news = self.lane.give_up(reason)
         try:
             if is_news:
                 leave_report(self.store, self.rank, reason)

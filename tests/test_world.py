@@ -18,7 +18,7 @@ import commrt
 from commrt import world as world_module
 from commrt.algorithms import ring, tree
 from commrt.comparison import KEPT, SCHEDULES_KEPT, Comparison
-from commrt.errors import DisagreementError, PeerLost, TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK
 from commrt.schedule import MIX, Schedule, Step
@@ -31,6 +31,7 @@ from commrt.world import World
 
 PATIENT_S = 30.0
 LIMIT_S = 80.0
+RING = ring.all_reduce(2)
 
 
 def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
@@ -135,6 +136,23 @@ def test_who_gave_up_cannot_go_on():
     world.abort(UsageError("no"))
     with pytest.raises(TransportClosed):
         world.run(ring.all_reduce(2), torch.ones(2))
+
+
+def break_by_a_transfer(world):
+    def fail():
+        raise OSError("no")
+
+    world.lane.submit(fail).error()
+
+
+@pytest.mark.parametrize("broken", [break_by_a_transfer, lambda world: world.abort(OSError("no"))])
+def test_a_broken_world_waits_for_no_agreement(broken):
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    broken(world)
+    begin = monotonic()
+    with pytest.raises(TransportClosed, match=r"this world was given up.* It was OSError: no"):
+        world.all_equal("weights", "mark")
+    assert monotonic() - begin < PATIENT_S / 2
 
 
 @pytest.mark.processes
@@ -339,6 +357,28 @@ def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
         return buffer.tolist()
 
     assert run_ranks(3, body) == [[2.0] * 4] * 3
+
+
+def test_an_agreement_too_many_is_not_taken_for_the_next_one():
+    first, second = local_worlds(2, timeout_s=PATIENT_S)
+    first.transport.timeout_s = 0.2
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
+        first.all_equal("weights", "mark")
+    first.transport.timeout_s = PATIENT_S
+    for collective in (lambda: first.all_equal("weights", "mark"), lambda: first.run(RING, torch.ones(2))):
+        with pytest.raises(TransportClosed, match=r"It was DeadlineExceeded: weights .* ranks \[1\] did not come"):
+            collective()
+    with pytest.raises(PeerLost, match="Rank 0 saw DeadlineExceeded: weights"):
+        second.run(RING, torch.ones(2))
+
+
+def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
+    def body(world):
+        equal = world.all_equal("weights", f"mark of rank {world.rank}")
+        world.run(RING, buffer := torch.ones(2))
+        return equal, world.all_equal("weights", "mark"), buffer.tolist()
+
+    assert run_ranks(2, body) == [(False, True, [2.0, 2.0])] * 2
 
 
 def test_a_lane_answers_even_if_its_failure_cannot_be_told():
