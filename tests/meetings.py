@@ -86,6 +86,19 @@ def interrupted_in_a_transfer(tell, victim, absent):
         world.lane.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()
 
 
+def interrupted_in_an_agreement(tell, victim, absent):
+    """As `interrupted_in_a_transfer`, in a question to all."""
+    with commrt.init(300) as world:
+        world.agree("ready", for_what="questions")
+        if world.rank == absent:
+            tell("absent")
+            while True:
+                signal.pause()
+        if world.rank == victim:
+            tell("interrupt me")
+        world.agree("lunch", where="here")
+
+
 def in_a_child(body):
     """What `body` returns in a forked child, or "hung"."""
     ours, theirs = os.pipe()

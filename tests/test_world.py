@@ -155,23 +155,35 @@ def test_a_broken_world_waits_for_no_agreement(broken):
     assert monotonic() - begin < PATIENT_S / 2
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it(victim):
-    absent, other = 2, 1 - victim
+def with_one_interrupted(body, victim, absent=2):
+    """How three ranks end if `victim` gets a Ctrl-C."""
 
-    def interrupt(rank, message, process):
+    def strike(rank, message, process):
         if message == "interrupt me":
             os.kill(process.pid, signal.SIGINT)
         return message == "absent"
 
-    outcomes = run_processes(
-        3, meetings.interrupted_in_a_transfer, victim, absent, limit_s=LIMIT_S, on_message=interrupt
-    )
+    outcomes = run_processes(3, body, victim, absent, limit_s=LIMIT_S, on_message=strike)
     assert outcomes[victim].exit_code == 1  # Python's for an interrupt; None if it had to be killed
-    assert outcomes[other].error is not None
-    assert outcomes[other].error.startswith("PeerLost")
-    assert f"peer {victim}, step" in outcomes[other].error
+    return outcomes[1 - victim].error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it(victim):
+    error = with_one_interrupted(meetings.interrupted_in_a_transfer, victim)
+    assert error is not None
+    assert error.startswith("PeerLost")
+    assert f"peer {victim}, step" in error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_worker_in_the_middle_of_an_agreement_and_the_others_with_it(victim):
+    error = with_one_interrupted(meetings.interrupted_in_an_agreement, victim)
+    assert error is not None
+    assert error.startswith("PeerLost")
+    assert "rank 1 left it by a KeyboardInterrupt" in error or victim == 0  # its store goes with it
 
 
 INHERITED = "TransportClosed: this world belongs to the process that opened it"
