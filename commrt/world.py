@@ -169,6 +169,7 @@ class World:
             self.lane.close()
         finally:
             self.transport.close()
+        self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:
         """Give up because of `reason`: a running transfer ends, and ranks that wait for this one learn why.

@@ -89,3 +89,18 @@ def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_rea
 def test_a_process_opens_one_world_after_the_other():
     outcomes = run_processes(2, meetings.several_worlds, 3, limit_s=LIMIT_S)
     assert [outcome.value for outcome in outcomes] == [[(rank, 2)] * 3 for rank in range(2)], outcomes
+
+
+ORDERS = {
+    "world group end world": ["torchrun", "torchrun"],
+    "world end group world end world": ["torchrun", "torch.distributed", "torchrun"],
+    "group world end group end world group": ["torch.distributed", "torchrun"],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("order", ORDERS)
+def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, order):
+    ends = str(tmp_path / "ends")
+    outcomes = run_processes(2, meetings.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ORDERS[order])] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from time import monotonic
@@ -12,7 +13,7 @@ from time import monotonic
 import meetings
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import commrt
 from commrt import world as world_module
@@ -184,6 +185,15 @@ def test_ctrl_c_ends_a_worker_in_the_middle_of_an_agreement_and_the_others_with_
     assert error is not None
     assert error.startswith("PeerLost")
     assert "rank 1 left it by a KeyboardInterrupt" in error or victim == 0  # its store goes with it
+
+
+def test_a_closed_world_lets_go_of_a_store_that_is_not_its_own():
+    port = free_port()
+    world = World(Fabric(1).transport(0), PrefixStore("ours", TCPStore(LOOPBACK, port, is_master=True)))
+    world.agree("lunch")
+    world.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, port), timeout=5)
 
 
 INHERITED = "TransportClosed: this world belongs to the process that opened it"
