@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -236,7 +237,7 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     A forked child has no part in its parent's world, nor a place of its own in that job: there, ``init`` raises
     `UsageError` unless the launcher's variables have been changed or unset.
 
-    Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come,
+    Raises `UsageError` for contradictory variables that it reads, `TransportError` if the other ranks do not come,
     `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
@@ -247,10 +248,11 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
         return _current
     step_limit = default_timeout_s() if timeout_s is None else timeout_s
     start_limit = max(step_limit, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
-    launch = launched()
+    in_group = dist.is_available() and dist.is_initialized()
+    launch = None if in_group else launched()  # raises for variables that matter
     _opened += 1
-    if dist.is_available() and dist.is_initialized():
-        _current = _in_running_group(launch, start_limit)
+    if in_group:
+        _current = _in_running_group(start_limit)
     elif launch is not None and launch.size > 1:
         _current = _launched(launch, start_limit)
     else:
@@ -265,9 +267,8 @@ def _require_deadlines(**limits: float | None) -> None:
             raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
-def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    local_rank = launch.local_rank if launch else 0
+def _in_running_group(timeout_s: float) -> World:
+    rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _local_rank()
     if size == 1:
         return World(Fabric(1).transport(0), HashStore(), local_rank, "torch.distributed")
     _require_not_taken(dist.group.WORLD)
@@ -275,6 +276,14 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     transport = _connected(store, rank, size, timeout_s)
     return World(transport, store, local_rank, "torch.distributed", holds_store=rank == 0)
+
+
+def _local_rank() -> int:
+    """What a launcher says of it; 0 if none does, or what one left says nothing."""
+    with suppress(UsageError):
+        if (launch := launched()) is not None:
+            return launch.local_rank
+    return 0
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
