@@ -168,8 +168,10 @@ class World:
             return
         try:
             self.lane.close()
-        finally:
-            self.transport.close()
+        except BaseException:  # the lane still runs
+            self.transport.abort()
+            raise
+        self.transport.close()
         self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:
