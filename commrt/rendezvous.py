@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch.distributed import Store, TCPStore
 
@@ -36,7 +37,14 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 
 def is_loopback(address: str) -> bool:
     """True if nobody outside this machine can reach `address`."""
-    return address in (LOOPBACK, "localhost")
+    try:
+        return ip_address(_numeric(address)).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _numeric(address: str) -> str:
+    return LOOPBACK if address.lower() == "localhost" else address
 
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
@@ -79,10 +87,11 @@ def _loopback_listener(launch: Launch) -> int | None:
 
     None if the port is taken: perhaps by a store of this process, which torch will share.
     """
-    with socket.socket() as listener:
+    host = _numeric(launch.address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
-            listener.bind((LOOPBACK, launch.port))
+            listener.bind((host, launch.port))
             listener.listen(socket.SOMAXCONN)
             return listener.detach()
     return None
