@@ -49,7 +49,8 @@ class World:
     """A fixed set of ranks that can run schedules on tensors.
 
     All communication happens on one thread of its own, in the order of the calls: every rank must make the
-    same calls in the same order. Use as a context manager: left by an error, it tells the others at once.
+    same calls in the same order. Use as a context manager: left by an error, it tells the others at once. Of ``with``
+    statements inside each other only the outermost ends the world, so a function may have its own around `init`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class World:
         """Models attached so far."""
         self._closed = False
         self._inherited = False
+        self._entered = 0
         self._comparison = Comparison(transport, self.lane)
         _OPEN.add(self)
 
@@ -196,11 +198,15 @@ class World:
         self.lane.leave_to_parent()
 
     def __enter__(self) -> Self:
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
         try:
             if error is not None:
                 self.abort(error)
@@ -231,7 +237,8 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
     world of one. `start_timeout_s` is the deadline for all ranks to come and connect (default: `timeout_s`, but at
     least 300: jobs start unevenly), `timeout_s` that of every later wait (default: COMMRT_TIMEOUT_S, or 300). A second
-    call returns the world that is already open; a `timeout_s` given there replaces the first.
+    call returns the world that is already open; a `timeout_s` given there replaces the first. ``with init():`` ends the
+    world unless it is inside another such statement: who opens one without ``with`` takes `current` in functions.
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.

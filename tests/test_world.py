@@ -416,6 +416,26 @@ def test_a_lane_answers_even_if_its_failure_cannot_be_told():
     lane.close()
 
 
+def helper(fails=False):
+    with commrt.init() as world:
+        if fails:
+            raise OSError("of the helper")
+        return world
+
+
+def test_the_outermost_with_statement_closes_a_world():
+    with commrt.init() as world:
+        assert helper() is world
+        with pytest.raises(OSError, match="of the helper"):
+            helper(fails=True)
+        assert not world.closed
+        world.run(ring.all_reduce(1), torch.ones(1))
+    assert world.closed
+    with commrt.init() as another:
+        assert another is not world
+    assert another.closed
+
+
 def test_a_second_init_applies_its_deadline():
     with commrt.init(100) as world:
         assert commrt.init(3) is world
