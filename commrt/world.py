@@ -147,6 +147,10 @@ class World:
         bound.run(moment)
         return bound.nbytes_sent
 
+    def require_same_now(self, digest: str, members: Sequence[int], step: int) -> None:
+        """Raise `DisagreementError` on all members if theirs differ; on the lane, at the cost of a small all-reduce."""
+        self._comparison.require_same_now(digest, members, step)
+
     def broadcast_now(self, buffer: Tensor, members: Sequence[int], moment: Moment) -> int:
         """Copy `buffer` from ``members[0]`` to all members along a binomial tree; on the lane, by members only."""
         schedule = tree.broadcast(len(members)).over(members, world=self.size)

@@ -333,9 +333,9 @@ def comparisons(monkeypatch):
     """Every comparison of any rank, as it is made."""
     made, gather = [], Comparison._gather
 
-    def counted(comparison, claim, players):
+    def counted(comparison, claim, *where):
         made.append(claim)
-        return gather(comparison, claim, players)
+        return gather(comparison, claim, *where)
 
     monkeypatch.setattr(Comparison, "_gather", counted)
     return made
