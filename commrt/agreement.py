@@ -92,7 +92,7 @@ class _Question:
             shelf.compare_set("claim", "", "{}")
             shelf.set(f"read/{self.rank}", "")
 
-        with suppress(RuntimeError, TransportError):
+        with suppress(AttributeError, RuntimeError, TransportError):  # not every torch can clone
             ask(tell, ANSWER_S, self.rank)
 
     def leave(self, verdict: str) -> None:

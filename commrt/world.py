@@ -187,9 +187,9 @@ class World:
         """
         if self._inherited:
             return
-        is_news = self.lane.give_up(reason)
+        is_news = False
         try:
-            if is_news:
+            if is_news := self.lane.give_up(reason):
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
