@@ -21,15 +21,20 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 
-__all__ = ["agree"]
+__all__ = ["agree", "tell_of_leaving"]
 
 AGREED, DIFFERENT, LATE, LEFT = "agreed", "different", "late", "left"
 LINGER_S = 5.0
 """How long rank 0 waits for the others to read a verdict."""
 
 
-def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, str], timeout_s: float) -> None:
-    """Return when all `size` ranks made the same `claim` under `topic`; a topic is used once.
+def agree(
+    store: Store, rank: int, size: int, topic: str, claim: Mapping[str, str], timeout_s: float, shelf: str | None = None
+) -> None:
+    """Return when all `size` ranks made the same `claim` under `topic`.
+
+    A `shelf` of the store, by default named by the topic, is used once: where its name does not depend on the topic,
+    ranks that ask different things disagree about it.
 
     Raises `DisagreementError` on **every** rank if one differs from rank 0, naming the rank and the first field that
     differs; `DeadlineExceeded` with the missing ranks if some do not come, or with rank 0 if the store gives no answer;
@@ -37,13 +42,13 @@ def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, st
     0 returns after all have read the verdict, or `LINGER_S` seconds later, and leaves nothing on the store.
     Cost: about seven store operations per rank, and two more per rank on rank 0.
     """
-    question = _Question(PrefixStore(topic, store), rank, size, timeout_s, monotonic() + timeout_s)
+    question = _Question(PrefixStore(shelf or topic, store), rank, size, timeout_s, monotonic() + timeout_s)
     try:
-        verdict, reason = ask(lambda: question.verdict(claim), timeout_s + ANSWER_S, rank)
+        verdict, reason = ask(lambda: question.verdict({"question": topic, **claim}), timeout_s + ANSWER_S, rank)
     except BaseException as error:
         question.withdrawn.set()
         if not isinstance(error, TransportError):  # or the store gives no answers
-            question.tell_of_leaving(error)
+            tell_of_leaving(question.shelf, rank, error)
         raise
     with suppress(RuntimeError, TransportError):  # the verdict is known
         ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
@@ -53,6 +58,21 @@ def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, st
         raise DeadlineExceeded(f"{topic}: {reason}", Place(rank=rank))
     if verdict == LEFT:
         raise PeerLost(f"{topic}: {reason}", Place(rank=rank))
+
+
+def tell_of_leaving(shelf: Store, rank: int, error: BaseException) -> None:
+    """End the question on `shelf` for all: those who wait for the verdict, and those who wait for the claim."""
+
+    def tell() -> None:
+        # An abandoned thread may hold the connection until its wait ends.
+        ours: Store = shelf.clone()  # type: ignore[attr-defined]  # torch's stub is behind
+        reason = f"rank {rank} left it by a {type(error).__name__}: look at its output"
+        ours.compare_set("verdict", "", json.dumps([LEFT, reason]))
+        ours.compare_set("claim", "", "{}")
+        ours.set(f"read/{rank}", "")
+
+    with suppress(AttributeError, RuntimeError, TransportError):  # not every torch can clone
+        ask(tell, ANSWER_S, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +100,6 @@ class _Question:
             return [LEFT, ""]
         verdict: list[str] = json.loads(self.shelf.get("verdict"))
         return verdict
-
-    def tell_of_leaving(self, error: BaseException) -> None:
-        """End the question for all: those who wait for the verdict, and those who wait for the claim."""
-
-        def tell() -> None:
-            # The abandoned thread may hold this one's connection until its wait ends.
-            shelf: Store = self.shelf.clone()  # type: ignore[attr-defined]  # torch's stub is behind
-            reason = f"rank {self.rank} left it by a {type(error).__name__}: look at its output"
-            shelf.compare_set("verdict", "", json.dumps([LEFT, reason]))
-            shelf.compare_set("claim", "", "{}")
-            shelf.set(f"read/{self.rank}", "")
-
-        with suppress(AttributeError, RuntimeError, TransportError):  # not every torch can clone
-            ask(tell, ANSWER_S, self.rank)
 
     def leave(self, verdict: str) -> None:
         """Rank 0 goes last, and clears the shelf unless a rank may still come to read."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.agreement import agree
+from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
 from commrt.comparison import Comparison
 from commrt.diagnosis import diagnose, leave_report, linger
@@ -118,12 +118,20 @@ class World:
         self.require_all_ranks(f"agree ({topic})")
         self._agreements += 1
         try:
-            agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+            shelf = self._shelf(self._agreements)
+            agree(self.store, self.rank, self.size, topic, claim, self.timeout_s, shelf)
         except DisagreementError:
             raise
         except BaseException as error:
             self.abort(error)
             raise
+
+    def _shelf(self, number: int) -> str:
+        return f"agreement {number}"
+
+    def _end_next_question(self, reason: BaseException) -> None:
+        """For the others: this rank will not come to it."""
+        tell_of_leaving(PrefixStore(self._shelf(self._agreements + 1), self.store), self.rank, reason)
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -174,6 +182,7 @@ class World:
         """Tell the others, let go of them, then find out whose fault it was."""
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
+        self._end_next_question(failure)
         diagnose(self.store, self.rank, self.size, failure)
         if self._holds_store:
             linger(self.store)
@@ -207,6 +216,8 @@ class World:
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
+        if is_news:
+            self._end_next_question(reason)
         if is_news and self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 
