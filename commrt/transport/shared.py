@@ -123,7 +123,7 @@ class SharedTransport:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._arena = Arena()
-        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._failure: TransportError | None = None
         self._closed = False
         ends = ask(lambda: meet(store, rank, ranks, timeout_s), timeout_s + ANSWER_S, rank)
@@ -242,7 +242,7 @@ class SharedTransport:
         self._closed = True
         _hang_up(tuple(self._links.values()))
         self._arena.close()
-        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     abort = close
 
