@@ -44,14 +44,6 @@ class NullTransport:
     abort = close
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def least_buffer(bound_to: Program) -> torch.Tensor:
     """The smallest buffer of which every chunk holds something."""
     return torch.zeros(bound_to.chunks * GRANULE)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do all ranks mean the same? Asked on the store before anything is sent, because a mismatch later is a hang.
 
-The first verdict stands and is every rank's: a rank that gives up waiting gives the verdict that some are missing, so
-nobody leaves with a yes from a question that another left with an error.
+The first verdict stands and is every rank's: a rank that gives up waiting gives the verdict that some are missing, and
+one that is interrupted the verdict that it left, so nobody leaves with a yes from a question that another left with an
+error.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Event
 from time import monotonic
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, ask
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 
 __all__ = ["agree"]
 
-AGREED, DIFFERENT, LATE = "agreed", "different", "late"
+AGREED, DIFFERENT, LATE, LEFT = "agreed", "different", "late", "left"
 LINGER_S = 5.0
 """How long rank 0 waits for the others to read a verdict."""
 
@@ -31,18 +33,26 @@ def agree(store: Store, rank: int, size: int, topic: str, claim: Mapping[str, st
 
     Raises `DisagreementError` on **every** rank if one differs from rank 0, naming the rank and the first field that
     differs; `DeadlineExceeded` with the missing ranks if some do not come, or with rank 0 if the store gives no answer;
-    `PeerLost` if the store is gone. The store may live in rank 0, and end with it: rank 0 returns after all have read
-    the verdict, or `LINGER_S` seconds later, and leaves nothing on the store.
+    `PeerLost` if a rank left by an interrupt, or the store is gone. The store may live in rank 0, and end with it: rank
+    0 returns after all have read the verdict, or `LINGER_S` seconds later, and leaves nothing on the store.
     Cost: about seven store operations per rank, and two more per rank on rank 0.
     """
     question = _Question(PrefixStore(topic, store), rank, size, timeout_s, monotonic() + timeout_s)
-    verdict, reason = ask(lambda: question.verdict(claim), timeout_s + ANSWER_S, rank)
+    try:
+        verdict, reason = ask(lambda: question.verdict(claim), timeout_s + ANSWER_S, rank)
+    except BaseException as error:
+        question.withdrawn.set()
+        if not isinstance(error, TransportError):  # or the store gives no answers
+            question.tell_of_leaving(error)
+        raise
     with suppress(RuntimeError, TransportError):  # the verdict is known
         ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
     if verdict == DIFFERENT:
         raise DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments")
     if verdict == LATE:
         raise DeadlineExceeded(f"{topic}: {reason}", Place(rank=rank))
+    if verdict == LEFT:
+        raise PeerLost(f"{topic}: {reason}", Place(rank=rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class _Question:
     size: int
     timeout_s: float
     deadline_s: float
+    withdrawn: Event = field(default_factory=Event)
+    """The asker has left, and its thread must not speak for it any more."""
 
     def verdict(self, claim: Mapping[str, str]) -> list[str]:
         """The verdict that stands, and its reason."""
@@ -64,30 +76,50 @@ class _Question:
             self._vote(claim, json.loads(self.shelf.get("claim")))
         if not self._come(["verdict"], self.deadline_s):
             self._give(LATE, self._whom_it_waits_for())
+        if self.withdrawn.is_set():
+            return [LEFT, ""]
         verdict: list[str] = json.loads(self.shelf.get("verdict"))
         return verdict
+
+    def tell_of_leaving(self, error: BaseException) -> None:
+        """End the question for all: those who wait for the verdict, and those who wait for the claim."""
+
+        def tell() -> None:
+            # The abandoned thread may hold this one's connection until its wait ends.
+            shelf: Store = self.shelf.clone()  # type: ignore[attr-defined]  # torch's stub is behind
+            reason = f"rank {self.rank} left it by a {type(error).__name__}: look at its output"
+            shelf.compare_set("verdict", "", json.dumps([LEFT, reason]))
+            shelf.compare_set("claim", "", "{}")
+            shelf.set(f"read/{self.rank}", "")
+
+        with suppress(AttributeError, RuntimeError, TransportError):  # not every torch can clone
+            ask(tell, ANSWER_S, self.rank)
 
     def leave(self, verdict: str) -> None:
         """Rank 0 goes last, and clears the shelf unless a rank may still come to read."""
         self.shelf.set(f"read/{self.rank}", "")
         if self.rank != 0:
             return
-        readers = set(range(self.size)) - set(self._missing() if verdict == LATE else ())
+        is_over = verdict in (AGREED, DIFFERENT)
+        readers = set(range(self.size)) - set(() if is_over else self._missing())
         all_read = self._come([f"read/{rank}" for rank in readers], monotonic() + LINGER_S)
-        if all_read and verdict != LATE:
+        if all_read and is_over:
             ours = (f"{what}/{rank}" for what in ("here", "read") for rank in range(self.size))
             for key in ("claim", "agreeing", "verdict", *ours):
                 self.shelf.delete_key(key)
 
     def _vote(self, claim: Mapping[str, str], first: Mapping[str, str]) -> None:
         difference = _difference(self.rank, claim, first)
+        if self.withdrawn.is_set():
+            return
         if difference:
             self._give(DIFFERENT, difference)
         elif self.shelf.add("agreeing", 1) == self.size:
             self._give(AGREED, "")
 
     def _give(self, verdict: str, reason: str) -> None:
-        self.shelf.compare_set("verdict", "", json.dumps([verdict, reason]))
+        if not self.withdrawn.is_set():
+            self.shelf.compare_set("verdict", "", json.dumps([verdict, reason]))
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.size) if not self.shelf.check([f"here/{rank}"])]
@@ -109,10 +141,10 @@ class _Question:
 
 
 def _difference(rank: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    for field in sorted(ours.keys() | theirs.keys()):
-        mine, first = ours.get(field, "nothing"), theirs.get(field, "nothing")
+    for name in sorted(ours.keys() | theirs.keys()):
+        mine, first = ours.get(name, "nothing"), theirs.get(name, "nothing")
         if mine != first:
-            return f"rank {rank} disagrees with rank 0 about {field}: {_excerpt(mine, first)}"
+            return f"rank {rank} disagrees with rank 0 about {name}: {_excerpt(mine, first)}"
     return None
 
 

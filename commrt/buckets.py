@@ -134,7 +134,7 @@ class Bucket:
     def unpack(self) -> None:
         """The wire buffer into the gradients; one that no rank had stays None.
 
-        Raises `DisagreementError`, before it writes, if ranks sent different things.
+        Raises `DisagreementError` if ranks sent different things: before it writes; on a GPU in the next step.
         """
         self._require_unchanged()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]

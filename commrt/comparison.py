@@ -74,18 +74,28 @@ class Comparison:
     def _compare(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
         claim = f"{digest} {numel} {dtype}"
         claims = self._lane.submit(lambda: self._gather(claim, players)).result()
-        for rank, other in zip(players, claims, strict=True):
-            if other != claims[0]:
-                raise DisagreementError(_difference(rank, other, players[0], claims[0]))
+        if difference := _difference(players, claims):
+            raise DisagreementError(
+                f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "
+                "with as many elements of one dtype"
+            )
 
-    def _gather(self, claim: str, players: Sequence[int]) -> list[str]:
+    def require_same_now(self, digest: str, players: Sequence[int], step: int) -> None:
+        """Raise `DisagreementError` on every player if their schedules differ; on the lane, by players only."""
+        if difference := _difference(players, self._gather(digest, players, step)):
+            raise DisagreementError(
+                f"step {step}: {difference}. What an algorithm returns must follow from the step, the number of ranks, "
+                "and fields that are equal on every rank"
+            )
+
+    def _gather(self, claim: str, players: Sequence[int], step: int = 0) -> list[str]:
         """What each player claims; on the lane."""
         rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8, device="cpu")
         said = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
         rows[players.index(self._transport.rank), : len(said)] = said
         schedule = halving_doubling.all_reduce(len(players)).over(players, world=self._transport.ranks)
         mine = program(schedule, self._transport.rank)
-        bind(mine, rows.view(-1), self._transport).run(Moment(0, "comparison"))
+        bind(mine, rows.view(-1), self._transport).run(Moment(step, "comparison"))
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
@@ -124,10 +134,11 @@ def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
         raise UsageError(f"this schedule cannot run on {dtype} ({error}): convert the buffer first") from error
 
 
-def _difference(rank: int, claim: str, first: int, claimed: str) -> str:
-    pairs = zip(("schedule", "numel", "dtype"), claim.split(), claimed.split(), strict=False)
-    what, ours, theirs = next((pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, claimed))
-    return (
-        f"run: rank {rank} disagrees with rank {first} about {what}: {ours} against {theirs}. The buffer was not sent; "
-        "make the same calls in the same order on every rank, with as many elements of one dtype"
-    )
+def _difference(players: Sequence[int], claims: Sequence[str]) -> str | None:
+    """Who differs first from the first player, and in what."""
+    rank, claim = next(((p, said) for p, said in zip(players, claims, strict=True) if said != claims[0]), (0, None))
+    if claim is None:
+        return None
+    pairs = zip(("schedule", "numel", "dtype"), claim.split(), claims[0].split(), strict=False)
+    what, ours, theirs = next((pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, claims[0]))
+    return f"rank {rank} disagrees with rank {players[0]} about {what}: {ours} against {theirs}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -27,6 +28,8 @@ __all__ = ["Engine"]
 
 KEPT = 16
 """Proofs and bound programs that are kept, of the schedules and members used last."""
+COMPARISONS_KEPT = 256
+"""Of the schedules and members used last; a digest and a few numbers each."""
 
 
 Bound = Callable[[Schedule, tuple[int, ...]], list[BoundProgram]]
@@ -46,6 +49,8 @@ class Engine:
         self.members = tuple(range(world.size))
         """Who takes part in the step; changes only by a roll call."""
         self._proven = lru_cache(KEPT)(_proven)
+        self._digest = lru_cache(KEPT)(Schedule.digest)
+        self._compared: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
         self.replace_buckets(buckets)
         self._roll = torch.zeros(world.size, device="cpu")
 
@@ -90,10 +95,28 @@ class Engine:
             return Span(bucket.index, begin_s, begin_s, 0)
         bucket.pack(1 / len(self.members))
         schedule = self.algorithm.schedule(step, len(self.members))
+        self._compare_once(schedule, step)
         own = bound(self._proven(schedule), self.members)[bucket.index]
         own.run(Moment(step, bucket.index))
         bucket.unpack()
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+
+    def _compare_once(self, schedule: Schedule, step: int) -> None:
+        """Raise `DisagreementError` if members run different schedules.
+
+        Remembered by what moves and who takes part, never by object: all members must find the same comparisons due.
+        """
+        key = self._digest(schedule), self.members
+        if key not in self._compared and key != self._attached():
+            self.world.require_same_now(*key, step)
+        self._compared[key] = None
+        self._compared.move_to_end(key)
+        if len(self._compared) > COMPARISONS_KEPT:
+            self._compared.popitem(last=False)
+
+    def _attached(self) -> tuple[str, tuple[int, ...]]:
+        """What all ranks compared before the first step."""
+        return self._digest(self.schedule(0)), tuple(range(self.world.size))
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:
         begin_s = perf_counter()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from commrt.answer import Answer
-from commrt.errors import TransportClosed
+from commrt.errors import TransportClosed, TransportError
 
 __all__ = ["Lane"]
 
@@ -38,8 +39,9 @@ class Lane:
         self._failure: BaseException | None = None
         self._refusal: str | None = None
         self._pending: set[Answer[Any]] = set()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._over = False
+        self._ended: Answer[None] = Answer()  # Thread.join takes a thread for ended once Ctrl-C interrupts it (3.11)
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, task: Callable[[], T]) -> Answer[T]:
         """Run `task` after all earlier ones; its error is raised by the answer's ``result()``.
@@ -50,6 +52,8 @@ class Lane:
         answer: Answer[T] = Answer()
         self._pending.add(answer)
         self._tasks.put(lambda: self._run(task, answer))
+        if self._over:  # closed since we asked, by another thread or a signal handler
+            self._refuse(answer)
         return answer
 
     def require_open(self) -> None:
@@ -57,10 +61,26 @@ class Lane:
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
 
+    def require_unbroken(self) -> None:
+        """Raise `TransportClosed` if a task would get no further than this."""
+        self.require_open()
+        if self._failure is not None:
+            raise _refusal_after(self._failure) from self._failure
+
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # or it stays alive until the next one comes
+        self._over = True  # before the others are looked for: who submits adds an answer first, and looks at this then
+        for answer in tuple(self._pending):
+            self._refuse(answer)
+        self._ended.give(None)
+
+    def _refuse(self, answer: Answer[Any]) -> None:
+        """Answer what came too late to be run, unless that was done."""
+        with suppress(KeyError):
+            self._pending.remove(answer)
+            answer.fail(TransportClosed(CLOSED))
 
     def _run(self, task: Callable[[], T], answer: Answer[T]) -> None:
         try:
@@ -74,7 +94,7 @@ class Lane:
 
     def _attempt(self, task: Callable[[], T]) -> T:
         if self._failure is not None:
-            raise TransportClosed("an earlier transfer failed, so this one was not started") from self._failure
+            raise _refusal_after(self._failure) from self._failure
         with torch.no_grad():
             return task()
 
@@ -86,16 +106,23 @@ class Lane:
             except BaseException as error:  # or nobody would get an answer any more
                 failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
 
+    def give_up(self, reason: BaseException) -> bool:
+        """Start no task any more; True if that is news: the lane had neither failed nor ended."""
+        is_news = self._failure is None and not self._over
+        if is_news:
+            self._failure = reason
+        return is_news
+
     @property
     def failure(self) -> BaseException | None:
         """What broke the lane, or None."""
         return self._failure
 
     def close(self) -> None:
-        """Finish what was submitted and take no more."""
+        """Finish what was submitted and take no more. Safe to call twice, also after Ctrl-C in the first call."""
         self._refusal = CLOSED
         self._tasks.put(None)
-        self._thread.join()
+        self._ended.result()
 
     def leave_to_parent(self) -> None:
         """In a forked child, where the thread does not exist: take no more, and let nobody wait for an answer."""
@@ -103,3 +130,24 @@ class Lane:
         for answer in self._pending:
             if not answer.given:
                 answer.fail(TransportClosed(INHERITED))
+        if not self._ended.given:
+            self._ended.give(None)
+
+
+def _refusal_after(failure: BaseException) -> TransportClosed:
+    """What is raised in place of all that was to follow `failure`; carries its place."""
+    if not isinstance(failure, TransportError):
+        return TransportClosed(
+            f"this world was given up: call init() for a new one. It was {_named(failure, str(failure))}"
+        )
+    refusal = TransportClosed(
+        "an earlier transfer failed, so this one was not started: call init() for a new world. It was "
+        + _named(failure, failure.what),
+        failure.place,
+    )
+    refusal.elsewhere = failure.elsewhere
+    return refusal
+
+
+def _named(failure: BaseException, what: str) -> str:
+    return ": ".join(filter(None, (type(failure).__name__, what)))

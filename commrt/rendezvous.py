@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch.distributed import Store, TCPStore
 
@@ -35,7 +37,14 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 
 def is_loopback(address: str) -> bool:
     """True if nobody outside this machine can reach `address`."""
-    return address in (LOOPBACK, "localhost")
+    try:
+        return ip_address(_numeric(address)).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _numeric(address: str) -> str:
+    return LOOPBACK if address.lower() == "localhost" else address
 
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
@@ -50,6 +59,9 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
         )
         raise DeadlineExceeded(what, place) from error
     except (RuntimeError, PeerLost) as error:
+        if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":
+            what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
+            raise TransportError(what, Place(rank=launch.rank)) from error
         what = (
             f"no store at {at} within {timeout_s:g} s: is rank 0 running there, is the port free, "
             "and do MASTER_ADDR and MASTER_PORT say the same on every rank"
@@ -58,20 +70,28 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
 
 
 def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | None) -> Store:
-    limit = timedelta(seconds=timeout_s)
+    """With torch's word for sharing it with a group that ``torch.distributed`` opens there, before or after."""
     return TCPStore(
-        launch.address, launch.port, None, holds_it, limit, wait_for_workers=False, master_listen_fd=listener
+        launch.address,
+        launch.port,
+        is_master=holds_it,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
     )
 
 
-def _loopback_listener(launch: Launch) -> int:
-    """A listening socket that only this machine can reach; left to itself, torch listens on all addresses."""
-    with socket.socket() as listener:
+def _loopback_listener(launch: Launch) -> int | None:
+    """A listening socket that only this machine can reach; left to itself, torch listens on all addresses.
+
+    None if the port is taken: perhaps by a store of this process, which torch will share.
+    """
+    host = _numeric(launch.address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((LOOPBACK, launch.port))
-        except OSError as error:
-            what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
-            raise TransportError(what, Place(rank=launch.rank)) from error
-        listener.listen(socket.SOMAXCONN)
-        return listener.detach()
+        with suppress(OSError):
+            listener.bind((host, launch.port))
+            listener.listen(socket.SOMAXCONN)
+            return listener.detach()
+    return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -48,7 +49,8 @@ class World:
     """A fixed set of ranks that can run schedules on tensors.
 
     All communication happens on one thread of its own, in the order of the calls: every rank must make the
-    same calls in the same order. Use as a context manager: left by an error, it tells the others at once.
+    same calls in the same order. Use as a context manager: left by an error, it tells the others at once. Of ``with``
+    statements inside each other only the outermost ends the world, so a function may have its own around `init`.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class World:
         self.joined: object = None
         """Who is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
         self._closed = False
-        self._aborted = False
+        self._inherited = False
+        self._entered = 0
         self._comparison = Comparison(transport, self.lane)
         _OPEN.add(self)
 
@@ -94,7 +97,7 @@ class World:
     @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
-        return self._closed or self._aborted or self.lane.failure is not None
+        return self._closed or self.lane.failure is not None
 
     def require_all_ranks(self, what: str) -> None:
         """Raise `UsageError` inside ``join()``, where `what` could meet another rank's roll call."""
@@ -107,12 +110,20 @@ class World:
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`.
 
-        Raises `TransportClosed` after `close`, and `UsageError` inside a replica's ``join()``.
+        The world goes on after a `DisagreementError`, which every rank gets. Whatever else ends the question is this
+        rank's alone, so it could take the answer to one question for that to another: the world is given up.
+        Raises `TransportClosed` at once if it was before, or closed, and `UsageError` inside a replica's ``join()``.
         """
-        self.lane.require_open()
+        self.lane.require_unbroken()
         self.require_all_ranks(f"agree ({topic})")
         self._agreements += 1
-        agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+        try:
+            agree(self.store, self.rank, self.size, f"{topic} ({self._agreements})", claim, self.timeout_s)
+        except DisagreementError:
+            raise
+        except BaseException as error:
+            self.abort(error)
+            raise
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -150,6 +161,10 @@ class World:
         bound.run(moment)
         return bound.nbytes_sent
 
+    def require_same_now(self, digest: str, members: Sequence[int], step: int) -> None:
+        """Raise `DisagreementError` on all members if theirs differ; on the lane, at the cost of a small all-reduce."""
+        self._comparison.require_same_now(digest, members, step)
+
     def broadcast_now(self, buffer: Tensor, members: Sequence[int], moment: Moment) -> int:
         """Copy `buffer` from ``members[0]`` to all members along a binomial tree; on the lane, by members only."""
         schedule = tree.broadcast(len(members)).over(members, world=self.size)
@@ -157,8 +172,6 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
-        if self._aborted:
-            return
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         diagnose(self.store, self.rank, self.size, failure)
@@ -166,39 +179,57 @@ class World:
             linger(self.store)
 
     def close(self) -> None:
-        """Finish what was started, then drop the connections. Safe to call twice; not collective."""
-        if not self._closed:
-            self._closed = True
+        """Finish what was started, then drop the connections; Ctrl-C meanwhile ends what runs. Not collective.
+
+        Safe to call twice.
+        """
+        self._closed = True
+        if self._inherited:
+            return
+        try:
             self.lane.close()
-            self.transport.close()
+        except BaseException:  # the lane still runs
+            self.transport.abort()
+            raise
+        self.transport.close()
+        self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:
         """Give up because of `reason`: a running transfer ends, and ranks that wait for this one learn why.
 
-        Safe to call twice, and after a failure. `close` is still due.
+        Safe to call twice, after a failure, and while `close` waits. `close` is still due.
         """
-        if self.closed:
+        if self._inherited:
             return
-        self._aborted = True
-        leave_report(self.store, self.rank, reason)
-        self.transport.abort()
-        if self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
+        is_news = False
+        try:
+            if is_news := self.lane.give_up(reason):
+                leave_report(self.store, self.rank, reason)
+        finally:  # a second Ctrl-C may end the report
+            self.transport.abort()
+        if is_news and self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 
     def leave_to_parent(self) -> None:
         """In a forked child: closed, without a word to the peers or the store, to whom the parent is this rank."""
-        self._closed = True
+        self._closed = self._inherited = True
         self.lane.leave_to_parent()
 
     def __enter__(self) -> Self:
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
+        self._entered -= 1
+        if self._entered:
+            return
+        try:
+            if error is not None:
+                self.abort(error)
+        finally:
+            self.close()
 
 
 _OPEN: WeakSet[World] = WeakSet()
@@ -224,7 +255,8 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     In this order: a running ``torch.distributed`` group; torchrun, Open MPI, MPICH or Slurm variables; else a
     world of one. `start_timeout_s` is the deadline for all ranks to come and connect (default: `timeout_s`, but at
     least 300: jobs start unevenly), `timeout_s` that of every later wait (default: COMMRT_TIMEOUT_S, or 300). A second
-    call returns the world that is already open; a `timeout_s` given there replaces the first.
+    call returns the world that is already open; a `timeout_s` given there replaces the first. ``with init():`` ends the
+    world unless it is inside another such statement: who opens one without ``with`` takes `current` in functions.
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
@@ -232,7 +264,7 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     A forked child has no part in its parent's world, nor a place of its own in that job: there, ``init`` raises
     `UsageError` unless the launcher's variables have been changed or unset.
 
-    Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come,
+    Raises `UsageError` for contradictory variables that it reads, `TransportError` if the other ranks do not come,
     `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
@@ -243,10 +275,11 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
         return _current
     step_limit = default_timeout_s() if timeout_s is None else timeout_s
     start_limit = max(step_limit, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
-    launch = launched()
+    in_group = dist.is_available() and dist.is_initialized()
+    launch = None if in_group else launched()  # raises for variables that matter
     _opened += 1
-    if dist.is_available() and dist.is_initialized():
-        _current = _in_running_group(launch, start_limit)
+    if in_group:
+        _current = _in_running_group(start_limit)
     elif launch is not None and launch.size > 1:
         _current = _launched(launch, start_limit)
     else:
@@ -261,9 +294,8 @@ def _require_deadlines(**limits: float | None) -> None:
             raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
-def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    local_rank = launch.local_rank if launch else 0
+def _in_running_group(timeout_s: float) -> World:
+    rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _local_rank()
     if size == 1:
         return World(Fabric(1).transport(0), HashStore(), local_rank, "torch.distributed")
     _require_not_taken(dist.group.WORLD)
@@ -271,6 +303,14 @@ def _in_running_group(launch: Launch | None, timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     transport = _connected(store, rank, size, timeout_s)
     return World(transport, store, local_rank, "torch.distributed", holds_store=rank == 0)
+
+
+def _local_rank() -> int:
+    """What a launcher says of it; 0 if none does, or what one left says nothing."""
+    with suppress(UsageError):
+        if (launch := launched()) is not None:
+            return launch.local_rank
+    return 0
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:

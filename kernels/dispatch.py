@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that decides who does the work: Triton for floats on a GPU, plain torch for all else."""
+"""The one place that decides who does the work: Triton for what is on a GPU, plain torch elsewhere.
+
+What is summed or mixed on a GPU in a dtype that the kernels are not made for (integers, fp64) is plain torch's too.
+"""
 
 from __future__ import annotations
 

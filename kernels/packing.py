@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +12,24 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import Layout
+from commrt.kernels.mix import mix
+from commrt.kernels.norm import norm_of
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
 
-__all__ = ["Packing", "TorchPacking", "bits"]
+__all__ = ["Findings", "Packing", "TorchPacking", "bits"]
+
+
+@dataclass(slots=True, eq=False)
+class Findings:
+    """What packing and unpacking find out on the way; made by `Packing.findings`, filled where it is given."""
+
+    nonfinite: Tensor
+    """int32 [1], set to 1 by `Packing.pack` if a scaled value is not finite; nobody sets it back."""
+    sums: Tensor
+    """fp32, partial sums of squares of what was packed or unpacked; overwritten each time."""
+    count: int = 0
+    """How many of them were written last."""
 
 
 class Packing(Protocol):
@@ -29,7 +44,13 @@ class Packing(Protocol):
         """True once `unpack` has met a stamp that was not the own one; on a GPU it shows when the kernel has run."""
         ...
 
-    def pack(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
+    def findings(self) -> Findings:
+        """Zeros, to be given to `pack` or `unpack` of this wire."""
+        ...
+
+    def pack(
+        self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
+    ) -> None:
         """Tensors times `scale` to their places, zeros for None; flags; a 1 for each bit set in `stamp`."""
         ...
 
@@ -37,8 +58,27 @@ class Packing(Protocol):
         """Which tensors somebody had; waits for the wire."""
         ...
 
-    def unpack(self, tensors: Sequence[Tensor | None], stamp: int) -> None:
-        """Places into tensors, unless what is not 0 in the wire's stamp differs from `stamp`."""
+    def unpack(
+        self,
+        tensors: Sequence[Tensor | None],
+        stamp: int,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        findings: Findings | None = None,
+    ) -> None:
+        """Places times `scale` into tensors, or added to them; looks whether the wire's stamp is `stamp`.
+
+        If it is disputed, plain torch writes nothing; a GPU finds out while it writes.
+        """
+        ...
+
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+        """``tensor += weight * (received - sent)``, both wires of this layout and dtype; None: as they are."""
+        ...
+
+    def norm(self, findings: Findings) -> Tensor:
+        """The norm of all that was packed or unpacked with `findings`, a scalar; the same bits in every run."""
         ...
 
 
@@ -46,14 +86,21 @@ class TorchPacking:
     """`Packing` in plain torch: one call per tensor, on any device."""
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
-        places = (layout.tensor(wire, i) for i in range(len(like)))
-        self._views = [place.as_strided(t.shape, t.stride()) for place, t in zip(places, like, strict=True)]
+        self._layout, self._like = layout, like
+        self._views = self._views_of(wire)
         self._flags, self._stamp = layout.flags(wire), layout.stamp(wire)
         self.disputed = False
 
-    def pack(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
-        """Costs two passes over nothing but flags and absent tensors besides the one over the tensors."""
-        pack(tensors, self._views, scale)
+    def findings(self) -> Findings:
+        """Partial sums are those of tensors."""
+        device = self._flags.device
+        return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(len(self._like), device=device))
+
+    def pack(
+        self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
+    ) -> None:
+        """One pass over each tensor, two more with `findings`."""
+        pack(tensors, self._views, scale, *self._watched(findings))
         self._flags.fill_(1)
         for i in (i for i, tensor in enumerate(tensors) if tensor is None):
             self._flags[i] = 0
@@ -64,11 +111,38 @@ class TorchPacking:
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
-    def unpack(self, tensors: Sequence[Tensor | None], stamp: int) -> None:
+    def unpack(
+        self,
+        tensors: Sequence[Tensor | None],
+        stamp: int,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        findings: Findings | None = None,
+    ) -> None:
         """Looks at the stamp first, and writes nothing where it is disputed."""
         self.disputed = not torch.equal((self._stamp != 0).cpu(), bits(stamp))
         if not self.disputed:
-            unpack(self._views, tensors)
+            _, sums = self._watched(findings)
+            unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
+
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+        """In fp32, or fp64 for fp64, rounded once."""
+        mix(tensors, self._views_of(received), None if sent is None else self._views_of(sent), weight)
+
+    def norm(self, findings: Findings) -> Tensor:
+        """Added in fp64."""
+        return norm_of(findings.sums[: findings.count])
+
+    def _watched(self, findings: Findings | None) -> tuple[Tensor | None, Tensor | None]:
+        if findings is None:
+            return None, None
+        findings.count = len(self._like)
+        return findings.nonfinite, findings.sums
+
+    def _views_of(self, wire: Tensor) -> list[Tensor]:
+        places = (self._layout.tensor(wire, i) for i in range(len(self._like)))
+        return [place.as_strided(t.shape, t.stride()) for place, t in zip(places, self._like, strict=True)]
 
 
 def bits(word: int) -> Tensor:

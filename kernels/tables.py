@@ -90,7 +90,7 @@ class Staging:
         """On the current stream; waits until what was sent from here before has arrived."""
         if self._sent is not None:
             self._sent.synchronize()
-        self._pinned.copy_(torch.tensor(addresses))
+        self._pinned.numpy()[:] = addresses
         self._column.copy_(self._pinned, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

@@ -10,11 +10,13 @@ import os
 import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from threading import Event
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 
 import commrt
 from commrt import world as world_module
@@ -72,6 +74,35 @@ def several_worlds(tell, times):
     return seen
 
 
+@contextmanager
+def default_group():
+    """torch.distributed's, where the launcher says."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    try:
+        dist.all_reduce(torch.ones(1))
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def worlds_and_groups(tell, path, *order):
+    """Worlds and torch.distributed's groups at one port, each opened inside the one before; "end" ends all."""
+    launchers, ends = [], FileStore(path, 2)  # torch's own groups need ranks that wait for each other in between, too
+    with ExitStack() as opened:
+        for number, what in enumerate(order):
+            if what == "group":
+                opened.enter_context(default_group())
+            elif what == "world":
+                world = opened.enter_context(commrt.init(20, start_timeout_s=20))
+                world.agree("the same place")
+                launchers.append(world.launcher)
+            else:
+                opened.close()
+                ends.set(f"{number}/{os.environ['RANK']}", "")
+                ends.wait([f"{number}/{rank}" for rank in range(2)])
+    return launchers
+
+
 def interrupted_in_a_transfer(tell, victim, absent):
     """The victim waits for one that sends nothing, the others for the victim, which asks to be interrupted."""
     with commrt.init(300) as world:
@@ -84,6 +115,19 @@ def interrupted_in_a_transfer(tell, victim, absent):
             tell("interrupt me")
         pair = (absent, victim) if world.rank == victim else (victim, world.rank)
         world.lane.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()
+
+
+def interrupted_in_an_agreement(tell, victim, absent):
+    """As `interrupted_in_a_transfer`, in a question to all."""
+    with commrt.init(300) as world:
+        world.agree("ready", for_what="questions")
+        if world.rank == absent:
+            tell("absent")
+            while True:
+                signal.pause()
+        if world.rank == victim:
+            tell("interrupt me")
+        world.agree("lunch", where="here")
 
 
 def in_a_child(body):

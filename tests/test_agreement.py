@@ -10,11 +10,11 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt import asking
+from commrt import agreement, asking
 from commrt.agreement import agree
 from commrt.answer import Answer
 from commrt.asking import ask
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError
+from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import local_worlds
 
@@ -84,6 +84,50 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
     world, _ = local_worlds(2, timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
         world.all_equal("weights", "mark")
+
+
+@pytest.fixture
+def leaves(monkeypatch):
+    """Let a rank be interrupted in a question as soon as another finds `key` on the store; what it left behind."""
+    pool = ThreadPoolExecutor(1)
+
+    def interrupted(store, rank, size, key, other):
+        left = []
+
+        def interrupted_ask(question, limit_s, asker=None):
+            monkeypatch.undo()
+            left.append(pool.submit(question))
+            other.wait([key], timedelta(seconds=PATIENT_S))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(agreement, "ask", interrupted_ask)
+        with pytest.raises(KeyboardInterrupt):
+            agree(store, rank, size, "colour", {"colour": "red"}, PATIENT_S)
+        return left[0]
+
+    yield interrupted
+    pool.shutdown()
+
+
+@pytest.mark.parametrize("make", [one_in_memory, one_behind_sockets, one_with_prefixes])
+def test_nobody_votes_in_the_name_of_a_rank_that_left(leaves, make):
+    begin, stores = monotonic(), make(2)
+    left = leaves(stores[1], 1, 2, "colour/here/1", stores[0])
+    left.result()
+    (error,) = answers(stores, ["red", None])
+    assert isinstance(error, PeerLost)
+    assert "colour: rank 1 left it by a KeyboardInterrupt" in str(error)
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_who_leaves_ends_the_question_for_those_who_wait(leaves):
+    begin, stores = monotonic(), one_behind_sockets(3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(answers, stores, ["red", None, None])
+        left = leaves(stores[1], 1, 3, "colour/agreeing", stores[2])
+        left.result()
+        assert isinstance(waiting.result()[0], PeerLost)
+    assert monotonic() - begin < PATIENT_S / 2
 
 
 class JustTooLate(Answer):

@@ -1,36 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one thread tells another, whatever interrupts who waits for it."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
+from opcodes import interrupted
 
 from commrt.answer import Answer
-
-
-def interrupted(task, at):
-    """Run `task`, with a Ctrl-C before bytecode number `at`; False if it ended before that."""
-    reached = count()
-
-    def trace(frame, event, argument):
-        frame.f_trace_opcodes = True
-        if event == "opcode" and next(reached) == at:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        task()
-    except KeyboardInterrupt:
-        return True
-    except TimeoutError:
-        return False
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def test_a_value_reaches_who_waits_for_it():

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import triton.language as tl
-from interpreter import BadAccess, watched
+from interpreter import watched
 from planted import BUGS
+from triton.runtime import interpreter
 
 from commrt.kernels import device
 from commrt.kernels.device.mix import mix_kernel
@@ -58,6 +60,23 @@ def poisoned(numel, dtype):
     return torch.full((numel,), float("nan"), dtype=dtype)
 
 
+TALLY = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tell():
+    """With ``-s -n0``: how much was compared."""
+    yield
+    print(f"\ncompared bit by bit, all equal: {dict(TALLY)}")  # noqa: T201  # what -s is for
+
+
+def all_equal(what, got, want):
+    """True if `got` and `want`, lists of tensors, are equal but for the bits of NaN; counts their elements."""
+    TALLY[f"{what}: cases"] += 1
+    TALLY[f"{what}: elements"] += sum(tensor.numel() for tensor in want)
+    return all(map(same, got, want))
+
+
 class Case:
     """A wire buffer, tensors, and the tables of both; a tensor that is absent has 24 elements."""
 
@@ -95,7 +114,7 @@ class Case:
 
     def pack(self, scale, *, nonfinite=True, sums=False):
         factor = torch.tensor([scale])
-        more = {"WARPS": WARPS, "NONFINITE": nonfinite, "SUMS": sums}
+        more = {"WARPS": WARPS, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": ""}
         with watched(self.everything(factor), rewritable=self.flag) as memory:
             pack_kernel[(self.tables.tiles,)](
                 *self.tables.columns, self.wire, STAMP, factor, self.flag, self.sums, **self.kinds, **more
@@ -104,7 +123,7 @@ class Case:
 
     def unpack(self, scale=None, *, accumulate=False, sums=False):
         factor = torch.tensor([scale or 1.0])
-        more = {"WARPS": WARPS, "SCALED": scale is not None, "ACCUMULATE": accumulate, "SUMS": sums}
+        more = {"WARPS": WARPS, "SCALED": scale is not None, "ACCUMULATE": accumulate, "SUMS": sums, "EVICT": ""}
         with watched(self.everything(factor), rewritable=self.flag) as memory:
             unpack_kernel[(self.tables.tiles,)](
                 *self.tables.columns, self.wire, STAMP, self.flag, factor, self.sums, **self.kinds, **more
@@ -129,7 +148,7 @@ def same(got, want):
 def test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(dtype, wire, skew):
     case = Case(tensors(dtype, skew), wire)
     case.pack(1 / 6)
-    assert same(case.wire, case.packed(1 / 6))
+    assert all_equal("pack", [case.wire], [case.packed(1 / 6)])
     assert not case.flag
 
 
@@ -142,15 +161,22 @@ def test_unpack_is_its_definition_bit_by_bit(dtype, wire, scale, accumulate):
     case.wire[:] = random(case.wire.numel(), wire, seed=99)
     unpack(case.places(), want, scale or 1.0, accumulate=accumulate)
     case.unpack(scale, accumulate=accumulate)
-    assert all(map(torch.equal, case.tensors, want))
+    assert all_equal("unpack", case.tensors, want)
 
 
-@pytest.mark.parametrize("skew", [2, 1], ids=["8 bytes", "4 bytes"])
-def test_unpack_reaches_tensors_at_any_element(skew):
-    case = Case(tensors(torch.float32, skew), torch.bfloat16)
-    case.wire[:] = random(case.wire.numel(), torch.bfloat16, seed=99)
+@pytest.mark.parametrize("skew", [2, 1], ids=["8 or 4 bytes", "4 or 2 bytes"])
+@pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
+def test_unpack_and_mix_reach_tensors_at_any_element(dtype, wire, skew):
+    case = Case(tensors(dtype, skew), wire)
+    want = [tensor.clone() for tensor in case.tensors]
+    case.wire[:] = random(case.wire.numel(), wire, seed=99)
+    received = random(case.wire.numel(), wire, seed=98)
+    mix(want, case.places(received), None, 0.3)
+    case.mix(received, received, 0.3)
+    assert all_equal("mix", case.tensors, want)
+    unpack(case.places(), want)
     case.unpack()
-    assert all(torch.equal(tensor, place.float()) for tensor, place in zip(case.tensors, case.places(), strict=True))
+    assert all_equal("unpack", case.tensors, want)
 
 
 def test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing():
@@ -229,7 +255,7 @@ def test_reduce_adds_in_fp32_from_left_to_right_and_rounds_once(dtype, ranks):
         reduce_into(want, list(pieces[:, :count]))
         reduce(own, pieces)
         assert torch.equal(own, in_order.to(dtype))
-        assert torch.equal(own, want)
+        assert all_equal("reduce", [own], [want])
 
 
 @pytest.mark.parametrize("rounding", [True, False], ids=["what was sent", "its own values sent"])
@@ -240,7 +266,15 @@ def test_mix_is_its_definition_bit_by_bit(dtype, wire, rounding):
     received, sent = (random(case.wire.numel(), wire, seed) for seed in (50, 51))
     mix(want, case.places(received), case.places(sent) if rounding else None, 0.3)
     case.mix(received, sent if rounding else received, 0.3)
-    assert all(map(torch.equal, case.tensors, want))
+    assert all_equal("mix", case.tensors, want)
+
+
+def test_an_absent_tensor_is_not_mixed():
+    case = Case([None, random(1030, torch.float32, 1)], torch.float32)
+    want, received = case.tensors[1].clone(), random(case.wire.numel(), torch.float32, 50)
+    mix([want], case.places(received)[1:], None, 0.3)
+    case.mix(received, received, 0.3)
+    assert torch.equal(case.tensors[1], want)
 
 
 @pytest.mark.parametrize("kernel", ["pack", "unpack"])
@@ -262,16 +296,42 @@ def test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run(kernel):
     assert torch.equal(case.sums, first)
 
 
-def notices(case, scale=1 / 6):
-    """True if packing `case` goes wrong in any way that the tests above look at."""
+F32, BF16 = torch.float32, torch.bfloat16
+CHECKS = {
+    "pack": [
+        lambda: test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(F32, BF16, 0),
+        lambda: test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(F32, F32, 1),
+        lambda: test_pack_notices_what_is_not_finite_wherever_it_is(float("inf"), 1030),
+        test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing,
+    ],
+    "unpack": [
+        lambda: test_unpack_is_its_definition_bit_by_bit(F32, BF16, 0.3, accumulate=True),
+        test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing,
+        lambda: test_unpack_notices_another_stamp_wherever_it_differs(F32, 31),
+        lambda: test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run("unpack"),
+    ],
+    "mix": [
+        lambda: test_mix_is_its_definition_bit_by_bit(F32, BF16, rounding=True),
+        test_an_absent_tensor_is_not_mixed,
+    ],
+    "reduce": [lambda: test_reduce_adds_in_fp32_from_left_to_right_and_rounds_once(BF16, 3)],
+    "norm": [lambda: test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run("pack")],
+}
+CHECKS["tiles"] = CHECKS["pack"]
+"""Which of the tests above look at which module."""
+
+
+def fails(check):
+    """True if `check` fails because it noticed something, and not for another reason."""
     try:
-        case.pack(scale)
-    except Exception as error:
-        if isinstance(error.__cause__, BadAccess) or "BadAccess" in repr(error):
-            return True
-        raise
-    wrong = not same(case.wire, case.packed(scale))
-    return wrong or bool(case.flag) is all(t is None or bool(t.isfinite().all()) for t in case.tensors)
+        check()
+    except AssertionError:
+        return True
+    except interpreter.InterpreterError as error:
+        if "BadAccess" not in repr(error):
+            raise
+        return True
+    return False
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -286,19 +346,13 @@ def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
             source = source.replace(before, after)
         (tmp_path / package / path.name).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    planted = importlib.import_module(f"{package}.pack")
-    monkeypatch.setitem(globals(), "pack_kernel", planted.pack_kernel)
-    broken = random(13, torch.float32, 0)
-    broken[12] = float("inf")
-    cases = [
-        Case(tensors(torch.float32), torch.bfloat16),
-        Case(tensors(torch.float32, skew=1), torch.float32),
-        Case([broken], torch.float32),
-        Case([random(9, torch.float32, 0), None], torch.float32),
-    ]
-    assert any(notices(case) for case in cases)
+    for kernel in ("pack", "unpack", "mix", "reduce", "norm"):
+        planted = importlib.import_module(f"{package}.{kernel}")
+        monkeypatch.setitem(globals(), f"{kernel}_kernel", getattr(planted, f"{kernel}_kernel"))
+    monkeypatch.setitem(globals(), "TALLY", Counter())
+    assert any(fails(check) for check in CHECKS[name])
 
 
-def test_without_a_planted_bug_nothing_is_noticed():
-    assert not notices(Case(tensors(torch.float32), torch.bfloat16))
-    assert not notices(Case(tensors(torch.float32, skew=1), torch.float32))
+def test_what_looks_for_planted_bugs_passes_without_them(monkeypatch):
+    monkeypatch.setitem(globals(), "TALLY", Counter())
+    assert not any(fails(check) for checks in CHECKS.values() for check in checks)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import CommrtError, UsageError
@@ -180,3 +182,17 @@ def test_a_deadline_that_cannot_be_kept_is_refused(seconds):
         commrt.init(timeout_s=seconds)
     with pytest.raises(UsageError, match=rf"^start_timeout_s={seconds} is no deadline"):
         commrt.init(start_timeout_s=seconds)
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "5"}, {"RANK": "0", "WORLD_SIZE": "many"}])
+def test_a_running_group_matters_more_than_what_a_launcher_left_half_set(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with commrt.init() as world:
+            assert (world.launcher, world.rank, world.size, world.local_rank) == ("torch.distributed", 0, 1, 0)
+    finally:
+        dist.destroy_process_group()

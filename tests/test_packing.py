@@ -13,10 +13,13 @@ from interpreter import interpreted_gpu
 from torch import nn
 
 import commrt
+from commrt.buckets import Bucket
+from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
 from commrt.kernels.packing import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
+from commrt.stamp import Claim
 from commrt.testing.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,6 +56,7 @@ def test_backends_make_the_same_wire_and_the_same_tensors(counts, dtype, wire_dt
             tensors = values(counts, dtype)
             _, wire, packing = wired(tensors, wire_dtype)
             present = [tensor if is_there else None for tensor, is_there in zip(tensors, there, strict=True)]
+            packing.pack(present, -1 / 3, word ^ 1)
             packing.pack(present, 1 / 3, word)
             assert packing.present() == there
             packed = wire.clone()
@@ -100,12 +104,84 @@ def test_tensors_that_are_dense_in_another_order_keep_it(backend):
     assert torch.equal(back, image)
 
 
+@settings(max_examples=15, deadline=None)
+@given(COUNTS, st.sampled_from(DTYPES), st.sampled_from([1.0, 0.3]), st.booleans())
+def test_backends_unpack_alike_with_every_option_and_find_the_same(counts, wire_dtype, scale, accumulate):
+    results, norms = [], []
+    for context in BACKENDS.values():
+        with context():
+            tensors = values(counts, torch.float32)
+            _, _, packing = wired(tensors, wire_dtype)
+            findings = packing.findings()
+            packing.pack(tensors, -0.7, 5, findings)
+            norms.append(packing.norm(findings))
+            assert findings.nonfinite.item() == 0
+            packing.unpack([None, *tensors[1:]], 5, scale=scale, accumulate=accumulate, findings=findings)
+            norms.append(packing.norm(findings))
+            results.append(tensors)
+    assert all(map(torch.equal, *results))
+    torch.testing.assert_close(norms[:2], norms[2:], rtol=1e-5, atol=0.0)
+
+
+def test_an_absent_tensor_travels_as_zeros_whatever_the_scale(backend):
+    tensors = values([5, 20], torch.float32)
+    layout, wire, packing = wired(tensors, torch.float32)
+    for scale in (-1.0, float("inf")):
+        findings = packing.findings()
+        packing.pack([None, None], scale, 1, findings)
+        place = layout.tensor(wire, 1)
+        assert torch.equal(place, torch.zeros(20))
+        assert not place.signbit().any()
+        assert findings.nonfinite.item() == 0
+
+
+def test_what_is_not_finite_is_found(backend):
+    tensors = [*values([5], torch.float32), torch.tensor([1.0, float("nan")])]
+    _, _, packing = wired(tensors, torch.float16)
+    findings = packing.findings()
+    packing.pack(tensors, 1.0, 1, findings)
+    assert findings.nonfinite.item() == 1
+
+
+def test_a_buffer_that_begins_at_an_odd_place_is_refused_by_the_kernels():
+    row = torch.zeros(200)[1:]
+    tensors = values([5], torch.float32)
+    layout = layout_of([5])
+    with interpreted_gpu():
+        packing = dispatch.packing(torch.zeros(layout.numel), layout, tensors)
+        for call in (
+            lambda: dispatch.packing(row[: layout.numel], layout, tensors),
+            lambda: dispatch.adding(row[:16], [torch.zeros(16)]),
+            lambda: dispatch.mixing(torch.zeros(16), row[:16], 0.5),
+            lambda: packing.mix(tensors, row, None, 0.5),
+        ):
+            with pytest.raises(ValueError, match=r"begins at 0x[0-9a-f]+, which is no multiple of 16 bytes"):
+                call()
+
+
+@settings(max_examples=10, deadline=None)
+@given(COUNTS, st.sampled_from([(torch.float32, torch.bfloat16), (torch.float32,) * 2, (torch.float16,) * 2]))
+def test_backends_mix_tensors_alike_with_what_was_received(counts, dtypes):
+    for with_sent in (True, False):
+        results = []
+        for context in BACKENDS.values():
+            with context():
+                tensors = values(counts, dtypes[0])
+                layout, _, packing = wired(tensors, dtypes[1])
+                received, sent = values([layout.numel] * 2, dtypes[1], seed=5)
+                for weight in (0.3, -0.1):
+                    packing.mix([None, *tensors[1:]], received, sent if with_sent else None, weight)
+                results.append(tensors)
+        assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 3, 9])
-def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend, dtype, ranks):
-    own = values([100], dtype)[0]
-    scratch = torch.randn(ranks, 112).to(dtype)
-    received = [row[:100] for row in scratch]
+@pytest.mark.parametrize("count", [100, 9001])
+def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend, dtype, ranks, count):
+    own = values([count], dtype)[0]
+    scratch = torch.randn(ranks, count + 15).to(dtype)[:, : count + -count % 16].contiguous()
+    received = [row[:count] for row in scratch]
     want = own.float()
     for part in received:
         want = want + part.float()
@@ -136,6 +212,15 @@ def test_received_buffers_that_lie_unevenly_are_refused():
     scratch = torch.zeros(64)
     with interpreted_gpu(), pytest.raises(ValueError, match=r"lie evenly, a multiple of 64 bytes apart"):
         dispatch.adding(torch.zeros(16), [scratch[0:16], scratch[16:32], scratch[40:56]])
+
+
+def test_a_gradient_on_another_device_than_its_bucket_is_refused():
+    param = nn.Parameter(torch.zeros(3))
+    param.grad = torch.zeros(3)
+    layout = layout_of([3])
+    bucket = Bucket(0, [("w", param)], layout, torch.zeros(layout.numel, device="meta"), model=1)
+    with pytest.raises(UsageError, match=r"the gradient of w is on cpu, and its bucket on meta"):
+        bucket.take(Claim(0, 1, 0, 0, 0, 0), lambda name: True)
 
 
 def small_model():

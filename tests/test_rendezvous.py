@@ -13,14 +13,23 @@ import pytest
 
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.launch import Launch
-from commrt.rendezvous import meet
+from commrt.rendezvous import is_loopback, meet
 from commrt.testing.processes import free_port, run_processes
 
 LIMIT_S = 80.0
 
 
-def launch(rank, port):
-    return Launch("torchrun", rank, 2, rank, 2, "127.0.0.1", port)
+def launch(rank, port, address="127.0.0.1"):
+    return Launch("torchrun", rank, 2, rank, 2, address, port)
+
+
+def free_port_at(address):
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            pytest.skip(f"no {address} on this machine: {error}")
+        return probe.getsockname()[1]
 
 
 def test_a_port_where_something_listens_but_never_answers_is_an_error():
@@ -46,13 +55,30 @@ def test_a_port_that_is_taken_is_an_error_at_once():
             meet(launch(0, other.getsockname()[1]), 60)
 
 
-def test_a_store_on_the_loopback_is_for_this_machine_alone():
-    port = free_port()
-    meet(launch(0, port), 5)
-    with socket.create_connection(("127.0.0.1", port), timeout=5):
+LOOPBACKS = {
+    "127.0.0.1": ("127.0.0.1", "127.0.0.2"),
+    "localhost": ("127.0.0.1", "127.0.0.2"),
+    "127.0.0.9": ("127.0.0.9", "127.0.0.1"),
+    "::1": ("::1", "127.0.0.1"),
+}
+"""Where the store listens, and where it would listen too if it did on all addresses."""
+
+
+@pytest.mark.parametrize("address", LOOPBACKS)
+def test_a_store_on_the_loopback_is_for_this_machine_alone(address):
+    ours, other = LOOPBACKS[address]
+    port = free_port_at(ours)
+    meet(launch(0, port, address), 5)
+    meet(launch(1, port, address), 5).set("found", "")
+    with socket.create_connection((ours, port), timeout=5):
         pass
-    with pytest.raises(ConnectionRefusedError):  # what listens on all addresses listens here too
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((other, port), timeout=5)
+
+
+def test_only_addresses_that_nobody_else_can_reach_are_the_loopback():
+    assert all(map(is_loopback, [*LOOPBACKS, "127.255.255.254", "LocalHost"]))
+    assert not any(map(is_loopback, ["10.0.0.1", "::", "fe80::1", "128.0.0.1", "gpu3", "localhost.example"]))
 
 
 @pytest.mark.processes
@@ -89,3 +115,18 @@ def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_rea
 def test_a_process_opens_one_world_after_the_other():
     outcomes = run_processes(2, meetings.several_worlds, 3, limit_s=LIMIT_S)
     assert [outcome.value for outcome in outcomes] == [[(rank, 2)] * 3 for rank in range(2)], outcomes
+
+
+ORDERS = {
+    "world group end world": ["torchrun", "torchrun"],
+    "world end group world end world": ["torchrun", "torch.distributed", "torchrun"],
+    "group world end group end world group": ["torch.distributed", "torchrun"],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("order", ORDERS)
+def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, order):
+    ends = str(tmp_path / "ends")
+    outcomes = run_processes(2, meetings.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ORDERS[order])] * 2

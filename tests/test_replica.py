@@ -1165,6 +1165,19 @@ def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(
     run_ranks(2, body)
 
 
+def test_a_model_that_moved_to_another_device_is_refused():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        model.to("meta")
+        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced"):
+            replica.average()
+
+    run_ranks(2, body)
+
+
 def test_strides_of_axes_with_one_element_do_not_matter():
     def body(world):
         model = seeded(lambda: nn.Conv2d(1, 4, 3))

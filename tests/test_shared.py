@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, UsageError
 from commrt.testing.processes import run_processes
-from commrt.transport import links, meeting
+from commrt.transport import links, meeting, shared
 from commrt.transport.protocol import Group, Moment, Parcel
 from commrt.transport.segments import SEGMENT_NBYTES, aligned
 from commrt.transport.shared import SharedTransport
@@ -54,6 +54,12 @@ def both(pair, groups):
 def across(pair, data, landing):
     """Rank 0 sends `data`, rank 1 receives it."""
     return both(pair, [Group([Parcel(1, data)], []), Group([], [Parcel(0, landing)])])
+
+
+def sockets(transport):
+    """The descriptors that `transport` talks on, and what they refer to."""
+    open_ones = [link._socket.fileno() for link in transport._links.values() if link._socket.fileno() >= 0]
+    return [(descriptor, os.fstat(descriptor).st_ino) for descriptor in open_ones]
 
 
 def descriptors():
@@ -111,6 +117,30 @@ def test_after_a_failure_nothing_more_is_exchanged(pair):
     errors = across(pair, torch.ones(4), torch.ones(4))
     assert [type(error) for error in errors] == [TransportClosed, TransportClosed]
     assert [type(error.__cause__) for error in errors] == [SizeMismatch, SizeMismatch]
+
+
+POINTS = [(links.Link, name) for name in ("show", "offer", "listen", "source", "took", "flush")] + [(shared, "_poll")]
+
+
+@pytest.mark.parametrize(("owner", "name"), POINTS)
+def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkeypatch, pair, owner, name):
+    original, ours = getattr(owner, name), [descriptor for transport in pair for descriptor in sockets(transport)]
+
+    def preceded(*args):
+        for transport in pair:
+            transport.abort()
+        assert [descriptor for transport in pair for descriptor in sockets(transport)] == ours
+        return original(*args)
+
+    groups = [Group([Parcel(1 - rank, torch.ones(4))], [Parcel(1 - rank, torch.empty(4))]) for rank in range(2)]
+    assert both(pair, groups) == [None, None]
+    monkeypatch.setattr(owner, name, preceded)
+    assert {type(error) for error in both(pair, groups)} <= {type(None), TransportClosed, PeerLost}
+    monkeypatch.undo()
+    assert [type(error) for error in both(pair, groups)] == [TransportClosed] * 2
+    for transport in pair:
+        transport.close()
+    assert not any(map(sockets, pair))
 
 
 def test_twenty_thousand_small_parcels_each_way_do_not_block_each_other(pair):

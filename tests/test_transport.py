@@ -93,3 +93,29 @@ def test_dropped_sends_end_in_the_receivers_deadline():
 
 def test_a_delay_loses_nothing():
     assert exchange_in_steps(faulty(delay_at(rank=0, step=1, seconds=0.05)), 3) == [None, None]
+
+
+def gloo_rank(store, rank, ranks, timeout_s):
+    return GlooTransport(store, rank, ranks, timeout_s, "127.0.0.1")
+
+
+@pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank])
+def test_a_default_device_does_not_reach_a_transport(open_one):
+    store, held = HashStore(), []  # references, which must not matter either
+
+    def body(rank):
+        data, landing = torch.ones(4), torch.zeros(4)
+        with torch.device("meta"):
+            transport = open_one(store, rank, 2, 10.0)
+            assert transport.allocate(0, torch.float32).device.type == "cpu"
+            exchange = transport.bind(Group([Parcel(1 - rank, data)], [Parcel(1 - rank, landing)]))
+            exchange(Moment(0, 0))
+            held.extend([transport, getattr(transport, "_group", None)])
+            if rank == 1:
+                with pytest.raises(PeerLost):
+                    exchange(Moment(1, 0))
+            transport.close()
+        return landing.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2

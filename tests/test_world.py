@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from time import monotonic
@@ -12,23 +13,26 @@ from time import monotonic
 import meetings
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import commrt
+from commrt import world as world_module
 from commrt.algorithms import ring, tree
 from commrt.comparison import KEPT, SCHEDULES_KEPT, Comparison
-from commrt.errors import DisagreementError, PeerLost, TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.lane import Lane
 from commrt.launch import LOOPBACK
 from commrt.schedule import MIX, Schedule, Step
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.transport.gloo import GlooTransport
+from commrt.transport.local import Fabric
 from commrt.transport.shared import SharedTransport
 from commrt.world import World
 
 PATIENT_S = 30.0
 LIMIT_S = 80.0
+RING = ring.all_reduce(2)
 
 
 def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
@@ -52,11 +56,63 @@ def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
 def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end():
     world, _ = local_worlds(2, timeout_s=PATIENT_S)
     begin = monotonic()
-    running = world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
+    running = hanging(world)
     with pytest.raises(KeyboardInterrupt), world:
         raise KeyboardInterrupt
     assert isinstance(running.error(), TransportClosed)
     assert world.closed
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def hanging(world):
+    """A transfer of `world` that cannot end."""
+    return world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["leave_report", "linger"])
+def test_a_second_ctrl_c_while_the_others_are_told_ends_the_transfer_too(monkeypatch, step):
+    fabric, store = Fabric(2, PATIENT_S), HashStore()
+    world = World(fabric.transport(0), store, holds_store=True)
+    running = hanging(world)
+    begin = monotonic()
+    monkeypatch.setattr(world_module, step, interrupt)
+    with pytest.raises(KeyboardInterrupt), world:
+        raise OSError("the first of two")
+    assert isinstance(running.error(), TransportClosed)
+    with pytest.raises(TransportClosed, match="was closed"):
+        world.lane.require_open()
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_ctrl_c_while_a_world_finishes_its_work_ends_that_and_it_can_be_closed_again(monkeypatch):
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    running = hanging(world)
+    begin = monotonic()
+    monkeypatch.setattr(world.lane, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.close()
+    monkeypatch.undo()
+    world.close()
+    assert running.given
+    assert isinstance(running.error(), TransportClosed)
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_a_world_that_finishes_its_work_can_still_be_given_up(monkeypatch):
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    running = hanging(world)
+    begin, closes, finish = monotonic(), Event(), world.lane.close
+    monkeypatch.setattr(world.lane, "close", lambda: (closes.set(), finish()))
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(world.close)
+        closes.wait()
+        world.abort(OSError("enough"))
+        closing.result()
+    assert isinstance(running.error(), TransportClosed)
     assert monotonic() - begin < PATIENT_S / 2
 
 
@@ -83,23 +139,61 @@ def test_who_gave_up_cannot_go_on():
         world.run(ring.all_reduce(2), torch.ones(2))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it(victim):
-    absent, other = 2, 1 - victim
+def break_by_a_transfer(world):
+    def fail():
+        raise OSError("no")
 
-    def interrupt(rank, message, process):
+    world.lane.submit(fail).error()
+
+
+@pytest.mark.parametrize("broken", [break_by_a_transfer, lambda world: world.abort(OSError("no"))])
+def test_a_broken_world_waits_for_no_agreement(broken):
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    broken(world)
+    begin = monotonic()
+    with pytest.raises(TransportClosed, match=r"this world was given up.* It was OSError: no"):
+        world.all_equal("weights", "mark")
+    assert monotonic() - begin < PATIENT_S / 2
+
+
+def with_one_interrupted(body, victim, absent=2):
+    """How three ranks end if `victim` gets a Ctrl-C."""
+
+    def strike(rank, message, process):
         if message == "interrupt me":
             os.kill(process.pid, signal.SIGINT)
         return message == "absent"
 
-    outcomes = run_processes(
-        3, meetings.interrupted_in_a_transfer, victim, absent, limit_s=LIMIT_S, on_message=interrupt
-    )
+    outcomes = run_processes(3, body, victim, absent, limit_s=LIMIT_S, on_message=strike)
     assert outcomes[victim].exit_code == 1  # Python's for an interrupt; None if it had to be killed
-    assert outcomes[other].error is not None
-    assert outcomes[other].error.startswith("PeerLost")
-    assert f"peer {victim}, step" in outcomes[other].error
+    return outcomes[1 - victim].error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it(victim):
+    error = with_one_interrupted(meetings.interrupted_in_a_transfer, victim)
+    assert error is not None
+    assert error.startswith("PeerLost")
+    assert f"peer {victim}, step" in error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_worker_in_the_middle_of_an_agreement_and_the_others_with_it(victim):
+    error = with_one_interrupted(meetings.interrupted_in_an_agreement, victim)
+    assert error is not None
+    assert error.startswith("PeerLost")
+    assert "rank 1 left it by a KeyboardInterrupt" in error or victim == 0  # its store goes with it
+
+
+def test_a_closed_world_lets_go_of_a_store_that_is_not_its_own():
+    port = free_port()
+    world = World(Fabric(1).transport(0), PrefixStore("ours", TCPStore(LOOPBACK, port, is_master=True)))
+    world.agree("lunch")
+    world.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, port), timeout=5)
 
 
 INHERITED = "TransportClosed: this world belongs to the process that opened it"
@@ -239,9 +333,9 @@ def comparisons(monkeypatch):
     """Every comparison of any rank, as it is made."""
     made, gather = [], Comparison._gather
 
-    def counted(comparison, claim, players):
+    def counted(comparison, claim, *where):
         made.append(claim)
-        return gather(comparison, claim, players)
+        return gather(comparison, claim, *where)
 
     monkeypatch.setattr(Comparison, "_gather", counted)
     return made
@@ -287,6 +381,28 @@ def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
     assert run_ranks(3, body) == [[2.0] * 4] * 3
 
 
+def test_an_agreement_too_many_is_not_taken_for_the_next_one():
+    first, second = local_worlds(2, timeout_s=PATIENT_S)
+    first.transport.timeout_s = 0.2
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
+        first.all_equal("weights", "mark")
+    first.transport.timeout_s = PATIENT_S
+    for collective in (lambda: first.all_equal("weights", "mark"), lambda: first.run(RING, torch.ones(2))):
+        with pytest.raises(TransportClosed, match=r"It was DeadlineExceeded: weights .* ranks \[1\] did not come"):
+            collective()
+    with pytest.raises(PeerLost, match="Rank 0 saw DeadlineExceeded: weights"):
+        second.run(RING, torch.ones(2))
+
+
+def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
+    def body(world):
+        equal = world.all_equal("weights", f"mark of rank {world.rank}")
+        world.run(RING, buffer := torch.ones(2))
+        return equal, world.all_equal("weights", "mark"), buffer.tolist()
+
+    assert run_ranks(2, body) == [(False, True, [2.0, 2.0])] * 2
+
+
 def test_a_lane_answers_even_if_its_failure_cannot_be_told():
     def tell(failure):
         raise OSError("no store")
@@ -298,6 +414,26 @@ def test_a_lane_answers_even_if_its_failure_cannot_be_told():
     assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
     assert isinstance(second.error(PATIENT_S), TransportClosed)
     lane.close()
+
+
+def helper(fails=False):
+    with commrt.init() as world:
+        if fails:
+            raise OSError("of the helper")
+        return world
+
+
+def test_the_outermost_with_statement_closes_a_world():
+    with commrt.init() as world:
+        assert helper() is world
+        with pytest.raises(OSError, match="of the helper"):
+            helper(fails=True)
+        assert not world.closed
+        world.run(ring.all_reduce(1), torch.ones(1))
+    assert world.closed
+    with commrt.init() as another:
+        assert another is not world
+    assert another.closed
 
 
 def test_a_second_init_applies_its_deadline():

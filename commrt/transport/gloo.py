@@ -158,7 +158,7 @@ class GlooTransport:
         for peer in range(self.ranks if group is not None else 0):
             if peer != self.rank:
                 with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], peer, NEVER).wait(POLL)
+                    group.recv([torch.empty(1, device=CPU)], peer, NEVER).wait(POLL)
 
     abort = close
 

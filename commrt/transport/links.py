@@ -148,10 +148,17 @@ class Link:
         elif kind == b"R":
             self.expected_nbytes = number
 
-    def close(self) -> None:
-        """End the conversation, even if a forked process holds the socket too."""
+    def hang_up(self) -> None:
+        """End the conversation, even if a forked process holds the socket too; from any thread.
+
+        Descriptor and mappings stay: another thread may be about to use them.
+        """
         with suppress(OSError):  # the peer was first
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the conversation and let go of its means."""
+        self.hang_up()
         self.drop()
 
     def drop(self) -> None:

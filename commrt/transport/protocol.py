@@ -126,7 +126,10 @@ class Transport(Protocol):
         ...
 
     def abort(self) -> None:
-        """As `close`, from any thread: an exchange that is running on another one ends in `TransportClosed`."""
+        """As `close`, from any thread: an exchange that is running on another one ends in `TransportClosed`.
+
+        What that uses may be kept: `close` is still due.
+        """
         ...
 
 

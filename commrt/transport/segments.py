@@ -52,7 +52,7 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros [numel]."""
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         if self._memory is None or self._used + nbytes > len(self._memory):
             self._memory, self._used = self._segment(nbytes), 0

@@ -123,13 +123,13 @@ class SharedTransport:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._arena = Arena()
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
         self._closed = False
         ends = ask(lambda: meet(store, rank, ranks, timeout_s), timeout_s + ANSWER_S, rank)
         self._links = {peer: Link(end) for peer, end in ends.items()}
         _OPEN.add(self)
-        finalize(self, _hang_up, tuple(self._links.values()))
+        finalize(self, _close, tuple(self._links.values()))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """See `Transport.allocate`: sends from here need no copy on this side."""
@@ -240,11 +240,15 @@ class SharedTransport:
     def close(self) -> None:
         """End all conversations; peers that wait for this rank get `PeerLost` at once. Allocated memory stays."""
         self._closed = True
-        _hang_up(tuple(self._links.values()))
+        _close(tuple(self._links.values()))
         self._arena.close()
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
-    abort = close
+    def abort(self) -> None:
+        """As `close`, from any thread; what a running exchange uses is kept until `close`."""
+        self._closed = True
+        for link in self._links.values():
+            link.hang_up()
 
     def leave_to_parent(self) -> None:
         """In a forked child: let go of the sockets, so that the parent's death still ends them."""
@@ -268,7 +272,7 @@ def _peer(deal: _Deal) -> int:
     return deal.peer
 
 
-def _hang_up(links: Iterable[Link]) -> None:
+def _close(links: Iterable[Link]) -> None:
     for link in links:
         link.close()
 

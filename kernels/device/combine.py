@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.device import variants
-from commrt.kernels.device.launch import Bound, arch_of, launch_of
+from commrt.kernels.device.launch import Bound, arch_of, launch_of, require_aligned
 from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.layout import GRANULE, Layout
 from commrt.kernels.tables import Tables
@@ -19,7 +19,11 @@ __all__ = ["add_launch", "mix_launch"]
 
 
 def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
-    """``out = cast(out + received[0] + ...)`` in one pass; `received` are evenly spaced in memory."""
+    """``out = cast(out + received[0] + ...)`` in one pass; `received` are evenly spaced in memory.
+
+    Up to 7 of them need 64 registers, 16 need 98.
+    """
+    require_aligned(out, *received)
     sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))
     launch = launch_of(variants.reduce(out.dtype, len(received), sizes), out.device)
     arguments = (out.data_ptr(), received[0].data_ptr(), out.data_ptr(), _spacing(received), out.numel())
@@ -40,6 +44,7 @@ def _spacing(received: Sequence[Tensor]) -> int:
 
 def mix_launch(out: Tensor, received: Tensor, weight: float) -> Bound:
     """``out = cast(out + weight * (received - out))``."""
+    require_aligned(out, received)
     arch = arch_of(out.device)
     tables = Tables(Layout((out.numel(),), (0,), out.numel()), tile_for(arch), out.device)
     tables.point_at([out])

@@ -6,17 +6,20 @@ Triton's own way to launch looks at every argument, its alignment, the device an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
 from commrt.kernels.device.variants import Variant, compiled
+from commrt.kernels.tables import WIDEST_NBYTES
 
-__all__ = ["Bound", "Launch", "arch_of", "launch_of"]
+__all__ = ["Bound", "Launch", "arch_of", "launch_of", "require_aligned"]
 
 Launch = Callable[..., None]
 """``launch(programs, *arguments)`` on the current stream of the kernel's device; addresses and numbers as integers."""
@@ -44,10 +47,18 @@ class Bound:
         self.launch(self.programs, *self.arguments)
 
 
-@cache
+_loading = threading.Lock()
+
+
 def launch_of(variant: Variant, device: torch.device) -> Launch:
-    """How to launch `variant` on `device`, which must be the current one; compiles, loads, and keeps it."""
-    kernel = compiled(variant, arch_of(device))
+    """How to launch `variant` on `device`, which must be the thread's current one; compiled and loaded once."""
+    with _loading:  # Triton's handle is there before its code is loaded
+        return _loaded(variant, device)
+
+
+@cache
+def _loaded(variant: Variant, device: torch.device) -> Launch:
+    kernel = compiled(variant, arch_of(device))  # of this device alone: its code is loaded there
     run, index = kernel.run, device.index  # `run` loads the code and makes the launcher
     function, metadata = kernel.function, kernel.packed_metadata
     constants = tuple(value for _, value in variant.constants)
@@ -57,3 +68,13 @@ def launch_of(variant: Variant, device: torch.device) -> Launch:
         run(programs, 1, 1, current_stream(index), function, metadata, None, None, None, *arguments, *constants)
 
     return launch
+
+
+def require_aligned(*buffers: Tensor) -> None:
+    """Raise `ValueError` for a buffer that does not begin where the kernels are told that all do."""
+    for address in (buffer.data_ptr() for buffer in buffers):
+        if address % WIDEST_NBYTES:
+            raise ValueError(
+                f"a buffer on a GPU begins at {address:#x}, which is no multiple of {WIDEST_NBYTES} bytes: pass one "
+                "that is not a view into the middle of another, or its clone()"
+            )

@@ -25,9 +25,14 @@ def mix_kernel(
     TILE: tl.constexpr,
     SENT: tl.constexpr,
 ):
-    """A tile of ``own += weight[0] * (received - sent)``; without `SENT` this rank sent its own values, uncast."""
+    """A tile of ``own += weight[0] * (received - sent)``; without `SENT` this rank sent its own values, uncast.
+
+    None where the address is 0.
+    """
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
-    own = pointer(tl.load(addresses + tensor), first, DTYPE, ALIGN)
+    address = tl.load(addresses + tensor)
+    count = tl.where(address != 0, count, 0)
+    own = pointer(address, first, DTYPE, ALIGN)
     theirs = on_wire(received, places)
     ours = on_wire(sent, places)
     factor = tl.load(weight)

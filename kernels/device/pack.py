@@ -38,17 +38,19 @@ def pack_kernel(
     WARPS: tl.constexpr,
     NONFINITE: tl.constexpr,
     SUMS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """A tile of a tensor, times ``scale[0]``, cast, to its place on `wire`; zeros where the address is 0."""
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     source = pointer(address, first, DTYPE, ALIGN)
     target = on_wire(wire, places)
-    factor = tl.load(scale)
+    factor = tl.where(address != 0, tl.load(scale), 0.0)  # or zeros would become -0.0, or NaN
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     readable = tl.where(address != 0, whole, 0)  # one comparison per access, where `and` would be two
-    scaled = tl.load(source + element, mask=element < readable, other=0.0).to(tl.float32) * factor
+    values = tl.load(source + element, mask=element < readable, other=0.0, eviction_policy=EVICT)
+    scaled = values.to(tl.float32) * factor
     tl.store(target + element, scaled.to(wire.dtype.element_ty), mask=element < whole)
     if NONFINITE:
         note_nonfinite(nonfinite, scaled, VECTOR, WARPS)

@@ -4,71 +4,139 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from commrt.kernels.device import variants
-from commrt.kernels.device.launch import Launch, arch_of, launch_of
+from commrt.kernels.device.launch import Launch, arch_of, launch_of, require_aligned
 from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.device.variants import DTYPES, Variant
 from commrt.kernels.layout import Layout
+from commrt.kernels.packing import Findings
 from commrt.kernels.tables import Tables
 
 __all__ = ["TritonPacking"]
 
 ALIGNMENTS = (16, 8, 4, 2)
+NORM_TILE = 4096
 
 
 class TritonPacking:
     """`commrt.kernels.packing.Packing` in Triton.
 
-    Everything is compiled here, in about 0.1 s for each kernel that Triton's cache does not have. A call then allocates
-    nothing, waits for nothing, and copies to the device only if a tensor or the scale has changed since the last one;
-    otherwise it can be captured in a CUDA graph, which repeats its stamp.
+    To pack and to unpack is compiled here, in about 0.1 s for each kernel that Triton's cache does not have; other
+    options when they are first used. A call then allocates nothing, waits for nothing, and copies to the device only
+    if a tensor has changed its address since the last one; otherwise it can be captured in a CUDA graph, which
+    repeats its stamp. The wire's device must be the current one of the thread.
     """
 
     def __init__(self, wire: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         if dtype not in DTYPES or wire.dtype not in DTYPES:
             raise ValueError(f"{dtype} tensors on a {wire.dtype} wire: on GPUs only {[*map(str, DTYPES)]} are offered")
+        require_aligned(wire)
         self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
-        self._flags = layout.flags(wire)
-        self._scale = torch.zeros(1, device=wire.device)
-        self._known_scale = 0.0
-        self._disputed = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
-        self._columns = tuple(column.data_ptr() for column in self.tables.columns)
-        self._wire, self._factor, self._mark = wire.data_ptr(), self._scale.data_ptr(), self._disputed.data_ptr()
-        aligns = [align for align in ALIGNMENTS if align >= dtype.itemsize]
-        self._pack = {align: _launch(variants.pack, dtype, wire, align) for align in aligns}
-        self._unpack = {align: _launch(variants.unpack, dtype, wire, align) for align in aligns}
+        self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
+        self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
+        mark = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
+        self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
+        self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
+        self._kept: dict[tuple[object, ...], _Made] = {}
+        for align in (align for align in ALIGNMENTS if align >= dtype.itemsize):
+            self._made(variants.pack, align, nonfinite=False, sums=False)
+            self._made(variants.unpack, align, scaled=False, accumulate=False, sums=False)
 
     @property
     def disputed(self) -> bool:
         """Read from pinned memory: shows when an `unpack` that found a dispute has run, and costs no waiting."""
-        return bool(self._disputed)
+        return bool(self._seen[0])
 
-    def pack(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
+    def findings(self) -> Findings:
+        """Partial sums are those of warps."""
+        device = self._wire.device
+        most = self.tables.tiles * sizes_for(arch_of(device), align=min(ALIGNMENTS)).warps
+        return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(most, device=device))
+
+    def pack(
+        self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
+    ) -> None:
         """One launch."""
         self.tables.point_at(tensors)
-        if scale != self._known_scale:
-            self._scale.fill_(scale)
-            self._known_scale = scale
-        self._pack[self.tables.align](self.tables.tiles, *self._columns, self._wire, stamp, self._factor, 0, 0)
+        watched = findings is not None
+        made = self._made(variants.pack, self.tables.align, nonfinite=watched, sums=watched)
+        watching = self._watched(findings, made.warps)
+        made.launch(self.tables.tiles, *self._fixed, stamp, self._scale.at(scale), *watching)
 
     def present(self) -> list[bool]:
         """Waits for the wire."""
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
-    def unpack(self, tensors: Sequence[Tensor | None], stamp: int) -> None:
+    def unpack(
+        self,
+        tensors: Sequence[Tensor | None],
+        stamp: int,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        findings: Findings | None = None,
+    ) -> None:
         """One launch; writes even where the stamp is disputed, which nobody on this side can know yet."""
         self.tables.point_at(tensors)
-        launch = self._unpack[self.tables.align]
-        launch(self.tables.tiles, *self._columns, self._wire, stamp, self._mark, 0, 0)
+        options = {"scaled": scale != 1.0, "accumulate": accumulate, "sums": findings is not None}
+        made = self._made(variants.unpack, self.tables.align, inputs=1 + accumulate, **options)
+        factor = self._scale.at(scale) if scale != 1.0 else 0
+        sums = self._watched(findings, made.warps)[1]
+        made.launch(self.tables.tiles, *self._fixed, stamp, self._mark, factor, sums)
         increment_version([tensor for tensor in tensors if tensor is not None])
 
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+        """One launch."""
+        require_aligned(received, *(() if sent is None else (sent,)))
+        self.tables.point_at(tensors)
+        made = self._made(variants.mix, self.tables.align, inputs=2 + (sent is not None), sent=sent is not None)
+        wires = received.data_ptr(), 0 if sent is None else sent.data_ptr()
+        made.launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
+        increment_version([tensor for tensor in tensors if tensor is not None])
 
-def _launch(make: Callable[..., Variant], dtype: torch.dtype, wire: Tensor, align: int) -> Launch:
-    sizes = sizes_for(arch_of(wire.device), align=align)
-    return launch_of(make(dtype, wire.dtype, align, sizes), wire.device)
+    def norm(self, findings: Findings) -> Tensor:
+        """One launch, by one program."""
+        result = torch.empty((), device=self._wire.device)
+        launch = launch_of(variants.norm(NORM_TILE), self._wire.device)
+        launch(1, findings.sums.data_ptr(), findings.count, result.data_ptr())
+        return result
+
+    def _watched(self, findings: Findings | None, warps: int) -> tuple[int, int]:
+        if findings is None:
+            return 0, 0
+        findings.count = self.tables.tiles * warps
+        return findings.nonfinite.data_ptr(), findings.sums.data_ptr()
+
+    def _made(self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool) -> _Made:
+        key = (make, align, *options.values())
+        if (made := self._kept.get(key)) is None:
+            sizes = sizes_for(arch_of(self._wire.device), inputs, align)
+            variant = make(self._dtype, self._wire.dtype, align, sizes, **options)
+            made = self._kept[key] = _Made(launch_of(variant, self._wire.device), sizes.warps)
+        return made
+
+
+class _Made(NamedTuple):
+    launch: Launch
+    warps: int
+
+
+class _Scalar:
+    """A number in the device's memory, written there when it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._place, self._known = torch.zeros(1, device=device), 0.0
+
+    def at(self, value: float) -> int:
+        """The address of `value`; by a kernel, without a copy, in stream order."""
+        if value != self._known:
+            self._place.fill_(value)
+            self._known = value
+        return self._place.data_ptr()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce: add up to 8 received buffers to what is there."""
+"""Reduce: add received buffers to what is there."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Sizes", "sizes_for", "tile_for"]
+__all__ = ["SIZES", "Sizes", "sizes_for", "tile_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +17,16 @@ class Sizes:
     warps: int
 
 
-TILES = {80: 4096, 90: 4096, 100: 4096}
-"""Elements of a tile of a tensor, by compute capability. From registers and bytes in flight; not measured on a GPU."""
+SIZES = {80: Sizes(4096, 4), 90: Sizes(4096, 4), 100: Sizes(4096, 4)}
+"""For aligned tensors, by compute capability (90 is 9.0); `bench/tune_kernels.py` prints this table.
+
+From registers and bytes in flight of the compiled kernels. No GPU has been asked yet.
+"""
 
 
 def tile_for(arch: int) -> int:
-    """What `arch` (90 is compute capability 9.0), or the nearest older one that is known, works on at once."""
-    known = [older for older in TILES if older <= arch]
-    return TILES[max(known, default=min(TILES))]
+    """Elements of a tile on `arch`."""
+    return _of(arch).tile
 
 
 def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
@@ -32,4 +34,10 @@ def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
 
     Twice the warps where a thread would need more than 64 registers: with many inputs, or narrow accesses.
     """
-    return Sizes(tile_for(arch), 8 if inputs * (16 // align) > 3 else 4)
+    sizes = _of(arch)
+    return Sizes(sizes.tile, sizes.warps * 2 if inputs * (16 // align) > 3 else sizes.warps)
+
+
+def _of(arch: int) -> Sizes:
+    """The sizes of `arch`, or of the nearest older one that is known."""
+    return SIZES[max((older for older in SIZES if older <= arch), default=min(SIZES))]

@@ -29,6 +29,7 @@ def unpack_kernel(
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SUMS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """A tile of a tensor from its place on `wire`, times ``scale[0]``, cast or added; none where the address is 0."""
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
@@ -39,7 +40,7 @@ def unpack_kernel(
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     inside = element < whole
-    values = tl.load(source + element, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(source + element, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if SCALED:
         values *= tl.load(scale)
     if ACCUMULATE:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -51,11 +50,13 @@ def pack(
     *,
     nonfinite: bool = False,
     sums: bool = False,
+    evict: str = "",
 ) -> Variant:
-    """Tensors of `dtype` to a wire of dtype `wire`."""
+    """Tensors of `dtype` to a wire of dtype `wire`; with `evict` "evict_first", gradients leave the cache first."""
     types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "scale": "*fp32", "nonfinite": "*i32", "sums": "*fp32"}
     constants = _table(dtype, align, vector(wire), sizes)
-    return _variant(pack_kernel, types, constants | {"WARPS": sizes.warps, "NONFINITE": nonfinite, "SUMS": sums})
+    constants |= {"WARPS": sizes.warps, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": evict}
+    return _variant(pack_kernel, types, constants)
 
 
 def unpack(
@@ -67,11 +68,12 @@ def unpack(
     scaled: bool = False,
     accumulate: bool = False,
     sums: bool = False,
+    evict: str = "",
 ) -> Variant:
-    """A wire of dtype `wire` to tensors of `dtype`."""
+    """A wire of dtype `wire` to tensors of `dtype`; with `evict` "evict_first", the wire leaves the cache first."""
     types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "disputed": "*i32", "scale": "*fp32", "sums": "*fp32"}
     constants = _table(dtype, align, vector(dtype, align), sizes)
-    constants |= {"WARPS": sizes.warps, "SCALED": scaled, "ACCUMULATE": accumulate, "SUMS": sums}
+    constants |= {"WARPS": sizes.warps, "SCALED": scaled, "ACCUMULATE": accumulate, "SUMS": sums, "EVICT": evict}
     return _variant(unpack_kernel, types, constants)
 
 
@@ -108,9 +110,8 @@ def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]
     return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps or constants["WARPS"])
 
 
-@cache
 def compiled(variant: Variant, arch: int) -> CompiledKernel:
-    """`variant` for compute capability `arch`; about 0.1 s the first time, kept then and in Triton's own cache."""
+    """`variant` for compute capability `arch`; about 0.1 s the first time, then from Triton's own cache."""
     types = dict(variant.types)
     signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
     aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine can do at best, which the kernels are measured against; as a command it prints that as JSON.
+
+The fastest of three ways to copy rows that no cache holds; the time of a launch that does nothing; the resolution of
+the GPU's clock; how many tensors torch's multi-tensor kernels take per launch; whether its DDP can copy gradients in
+batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from platform import processor
+from typing import Any
+
+import torch
+from contenders import DEVICE, flat_copies
+from interleaved import spread
+from stopwatch import HAS_GPU, MODES, stopwatch
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["calls_of", "copies", "copy_bytes_per_s", "machine"]
+
+ROUNDS = 30 if HAS_GPU else 3
+NBYTES = (1 << 28, 1 << 30) if HAS_GPU else (1 << 20,)
+HEADER = "ATen/native/cuda/MultiTensorApply.cuh"
+
+
+def calls_of(nbytes: int) -> int:
+    """Calls in one measurement: a few milliseconds on a GPU."""
+    if not HAS_GPU:
+        return 2
+    return 20 if nbytes < 1 << 30 else 4
+
+
+@cache
+def copies() -> dict[str, float]:
+    """Bytes read and written per second, by way and size."""
+    mode = next(iter(MODES))
+    found = {}
+    for nbytes in NBYTES:
+        watches = {who: stopwatch(mode, run, 1, calls_of(nbytes)) for who, run in flat_copies(nbytes).items()}
+        for who, watch in watches.items():
+            found[f"{who}, {nbytes >> 20} MiB"] = 2 * nbytes / spread([watch() for _ in range(ROUNDS)])[1]
+    return found
+
+
+def copy_bytes_per_s() -> float:
+    """Of the fastest."""
+    return max(copies().values())
+
+
+def machine() -> dict[str, str]:
+    """What figures of this machine must be labelled with."""
+    name = torch.cuda.get_device_name() if HAS_GPU else f"no GPU, {processor()}"
+    return {"device": name, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+
+
+def launch_s() -> float:
+    """Seconds of a launch that does next to nothing, replayed."""
+    element = torch.zeros(1, device=DEVICE)
+    mode = next(iter(MODES))
+    return spread([stopwatch(mode, lambda _: element.add_(1), 1, 200)() for _ in range(ROUNDS)])[1]
+
+
+def clock_s() -> float:
+    """The least time between two events that the GPU's clock tells apart."""
+    gaps = set()
+    for _ in range(1000):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        end.record()
+        end.synchronize()
+        gaps.add(begin.elapsed_time(end) / 1e3)
+    ordered = sorted(gaps)
+    return min((b - a for a, b in pairwise(ordered)), default=0.0)
+
+
+def tensors_per_launch() -> str:
+    """What torch's header says, for 1, 2, ... lists of tensors."""
+    header = Path(torch.__file__).parent / "include" / HEADER
+    found = (
+        re.findall(r"depth_to_max_tensors\w*\[\d*\]\s*=\s*\{([^}]*)\}", header.read_text()) if header.exists() else []
+    )
+    return "; ".join(found) or "unknown"
+
+
+def report() -> dict[str, Any]:
+    """Everything."""
+    arguments = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {
+        **machine(),
+        "copy_bytes_per_s": copies(),
+        "launch_s": launch_s(),
+        "clock_s": clock_s() if HAS_GPU else None,
+        "foreach_tensors_per_launch": tensors_per_launch(),
+        "ddp_batched_grad_copy": "batched_grad_copy" in arguments,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(report(), indent=1))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels beside what torch ships, each task in turn by all contenders, and beside the fastest plain copy.
+
+On a GPU: graph replays with cold and hot caches, single launches, and the host's time. Without one, the definitions in
+plain torch take the kernels' place, on small sets: those figures say nothing about the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ceiling import ROUNDS, calls_of, copy_bytes_per_s, machine
+from conftest import Keep
+from contenders import MORE_TASKS, OURS, TASKS
+from interleaved import Clock, Times, record, spread, table
+from stopwatch import MODES, stopwatch
+
+CLOCK = Clock()
+ALL = TASKS | MORE_TASKS
+CASES = [(task, mode) for task in TASKS for mode in MODES] + [(task, next(iter(MODES))) for task in MORE_TASKS]
+
+
+def clock() -> float:
+    """What pytest-benchmark reads: the time that was measured in the interleaved rounds."""
+    return CLOCK.now_s
+
+
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
+def measured(request: pytest.FixtureRequest) -> Iterator[tuple[int, Times]]:
+    """(bytes to move, seconds of every contender and round) of one task; the tensors are gone afterwards."""
+    request.getfixturevalue("one_thread")
+    name, mode = request.param
+    task = ALL[name]()
+    able = {
+        who: run for who, run in task.contenders.items() if not (mode.startswith("graph") and who in task.not_in_graphs)
+    }
+    if OURS not in able:
+        pytest.skip("addresses cannot be sent inside of a graph")
+    watches = {who: stopwatch(mode, run, task.sets, calls_of(task.nbytes)) for who, run in able.items()}
+    times: Times = {who: [] for who in watches}
+    for _ in range(ROUNDS):
+        for who, watch in watches.items():
+            times[who].append(watch())
+    yield task.nbytes, times
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\n{name}: {mode}\n{table(times, dict.fromkeys(times, fastest_peer(times)))}")
+
+
+def fastest_peer(times: Times) -> str:
+    """Who else is fastest, by the median."""
+    return min((who for who in times if not who.startswith(OURS)), key=lambda who: spread(times[who])[1])
+
+
+@pytest.mark.benchmark(timer=clock)
+def test_move_gradients(benchmark, measured: tuple[int, Times], request: pytest.FixtureRequest, keep: Keep):
+    nbytes, times = measured
+    task, mode = request.node.callspec.params["measured"]
+    benchmark.group = f"{task}: {mode}"
+    row = record(times, OURS, fastest_peer(times))
+    bytes_per_s = nbytes / row["median_s"]
+    fractions = {who: nbytes / spread(seconds)[1] / copy_bytes_per_s() for who, seconds in times.items()}
+    benchmark.extra_info.update(
+        row,
+        **machine(),
+        task=task,
+        mode=mode,
+        nbytes=nbytes,
+        gb_per_s=bytes_per_s / 1e9,
+        copy_gb_per_s=copy_bytes_per_s() / 1e9,
+        fractions_of_copy=fractions,
+        medians_s={who: spread(seconds)[1] for who, seconds in times.items()},
+    )
+    keep(benchmark.extra_info)
+    benchmark.pedantic(CLOCK.replay(times[OURS]), rounds=ROUNDS)

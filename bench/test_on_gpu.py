@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be checked only where there is a GPU: that the kernels do there what their definitions say.
+
+Without a GPU the definitions are compared with themselves, which shows that this file runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+from contenders import DEVICE
+from stopwatch import HAS_GPU
+from torch import Tensor
+
+from commrt.kernels import dispatch
+from commrt.kernels.layout import Layout, layout_of
+from commrt.kernels.packing import Packing, TorchPacking
+
+LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS = list(product(DTYPES, DTYPES))
+STAMP = 0xF000_0000_0000_0005
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+
+
+def random(count: int, dtype: torch.dtype, seed: int, skew: int = 0) -> Tensor:
+    """Values over many magnitudes, `skew` elements off an aligned address, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count + skew, generator=generator)
+    return (values * 10 ** torch.empty(count + skew).uniform_(-4, 2, generator=generator)).to(dtype)[skew:]
+
+
+def there(tensor: Tensor, skew: int = 0) -> Tensor:
+    """A copy on the device, as many elements off an aligned address."""
+    room = torch.empty(tensor.numel() + skew, dtype=tensor.dtype, device=DEVICE)[skew:]
+    return room.copy_(tensor)
+
+
+def wires(layout: Layout, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, Packing, Tensor, Packing]:
+    """A wire full of NaN and who packs it; on the device, then on the CPU."""
+    here = torch.full((layout.numel,), float("nan"), dtype=dtype)
+    away = there(here)
+    return away, dispatch.packing(away, layout, like), here, TorchPacking(here, layout, like)
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Bit by bit, but for the bits of NaN."""
+    got = got.cpu()
+    return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize("skew", [0, 2, 1])
+@pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
+def test_pack_and_unpack_are_their_definitions_bit_by_bit(dtype: torch.dtype, wire: torch.dtype, skew: int):
+    sources: list[Tensor | None] = [random(count, dtype, seed, skew) for seed, count in enumerate(LENGTHS)]
+    layout = layout_of(LENGTHS)
+    away, packing, here, reference = wires(layout, wire, sources)
+    sources[5] = None
+    sent = [source if source is None else there(source, skew) for source in sources]
+    packing.pack(sent, 1 / 6, STAMP)
+    reference.pack(sources, 1 / 6, STAMP)
+    assert same(away, here)
+    assert packing.present() == reference.present()
+    targets = [torch.zeros(count, dtype=dtype) for count in LENGTHS]
+    back = [there(target, skew) for target in targets]
+    packing.unpack(back, STAMP)
+    reference.unpack(targets, STAMP)
+    assert all(map(same, back, targets))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_arrives_is_added_from_left_to_right_and_rounded_once(dtype: torch.dtype, ranks: int):
+    for seed, count in enumerate(LENGTHS[1:]):
+        own, scratch = random(count, dtype, seed), random(ranks * (count + 16), dtype, seed + 50).view(ranks, -1)
+        scratch = scratch[:, : count + -count % 16].contiguous()
+        want = own.float()
+        for part in scratch:
+            want = want + part[:count].float()
+        away = there(own)
+        dispatch.adding(away, [part[:count] for part in scratch.to(DEVICE)])()
+        assert same(away, want.to(dtype))
+
+
+@pytest.mark.parametrize("with_sent", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [(torch.float32, torch.bfloat16), (torch.float32,) * 2, (torch.bfloat16,) * 2]
+)
+def test_mix_is_its_definition_bit_by_bit(dtype: torch.dtype, wire: torch.dtype, with_sent: bool):
+    tensors = [random(count, dtype, seed) for seed, count in enumerate(LENGTHS)]
+    layout = layout_of(LENGTHS)
+    _, packing, _, reference = wires(layout, wire, tensors)
+    received, sent = random(layout.numel, wire, 50), random(layout.numel, wire, 51)
+    moved = [there(tensor) for tensor in tensors]
+    packing.mix(moved, there(received), there(sent) if with_sent else None, 0.3)
+    reference.mix(tensors, received, sent if with_sent else None, 0.3)
+    assert all(map(same, moved, tensors))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+def test_options_are_their_definitions_and_norms_the_same_in_every_run(wire: torch.dtype, accumulate: bool):
+    tensors = [random(count, torch.float32, seed) for seed, count in enumerate(LENGTHS)]
+    _, packing, _, reference = wires(layout_of(LENGTHS), wire, tensors)
+    moved = [there(tensor) for tensor in tensors]
+    found, expected = packing.findings(), reference.findings()
+    packing.pack(moved, 0.3, STAMP, found)
+    reference.pack(tensors, 0.3, STAMP, expected)
+    torch.testing.assert_close(packing.norm(found).cpu(), reference.norm(expected), rtol=1e-5, atol=0.0)
+    assert bool(found.nonfinite.item()) == bool(expected.nonfinite.item())
+    norms = set()
+    for _ in range(5):
+        packing.pack(moved, 0.3, STAMP, found)
+        norms.add(packing.norm(found).item())
+    assert len(norms) == 1
+    packing.unpack(moved, STAMP, scale=0.7, accumulate=accumulate, findings=found)
+    reference.unpack(tensors, STAMP, scale=0.7, accumulate=accumulate, findings=expected)
+    assert all(map(same, moved, tensors))
+    torch.testing.assert_close(packing.norm(found).cpu(), reference.norm(expected), rtol=1e-5, atol=0.0)
+
+
+def test_what_is_not_finite_is_found():
+    tensors = [there(random(5000, torch.float32, 0))]
+    tensors[0][4999] = float("inf")
+    _, packing, _, _ = wires(layout_of([5000]), torch.bfloat16, tensors)
+    found = packing.findings()
+    packing.pack(tensors, 1.0, STAMP, found)
+    assert found.nonfinite.item() == 1
+
+
+def test_a_disputed_stamp_shows_when_the_kernel_has_run():
+    tensors = [there(random(100, torch.float32, 0))]
+    _, packing, _, _ = wires(layout_of([100]), torch.float16, tensors)
+    packing.pack(tensors, 1.0, STAMP)
+    packing.unpack(tensors, STAMP)
+    finish()
+    assert not packing.disputed
+    packing.unpack(tensors, STAMP ^ 2)
+    finish()
+    assert packing.disputed
+
+
+def test_a_steady_step_neither_allocates_nor_waits():
+    tensors = [there(random(count, torch.float32, count)) for count in LENGTHS]
+    _, packing, _, _ = wires(layout_of(LENGTHS), torch.bfloat16, tensors)
+    for _ in range(2):
+        packing.pack(tensors, 0.5, STAMP)
+        packing.unpack(tensors, STAMP)
+    before = allocations()
+    with waiting_is_an_error():
+        packing.pack(tensors, 0.5, STAMP)
+        packing.unpack(tensors, STAMP)
+    assert allocations() == before
+
+
+@needs_gpu
+def test_a_captured_step_follows_gradients_that_move():
+    first = [there(random(count, torch.float32, count)) for count in LENGTHS]
+    away, packing, _, _ = wires(layout_of(LENGTHS), torch.bfloat16, first)
+    packing.pack(first, 0.5, STAMP)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packing.pack(first, 0.5, STAMP)
+        packing.unpack(first, STAMP)
+    second = [there(random(count, torch.float32, count + 1)) for count in LENGTHS]
+    originals = [tensor.clone() for tensor in second]
+    packing.tables.point_at(second)
+    graph.replay()
+    replayed, halves = away.cpu(), [tensor.cpu() for tensor in second]
+    for tensor, original in zip(second, originals, strict=True):
+        tensor.copy_(original)
+    packing.pack(second, 0.5, STAMP)
+    packing.unpack(second, STAMP)
+    assert same(away, replayed)
+    assert all(map(same, second, halves))
+
+
+@needs_gpu
+def test_a_tensor_of_more_than_two_to_the_31_elements_is_packed_to_its_end():
+    count = (1 << 31) + 4099
+    tensor = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
+    tensor[-5000:] = torch.arange(5000, device=DEVICE)
+    layout = layout_of([count])
+    wire = torch.full((layout.numel,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    packing = dispatch.packing(wire, layout, [tensor])
+    packing.pack([tensor], 0.5, STAMP)
+    place = layout.tensor(wire, 0)
+    assert torch.equal(place[-5000:], tensor[-5000:] * 0.5)
+    assert not place.isnan().any()
+
+
+def finish() -> None:
+    """Wait for the device."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def allocations() -> int:
+    """Of device memory so far."""
+    return torch.cuda.memory_stats()["allocation.all.allocated"] if HAS_GPU else 0
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Torch raises where it would wait for the device."""
+    if not HAS_GPU:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What arrives at the driver's library through Triton's own launcher in C, as JSON; `stub_cuda.c` is that library."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+import torch
+from fake_gpu import Driver, fake_gpu
+from triton.backends.nvidia.driver import CudaLauncher
+
+from commrt.kernels import dispatch
+from commrt.kernels.layout import layout_of
+
+STAMP = 0xF000_0000_0000_0005
+
+
+class Noted(ctypes.Structure):
+    """As in `stub_cuda.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("launches", "programs", "threads", "stream")),
+        ("arguments", ctypes.c_uint64 * 16),
+    )
+
+
+def main() -> None:
+    """Pack, unpack and add once each: what was expected, and what arrived."""
+    library = ctypes.CDLL("libcuda.so.1")
+    noted, count = Noted.in_dll(library, "noted"), ctypes.c_int.in_dll(library, "argument_count")
+    Driver.launcher_cls = staticmethod(CudaLauncher)
+    report: dict[str, Any] = {}
+
+    def note(name: str, programs: int, arguments: list[int]) -> None:
+        arrived = [noted.launches, noted.programs, noted.threads, noted.stream, *noted.arguments[: count.value]]
+        report[name] = {"arrived": arrived, "expected": [len(report) + 1, programs, noted.threads, 7, *arguments]}
+
+    with fake_gpu():
+        tensors = [torch.zeros(5), torch.zeros(50_000)]
+        layout = layout_of([5, 50_000])
+        wire = torch.zeros(layout.numel, dtype=torch.bfloat16)
+        packing = dispatch.packing(wire, layout, tensors)
+        columns = [column.data_ptr() for column in packing.tables.columns]
+        count.value = 10
+        packing.pack(tensors, 0.5, STAMP)
+        note("pack", 14, [*columns, wire.data_ptr(), STAMP, packing._scale.at(0.5), 0, 0])
+        packing.unpack(tensors, STAMP)
+        note("unpack", 14, [*columns, wire.data_ptr(), STAMP, packing._mark, 0, 0])
+        own, received = torch.zeros(4096), torch.zeros(3, 4096)
+        count.value = 5
+        dispatch.adding(own, list(received))()
+        note("add", 1, [own.data_ptr(), received.data_ptr(), own.data_ptr(), 256, 4096])
+    sys.stdout.write(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a step run the same schedule, in every step."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import commrt
+from commrt.algorithms import ring
+from commrt.engine import KEPT
+from commrt.errors import CommrtError, DisagreementError
+from commrt.schedule import Schedule, Step
+from commrt.testing.ranks import run_ranks
+from commrt.world import World
+
+
+@lru_cache
+def relabelled(ranks, first, second):
+    """A ring in which two chunks have changed places: all sizes are the same, and what they mean is not."""
+    place = np.arange(ranks)
+    place[[first, second]] = place[[second, first]]
+
+    def steps():
+        for step in ring.all_reduce(ranks).steps():
+            src, dst, lo, _, combine, weight = step.columns
+            yield Step.from_columns([src, dst, place[lo], place[lo] + 1, combine, weight])
+
+    return Schedule("ring", ranks, ranks, steps)
+
+
+class Moody:
+    """Looks the same on every rank, and runs what it was told from a step on."""
+
+    def __init__(self, later, since=2):
+        self._later, self._since = later, since
+
+    def __repr__(self):
+        return "Moody()"
+
+    def schedule(self, step, ranks):
+        return relabelled(ranks, *self._later) if step >= self._since else ring.all_reduce(ranks)
+
+
+def train(world, algorithm, steps=4):
+    torch.set_num_threads(1)
+    model = nn.Linear(16, 8)
+    commrt.attach(model, algorithm=algorithm, world=world)
+    for _ in range(steps):
+        model(torch.full((1, 16), 1.0 + world.rank)).sum().backward()
+    return model.weight.grad.clone()
+
+
+def test_ranks_whose_schedules_part_in_a_later_step_are_told_so():
+    def body(world):
+        with pytest.raises(
+            DisagreementError, match=r"step 2: rank 2 disagrees with rank 0 about schedule: \w+ against"
+        ):
+            train(world, Moody((1, 2) if world.rank == 2 else (0, 1)))
+
+    run_ranks(4, body)
+
+
+def test_a_rank_that_alone_runs_another_schedule_ends_the_step_on_every_rank():
+    def body(world):
+        with pytest.raises(CommrtError):
+            train(world, Moody((1, 2), since=2 if world.rank == 2 else 100))
+        return world.closed
+
+    assert run_ranks(4, body, timeout_s=2.0) == [True] * 4
+
+
+def test_a_schedule_of_a_later_step_is_compared_once_and_that_of_step_0_by_attach(monkeypatch):
+    made, compare = [], World.require_same_now
+
+    def counted(world, digest, members, step):
+        made.append((digest, members, step))
+        compare(world, digest, members, step)
+
+    monkeypatch.setattr(World, "require_same_now", counted)
+    first, *others = run_ranks(3, lambda world: train(world, Moody((1, 2)), steps=6).tolist())
+    assert all(other == first for other in others)
+    assert made == [(relabelled(3, 1, 2).digest(), (0, 1, 2), 2)] * 3
+
+
+class Fickle:
+    """Always the same movements; on rank 0 a new object each time."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def __repr__(self):
+        return "Fickle()"
+
+    def schedule(self, step, ranks):
+        ours = relabelled(ranks, 0, min(step, 1))
+        return ours.named(f"{step}") if self._rank == 0 else ours
+
+
+def test_a_comparison_is_due_by_what_moves_and_not_by_which_object_says_so():
+    first, *others = run_ranks(3, lambda world: train(world, Fickle(world.rank), steps=2 * KEPT).tolist())
+    assert all(other == first for other in others)
