@@ -129,7 +129,7 @@ def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]
 
 
 def describe(thing: object) -> str:
-    """What `thing` calls itself, without the address where this process keeps it."""
+    """`thing` as text, without the address where this process keeps it."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(thing))
 
 

@@ -94,9 +94,9 @@ class Engine:
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
         bucket.pack(1 / len(self.members))
-        schedule = self._proven(self.algorithm.schedule(step, len(self.members)))
+        schedule = self.algorithm.schedule(step, len(self.members))
         self._compare_once(schedule, step)
-        own = bound(schedule, self.members)[bucket.index]
+        own = bound(self._proven(schedule), self.members)[bucket.index]
         own.run(Moment(step, bucket.index))
         bucket.unpack()
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)

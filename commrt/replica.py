@@ -113,7 +113,7 @@ def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool, optimizers
     engine.world.agree(
         "attach",
         model=str(engine.world.attached),
-        algorithm=describe(engine.algorithm),
+        algorithm=describe(repr(engine.algorithm)),
         schedule=engine.schedule(0).digest(),
         buckets="; ".join(bucket.description() for bucket in engine.buckets),
         broadcast_buffers=str(broadcast_buffers),

@@ -322,6 +322,20 @@ def test_gradients_travel_in_the_dtype_in_which_they_are_made():
         assert not torch.equal(grad.bfloat16().float(), grad)
 
 
+def test_gradients_of_two_dtypes_travel_apart_even_if_their_parameters_have_one():
+    def body(world):
+        model = net()
+        model[0].weight.grad_dtype = torch.float64
+        model[0].weight.register_hook(lambda grad: grad.double())
+        replica = commrt.attach(model, world=world)
+        backward(model, world.rank)
+        return [bucket.wire.dtype for bucket in replica.buckets], model[0].weight.grad
+
+    (dtypes, ours), (_, theirs) = run_ranks(2, body)
+    assert sorted(dtypes, key=str) == [torch.float32, torch.float64]
+    assert torch.equal(ours, theirs)
+
+
 def test_a_narrow_wire_is_chosen_by_the_gradients_dtype():
     def body(world):
         model = net()
@@ -1280,6 +1294,17 @@ def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
         return replica.replicas_equal(), [param.grad for param in model.parameters()]
 
     assert run_ranks(2, body) == [(True, [None] * 4)] * 2
+
+
+def test_a_rank_whose_closure_leaves_the_batch_out_alone_is_told_on_every_rank():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step(lambda: None if world.rank == 1 else backward(model, world.rank))
+
+    run_ranks(2, body)
 
 
 def test_a_closure_that_is_not_called_does_not_hide_gradients_that_were_held_back():
