@@ -118,15 +118,16 @@ def interrupted_in_a_transfer(tell, victim, absent):
 
 
 def interrupted_in_an_agreement(tell, victim, absent):
-    """As `interrupted_in_a_transfer`, in a question to all."""
+    """The absent one stays away from a question, and interrupts the victim once that has come to it."""
     with commrt.init(300) as world:
+        world.store.set(f"pid/{world.rank}", str(os.getpid()))
         world.agree("ready", for_what="questions")
         if world.rank == absent:
+            world.store.wait([f"lunch (2)/here/{victim}"])
+            os.kill(int(world.store.get(f"pid/{victim}")), signal.SIGINT)
             tell("absent")
             while True:
                 signal.pause()
-        if world.rank == victim:
-            tell("interrupt me")
         world.agree("lunch", where="here")
 
 
