@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
 import argparse
 from collections.abc import Callable, Iterator
