@@ -146,6 +146,7 @@ class Averaging:
         if order.tolist() != sorted(order.tolist()):
             self.params = [self.params[i] for i in order.tolist()]
             self._engine.replace_buckets(self._cut(self.params))
+            self._engine.submit_preparation(self.step).result()
             self._order = LaunchOrder([bucket.names for bucket in self._engine.buckets])
 
 

@@ -76,6 +76,10 @@ class Engine:
         self.replace_buckets(())
         self._proven.cache_clear()
 
+    def submit_preparation(self, step: int) -> Answer[None]:
+        """Compile and allocate what `step` needs if everybody takes part, so that no step waits for it."""
+        return self.world.lane.submit(lambda: self._prepare(step))
+
     def submit(self, bucket: Bucket, step: int) -> Answer[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
         bound = self._bound
@@ -88,6 +92,10 @@ class Engine:
     def submit_roll_call(self, present: bool, step: int) -> Answer[None]:
         """Ask all ranks who still has data; the answer is `members` from here on (empty if nobody)."""
         return self.world.lane.submit(lambda: self._call_roll(present, step))
+
+    def _prepare(self, step: int) -> None:
+        if self.world.size > 1:
+            self._bound(self.schedule(step), tuple(range(self.world.size)))
 
     def _carry(self, bucket: Bucket, step: int, bound: Bound) -> Span:
         begin_s = perf_counter()

@@ -89,6 +89,7 @@ def attach(
         replica.overwrite_with_first()
         if have_state(optimizers):
             overwrite_states(engine, optimizers, 0)
+        engine.submit_preparation(0).result()
     except BaseException:
         replica.detach()
         raise

@@ -12,10 +12,11 @@ from torch import nn
 
 import commrt
 from commrt.algorithms import ring
-from commrt.engine import KEPT
+from commrt.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import run_ranks
+from commrt.transport.local import LocalTransport
 from commrt.world import World
 
 
@@ -46,13 +47,13 @@ class Moody:
         return relabelled(ranks, *self._later) if step >= self._since else ring.all_reduce(ranks)
 
 
-def train(world, algorithm, steps=4):
+def train(world, algorithm, steps=4, model=None):
     torch.set_num_threads(1)
-    model = nn.Linear(16, 8)
+    model = model or nn.Linear(16, 8)
     commrt.attach(model, algorithm=algorithm, world=world)
     for _ in range(steps):
         model(torch.full((1, 16), 1.0 + world.rank)).sum().backward()
-    return model.weight.grad.clone()
+    return next(model.parameters()).grad.clone()
 
 
 def test_ranks_whose_schedules_part_in_a_later_step_are_told_so():
@@ -104,3 +105,29 @@ class Fickle:
 def test_a_comparison_is_due_by_what_moves_and_not_by_which_object_says_so():
     first, *others = run_ranks(3, lambda world: train(world, Fickle(world.rank), steps=2 * KEPT).tolist())
     assert all(other == first for other in others)
+
+
+class Crossed(nn.Module):
+    """Gradients become ready in another order than attach expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.first = nn.Linear(8, 4), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkeypatch):
+    bound, carried, bind, carry = [], [], LocalTransport.bind, Engine._carry
+
+    def counted(self, *bucket):
+        before = bound.count(self.world.rank)
+        span = carry(self, *bucket)
+        carried.append(bound.count(self.world.rank) - before)
+        return span
+
+    monkeypatch.setattr(LocalTransport, "bind", lambda self, group: bound.append(self.rank) or bind(self, group))
+    monkeypatch.setattr(Engine, "_carry", counted)
+    run_ranks(2, lambda world: train(world, commrt.Ring(), model=Crossed()))
+    assert carried == [0] * 8
