@@ -97,7 +97,8 @@ def main() -> int:
     parser.add_argument("--golden", type=Path)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
-    findings = inspect_all(options.arch or list(ARCHS), aligned=options.aligned)
+    aligned = options.aligned or options.golden is not None  # what the file holds
+    findings = inspect_all(options.arch or list(ARCHS), aligned=aligned)
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     elif not options.golden:

@@ -3,6 +3,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -11,3 +12,19 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 collect_ignore = ["launch_report.py", "c_launch_report.py"]  # programs of their own, in which Triton compiles
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--over", choices=["threads", "nccl"], default="threads", help="what connects ranks of one process"
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _over(request):
+    from commrt.testing import ranks  # noqa: PLC0415  # after the environment is set
+
+    before = ranks.over_threads
+    ranks.over_threads = {"threads": ranks.over_threads, "nccl": ranks.over_nccl}[request.config.getoption("--over")]
+    yield
+    ranks.over_threads = before

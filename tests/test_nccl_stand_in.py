@@ -195,7 +195,6 @@ def test_nothing_reaches_the_memory_of_a_rank_that_aborted(ranks):
     [
         ((2, tuple(range(128)), 0), TypeError),
         ((2, b"short", 0), ValueError),
-        ((2, bytes(128), 2), nccl.NcclError),
     ],
 )
 def test_a_communicator_is_refused_what_cupy_refuses(arguments, error):
@@ -230,3 +229,24 @@ def test_a_communicator_that_was_aborted_takes_nothing_more(ranks):
 def test_statuses_that_cupy_does_not_know_are_key_errors():
     with pytest.raises(KeyError):
         nccl.NcclError(7)
+
+
+def test_a_communicator_that_could_not_be_made_leaves_a_group_open_in_its_thread():
+    with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
+        nccl.NcclCommunicator(2, bytes(128), 2)
+    nccl.groupEnd()
+    with pytest.raises(nccl.NcclError, match="INVALID_USAGE"):
+        nccl.groupEnd()
+
+
+def test_after_a_refused_call_nothing_of_its_group_is_posted(ranks):
+    pair, target = ranks(2), torch.zeros(2)
+    nccl.groupStart()
+    send(pair[0], torch.ones(2), 1)
+    with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
+        recv(pair[0], target, 7)
+    with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
+        nccl.groupEnd()
+    swapped_on_both = on_all(pair, lambda c: swapped(c, torch.full((2,), 3.0), target))
+    assert swapped_on_both == [None, None]
+    assert target.tolist() == [3.0, 3.0]

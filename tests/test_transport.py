@@ -12,15 +12,14 @@ from torch.distributed import HashStore
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError
 from commrt.testing import conformance
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
+from commrt.testing.ranks import over_nccl, over_threads
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.local import Fabric
 from commrt.transport.protocol import Group, Moment, Parcel
 from commrt.transport.shared import SharedTransport
 
 
 def local(ranks, timeout_s):
-    fabric = Fabric(ranks, timeout_s)
-    return [fabric.transport(rank) for rank in range(ranks)]
+    return over_threads(HashStore(), ranks, timeout_s)
 
 
 def gloo(ranks, timeout_s):
@@ -36,11 +35,15 @@ def shared(ranks, timeout_s):
         return list(pool.map(lambda rank: SharedTransport(store, rank, ranks, timeout_s), range(ranks)))
 
 
+def nccl(ranks, timeout_s):
+    return over_nccl(HashStore(), ranks, timeout_s)
+
+
 def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
-@pytest.mark.parametrize("make", [local, gloo, shared, harmless])
+@pytest.mark.parametrize("make", [local, gloo, shared, nccl, harmless])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
 def test_conforms(check, make):
     check(make)

@@ -124,6 +124,19 @@ def a_send_reads_when_it_runs(make: Make) -> None:
     _require(_on_all(make(2, PATIENT_S), body) == [15.0, 15.0], "the send was read too early")
 
 
+def parts_of_a_buffer_travel_alone(make: Make) -> None:
+    """What is sent is where the tensor begins, not where its memory does; what lies beside a receive stays."""
+
+    def body(t: Transport) -> list[float]:
+        buffer = torch.arange(10.0) if t.rank == 0 else torch.zeros(10)
+        parcel = Parcel(1 - t.rank, buffer[3:7])
+        t.bind(Group([parcel], []) if t.rank == 0 else Group([], [parcel]))(NOW)
+        return buffer.tolist()
+
+    arrived = _on_all(make(2, PATIENT_S), body)[1]
+    _require(arrived == [0, 0, 0, 3, 4, 5, 6, 0, 0, 0], f"got {arrived}")
+
+
 def empty_parcels_and_groups_are_nothing(make: Make) -> None:
     """Both ends know that a transfer is empty, so it needs no wire."""
 
@@ -261,6 +274,7 @@ CHECKS: tuple[Check, ...] = (
     peers_progress_independently,
     every_dtype_arrives_bit_by_bit,
     a_send_reads_when_it_runs,
+    parts_of_a_buffer_travel_alone,
     empty_parcels_and_groups_are_nothing,
     a_transfer_to_self_is_a_copy,
     half_a_self_transfer_is_refused,

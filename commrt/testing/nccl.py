@@ -9,6 +9,8 @@ It keeps NCCL's rules, and is stricter only where NCCL leaves open what happens:
 * a group of one rank must meet one group of its peer: as many sends as that one receives, of the same counts and types.
   NCCL calls anything else undefined; here both ends get ``NCCL_ERROR_INTERNAL_ERROR``;
 * a send to oneself needs its receive in the same group;
+* after a refused call nothing of its group is posted, and ``groupEnd`` says so again; a communicator that could not be
+  made leaves a group open in its thread (seen with NCCL 2.28.9);
 * one thread at a time uses a communicator; here a second one gets ``NCCL_ERROR_INVALID_USAGE``;
 * ``abort`` ends what waits in the own communicator, and tells nobody else: peers wait on.
 
@@ -118,6 +120,8 @@ class _Group(threading.local):
     """The group that a thread has open."""
 
     depth = 0
+    status = 0
+    """Of the first call that was refused."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -153,7 +157,21 @@ def groupEnd() -> None:  # noqa: N802  # as in CuPy
     _group.depth -= 1
     if _group.depth == 0:
         calls, _group.calls = _group.calls, []
+        status, _group.status = _group.status, 0
+        if status:
+            raise NcclError(status)
         _run(calls)
+
+
+def _refused(status: int) -> NcclError:
+    """The error of a call, which an open group remembers."""
+    _group.status = _group.depth and (_group.status or status)
+    return NcclError(status)
+
+
+def _not_made(status: int) -> NcclError:
+    _group.depth += 1
+    return NcclError(status)
 
 
 class NcclCommunicator:
@@ -167,13 +185,13 @@ class NcclCommunicator:
         if len(commId) != UNIQUE_ID_NBYTES:
             raise ValueError(f"commId must be {UNIQUE_ID_NBYTES} bytes, got {len(commId)}")
         if not 0 <= rank < ndev:
-            raise NcclError(INVALID_ARGUMENT)
+            raise _not_made(INVALID_ARGUMENT)
         self._rank, self._id, self._users = rank, commId, 0
         self.comm = next(self._numbers)
         with _changed:
             self._clique = _cliques.setdefault(commId, _Clique(ndev))
             if self._clique.ranks != ndev or rank in self._clique.arrived:
-                raise NcclError(INVALID_USAGE)
+                raise _not_made(INVALID_USAGE)
             self._clique.arrived.add(rank)
             _changed.notify_all()
             _changed.wait_for(lambda: len(self._clique.arrived) == ndev)
@@ -191,7 +209,7 @@ class NcclCommunicator:
             raise TypeError("an integer is required")
         self._require_open()
         if not 0 <= peer < self._clique.ranks or dtype not in NBYTES or count < 0 or (count and not address):
-            raise NcclError(INVALID_ARGUMENT)
+            raise _refused(INVALID_ARGUMENT)
         call = _Call(self, is_send, address, count, dtype, peer)
         if _group.depth:
             _group.calls.append(call)
@@ -200,7 +218,7 @@ class NcclCommunicator:
 
     def _require_open(self) -> None:
         if not self.comm:
-            raise NcclError(INVALID_ARGUMENT)
+            raise _refused(INVALID_ARGUMENT)
 
     def check_async_error(self) -> None:
         """Raises nothing: NCCL does not report a peer of the same host that is gone either."""

@@ -3,38 +3,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
+from commrt.testing import nccl
 from commrt.transport.local import Fabric
-from commrt.transport.protocol import Transport
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, Transport
 from commrt.world import World
 
-__all__ = ["local_worlds", "run_ranks"]
+__all__ = ["Connect", "local_worlds", "over_nccl", "over_threads", "run_ranks"]
 
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
+Connect = Callable[[Store, int, float], Sequence[Transport]]
+"""(store, ranks, timeout_s) -> the transports of a new world, by rank."""
 
 
-def local_worlds(size: int, timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport) -> list[World]:
-    """Worlds of `size` thread-ranks that share one fabric and one store; `wrap` may change each transport."""
-    fabric, store = Fabric(size, timeout_s), HashStore()
-    return [World(wrap(fabric.transport(rank)), store, rank, "threads") for rank in range(size)]
+def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:  # noqa: ARG001  # as others need it
+    """Ranks of one `Fabric`: a `Connect`."""
+    fabric = Fabric(ranks, timeout_s)
+    return [fabric.transport(rank) for rank in range(ranks)]
+
+
+def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
+    """What runs on GPUs, over a stand-in for NCCL that moves CPU tensors between threads: a `Connect`."""
+    shelf = PrefixStore("nccl", store)
+
+    def connect(rank: int) -> Transport:
+        return NcclTransport(shelf, rank, ranks, timeout_s, CPU, nccl)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(connect, range(ranks)))
+
+
+def local_worlds(
+    size: int, timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport, connect: Connect | None = None
+) -> list[World]:
+    """Worlds of `size` thread-ranks that share one store, connected by `over_threads`; `wrap` may change transports."""
+    store = HashStore()
+    transports = (connect or over_threads)(store, size, timeout_s)
+    return [World(wrap(transport), store, rank, "threads") for rank, transport in enumerate(transports)]
 
 
 def run_ranks(
-    size: int, body: Callable[[World], T], timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport
+    size: int,
+    body: Callable[[World], T],
+    timeout_s: float = 20.0,
+    wrap: Wrap = lambda transport: transport,
+    connect: Connect | None = None,
 ) -> list[T]:
     """Call ``body(world)`` on `size` threads and return the results by rank.
 
     A rank that raises closes its world, so the others end too; the error raised here is the one that came
     first in meaning: one that is not merely the echo of a lost peer.
     """
-    worlds = local_worlds(size, timeout_s, wrap)
+    worlds = local_worlds(size, timeout_s, wrap, connect)
 
     def one(world: World) -> T:
         with world:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks become one NCCL communicator: all come to the store first.
+
+A wait inside NCCL, for one who does not come, has no deadline and cannot be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+from torch.distributed import Store
+
+from commrt.asking import within
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
+from commrt.streams import Streams
+from commrt.transport.binding import Binding, Communicator
+
+__all__ = ["join"]
+
+SHARES_GPUS = 23003
+"""The first NCCL that lets ranks share a GPU, where NCCL_MULTI_RANK_GPU_ENABLE=1."""
+
+
+class _Claim(NamedTuple):
+    nccl: int
+    gpu: str | None
+    """What two ranks must not have in common."""
+
+
+def join(
+    store: Store, rank: int, ranks: int, timeout_s: float, device: torch.device, streams: Streams, binding: Binding
+) -> Communicator:
+    """The communicator of all `ranks`, on `device`.
+
+    Raises `DeadlineExceeded` with the ranks that did not come, `DisagreementError` if they came with different NCCLs,
+    `UsageError` if two chose one GPU, `TransportError` for what NCCL says.
+    """
+    claims = _claims(store, rank, ranks, timeout_s, _Claim(binding.get_version(), _gpu(device)))
+    _require_one_version(claims)
+    _require_a_gpu_each(claims)
+    if rank == 0:
+        store.set("id", _unique_id(binding).hex())
+    store.wait(["id"], timedelta(seconds=timeout_s))
+    number = bytes.fromhex(store.get("id").decode())
+
+    def construct() -> Communicator:
+        streams.enter()
+        return binding.NcclCommunicator(ranks, number, rank)
+
+    try:
+        return within(timeout_s, construct)
+    except TimeoutError as error:
+        what = f"all {ranks} ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
+        raise DeadlineExceeded(what, Place(rank)) from error
+    except RuntimeError as error:
+        raise TransportError(f"NCCL made no communicator ({error}): run with NCCL_DEBUG=WARN", Place(rank)) from error
+
+
+def _unique_id(binding: Binding) -> bytes:
+    number = binding.get_unique_id()
+    if not isinstance(number, bytes):
+        raise UsageError(
+            "this CuPy is older than 14, and names communicators differently: pip install 'cupy-cuda13x>=14'"
+        )
+    return number
+
+
+def _gpu(device: torch.device) -> str | None:
+    """Its name among all hosts; where NCCL_HOSTID is set, NCCL takes that for the host."""
+    if device.type != "cuda":
+        return None
+    return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def _claims(store: Store, rank: int, ranks: int, timeout_s: float, own: _Claim) -> list[_Claim]:
+    """What each rank came with."""
+    store.set(f"ready/{rank}", json.dumps(own))
+    keys = [f"ready/{peer}" for peer in range(ranks)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise DeadlineExceeded(
+            f"ranks {missing} did not come within {timeout_s:g} s: start all of them, with the same world size, and "
+            "look at the output of those that are missing",
+            Place(rank, next(iter(missing), None)),
+        ) from error
+    return [_Claim(*json.loads(store.get(key))) for key in keys]
+
+
+def _require_one_version(claims: Sequence[_Claim]) -> None:
+    versions = [claim.nccl for claim in claims]
+    other = next((rank for rank, version in enumerate(versions) if version != versions[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"rank {other} runs NCCL {versions[other]} and rank 0 NCCL {versions[0]}: install the same one everywhere"
+        )
+
+
+def _require_a_gpu_each(claims: Sequence[_Claim]) -> None:
+    if claims[0].nccl >= SHARES_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    for (one, first), (other, second) in combinations(enumerate(claims), 2):
+        if first.gpu is not None and first.gpu == second.gpu:
+            raise UsageError(
+                f"ranks {one} and {other} chose the same GPU, {first.gpu}: call torch.cuda.set_device(local_rank) "
+                "before anything else, and move the model there"
+            )

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs through raw NCCL sends and receives: the GPU transport.
+
+An exchange is one NCCL group on the calling thread's current stream. It returns when the group is queued; what is
+queued behind it on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype does.
+
+NCCL has no deadlines, and a rank learns from nobody that another has given up (NVIDIA/nccl#279). A watchdog thread
+keeps the deadlines, asks the store who has left, and aborts the communicator, which ends what waits in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from commrt.asking import ANSWER_S, ask, within
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.streams import DONE, Mark, streams_of
+from commrt.transport.binding import Binding, load
+from commrt.transport.clique import join
+from commrt.transport.protocol import Exchange, Group, Moment, Parcel, split_self, zeros
+from commrt.transport.watchdog import Watchdog
+
+__all__ = ["NcclTransport"]
+
+LOOK_S = 0.1
+"""How old an exchange is before the store is asked who has left."""
+DESTROY_S = 10.0
+"""How long ``close`` waits for the other ranks of this host to close too."""
+
+
+class _Call(NamedTuple):
+    """One NCCL call of a group, but for the stream."""
+
+    issue: Callable[[int, int, int, int, int], None]
+    address: int
+    nbytes: int
+    peer: int
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """An exchange that has begun and may not have ended."""
+
+    group: Group
+    moment: Moment
+    begin_s: float
+    timeout_s: float
+    end: Mark | None = None
+    """On the stream; None while calls are being issued."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not None and self.end.query()
+
+
+class NcclTransport:
+    """One rank of a clique of GPUs; a `Transport` for tensors on `device`, which is the thread's current one.
+
+    Meets the other ranks on `store`, which only this communicator may have used, and raises `DeadlineExceeded` with
+    those that do not come, `UsageError` for an NCCL that cannot be used or a GPU that two ranks chose.
+
+    Errors of an exchange are raised by it, or if it had returned already, by the next one or by `close`. All exchanges
+    come from one thread at a time; other communicators of the same GPU, such as ``torch.distributed``'s, need the same
+    order of calls on every rank (NVIDIA/nccl#1766).
+    """
+
+    kind = "nccl"
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        timeout_s: float = 300.0,
+        device: torch.device | None = None,
+        binding: Binding | None = None,
+    ) -> None:
+        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        self._nccl = load() if binding is None else binding
+        self._streams = streams_of(self.device)
+        self._store = store
+        self._flights: deque[_Flight] = deque()
+        self._failure: TransportError | None = None
+        self._closed = False
+        self._told = False
+        self._communicator = join(store, rank, ranks, timeout_s, self.device, self._streams, self._nccl)
+        self._abandon = weakref.finalize(self, self._communicator.abort)  # CuPy's own way to free it waits for others
+        self._watchdog = Watchdog(self._look)
+        _OPEN.add(self)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """See `Transport.allocate`: ordinary memory of the device."""
+        device = self.device if device is None else device
+        self._require_device(device)
+        return zeros(numel, dtype, device)
+
+    def bind(self, group: Group) -> Exchange:
+        """See `Transport.bind`; costs an exchange about 2 us and 0.5 us per parcel on the host."""
+        rest, copies = split_self(group, self.rank, self.ranks)
+        for parcel in (*group.sends, *group.recvs):
+            self._require_device(parcel.data.device)
+        self._require_open(Place(self.rank, hop=group.hop))
+        calls = [_call(self._communicator.send, parcel) for parcel in rest.sends]
+        calls += [_call(self._communicator.recv, parcel) for parcel in rest.recvs]
+
+        def exchange(moment: Moment) -> None:
+            self._require_open(Place(self.rank, None, *moment, rest.hop))
+            for source, target in copies:
+                target.copy_(source)
+            if calls:
+                self._run(calls, rest, moment)
+
+        return exchange
+
+    def _run(self, calls: Sequence[_Call], group: Group, moment: Moment) -> None:
+        flight = _Flight(group, moment, monotonic(), self.timeout_s)
+        self._flights.append(flight)
+        try:
+            self._issue(calls)
+        except (RuntimeError, KeyError) as error:  # CuPy has no word for NCCL's statuses above 6
+            flight.end = DONE
+            raise self._explained(error, flight) from error
+        flight.end = self._streams.mark()
+
+    def _issue(self, calls: Sequence[_Call]) -> None:
+        stream = self._streams.current()
+        self._nccl.groupStart()
+        try:
+            for issue, address, nbytes, peer in calls:
+                issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)
+        finally:
+            self._nccl.groupEnd()  # or all later calls of this thread would only be gathered
+
+    def _explained(self, error: Exception, flight: _Flight) -> TransportError:
+        """What ended the group, of which NCCL only says that it ended."""
+        if self._failure is not None:
+            return self._told_failure(self._failure)
+        place = self._place(flight)
+        if self._closed:
+            return TransportClosed("this rank gave the transport up during the transfer", place)
+        what = f"NCCL refused the transfers ({error}): run with NCCL_DEBUG=WARN; the ranks may run different programs"
+        self._fail(TransportError(what, place))
+        return self._told_failure(self._failure or TransportError(what, place))
+
+    def _told_failure(self, failure: TransportError) -> TransportError:
+        self._told = True
+        return failure
+
+    def _place(self, flight: _Flight) -> Place:
+        """Names one peer, first of those from whom something was to come; NCCL does not say who is late."""
+        first = (*flight.group.recvs, *flight.group.sends)[0]
+        return Place(self.rank, first.peer, *flight.moment, flight.group.hop, first.data.nbytes)
+
+    def _require_open(self, place: Place) -> None:
+        if self._failure is not None:
+            raise self._told_failure(self._failure)
+        if self._closed:
+            raise TransportClosed("the transport was closed", place)
+
+    def _require_device(self, device: torch.device) -> None:
+        if device != self.device:
+            raise UsageError(
+                f"this communicator moves tensors on {self.device}, not those on {device}: move them there"
+            )
+
+    def _look(self) -> None:
+        """By the watchdog: end what takes too long."""
+        while self._flights and self._flights[0].is_over:
+            self._flights.popleft()
+        if not self._closed and (complaint := self._complaint()):
+            self._fail(complaint)
+
+    def _complaint(self) -> TransportError | None:
+        flight = self._flights[0] if self._flights else None
+        try:
+            self._communicator.check_async_error()
+        except (RuntimeError, KeyError) as error:
+            place = Place(self.rank) if flight is None else self._place(flight)
+            return TransportError(f"NCCL lost a transfer ({error}): look at the peers' own output", place)
+        if flight is None:
+            return None
+        age_s = monotonic() - flight.begin_s
+        if age_s > flight.timeout_s:
+            return self._late(flight)
+        return self._left(flight) if age_s > LOOK_S else None
+
+    def _late(self, flight: _Flight) -> DeadlineExceeded:
+        peers = sorted(_peers(flight.group))
+        what = (
+            f"no transfer with ranks {peers} within {flight.timeout_s:g} s: slow, stopped, or running another program"
+        )
+        return DeadlineExceeded(what, self._place(flight))
+
+    def _left(self, flight: _Flight) -> PeerLost | None:
+        """If a peer of `flight` has given up, which NCCL does not tell."""
+        with suppress(RuntimeError):  # the store is gone: the deadline decides
+            for peer in _peers(flight.group):
+                if self._store.check([f"left/{peer}"]):
+                    place = Place(self.rank, peer, *flight.moment, flight.group.hop)
+                    return PeerLost("the peer left before this transfer: look at its own error", place)
+        return None
+
+    def _fail(self, error: TransportError) -> None:
+        if self._failure is None and not self._closed:
+            self._failure = error
+            self._abort()
+
+    def _abort(self) -> None:
+        if self._is_mine():
+            self._communicator.abort()
+            self._tell()
+
+    def close(self) -> None:
+        """Wait until what was queued is done, then free the communicator.
+
+        Raises what ended an exchange that had returned already, unless a later exchange did.
+        """
+        if self._closed:
+            return
+        for flight in tuple(self._flights):
+            if flight.end is not None:
+                flight.end.synchronize()
+        self._closed = True
+        if self._is_mine():
+            self._tell()  # who waits for this rank would not come to free its own
+            self._destroy()
+        if self._failure is not None and not self._told:
+            raise self._failure
+
+    def abort(self) -> None:
+        """End what is queued, from any thread, and free the communicator."""
+        self._closed = True
+        self._abort()
+
+    def _is_mine(self) -> bool:
+        """True for the first who asks: the communicator is freed once."""
+        self._watchdog.stop()
+        return self._abandon.detach() is not None
+
+    def _tell(self) -> None:
+        """The peers, who look there."""
+        with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
+            ask(lambda: self._store.set(f"left/{self.rank}", ""), ANSWER_S)
+
+    def _destroy(self) -> None:
+        with suppress(TimeoutError):  # a rank of this host does not come: the thread is left to wait for it
+            within(DESTROY_S, self._communicator.destroy)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the communicator is the parent's."""
+        self._closed = True
+        if self._is_mine():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))  # freeing it would end it
+
+
+_OPEN: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in tuple(_OPEN):
+        transport.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _call(issue: Callable[[int, int, int, int, int], None], parcel: Parcel) -> _Call:
+    return _Call(issue, parcel.data.data_ptr(), parcel.data.nbytes, parcel.peer)
+
+
+def _peers(group: Group) -> set[int]:
+    return {parcel.peer for parcel in (*group.sends, *group.recvs)}

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs' transport over a stand-in for NCCL: the bits it gives, failures that come late, and who is refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import HashStore, PrefixStore
+
+import commrt
+from commrt.algorithms import ring
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, TransportError, UsageError
+from commrt.testing import nccl as stand_in
+from commrt.testing.ranks import over_nccl, over_threads, run_ranks
+from commrt.transport import clique
+from commrt.transport import nccl as transport_module
+from commrt.transport.binding import require_usable
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, Group, Moment, Parcel
+from commrt.world import World
+
+NOW = Moment(step=3, bucket=1)
+PATIENT_S = 20.0
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(sorted(ALGORITHMS)), st.integers(1, 7), st.integers(0, 300))
+def test_an_all_reduce_gives_the_bits_that_threads_give(name, ranks, numel):
+    schedule = by_name(name).schedule(0, ranks)
+
+    def body(world):
+        buffer = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
+        world.run(schedule, buffer)
+        return buffer.tolist()
+
+    assert run_ranks(ranks, body, connect=over_nccl) == run_ranks(ranks, body, connect=over_threads)
+
+
+UNTRAINED = nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Linear(17, 3))
+
+
+def trained(world, algorithm, wire):
+    model = deepcopy(UNTRAINED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=0.0005)
+    for step in range(4):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + world.rank))
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert replica.replicas_equal()
+    return [param.tolist() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_training_gives_the_bits_that_threads_give(name, ranks, wire):
+    def body(world):
+        return trained(world, by_name(name), wire)
+
+    assert run_ranks(ranks, body, connect=over_nccl) == run_ranks(ranks, body, connect=over_threads)
+
+
+class Queue:
+    """A stream on which things happen when the test says so."""
+
+    def __init__(self):
+        self.reached = threading.Event()
+
+    def enter(self):
+        pass
+
+    def current(self):
+        return 7
+
+    def mark(self):
+        return SimpleNamespace(query=self.reached.is_set, synchronize=self.reached.wait)
+
+
+class Silent:
+    """A binding whose calls return at once, as on a GPU; an abort lets the queue run empty."""
+
+    NCCL_INT8 = 0
+    available = True
+
+    def __init__(self, queue):
+        self.queue, self.calls, self.trouble = queue, [], None
+
+    def get_version(self):
+        return 22809
+
+    get_build_version = get_version
+
+    def get_unique_id(self):
+        return bytes(128)
+
+    def groupStart(self):  # noqa: N802  # as in CuPy
+        self.calls.append("start")
+
+    def groupEnd(self):  # noqa: N802
+        self.calls.append("end")
+
+    def NcclCommunicator(self, *_):  # noqa: N802
+        return self
+
+    def send(self, *arguments):
+        self.calls.append(("send", *arguments))
+
+    def recv(self, *arguments):
+        self.calls.append(("recv", *arguments))
+
+    def check_async_error(self):
+        if self.trouble is not None:
+            raise self.trouble
+
+    def abort(self):
+        self.calls.append("abort")
+        self.queue.reached.set()
+
+    def destroy(self):
+        self.calls.append("destroy")
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """Rank 0 of two, alone: its exchanges are queued and end when `queue.reached` is set."""
+    queue = Queue()
+    monkeypatch.setattr(transport_module, "streams_of", lambda device: queue)
+    monkeypatch.setattr(clique, "_claims", lambda *_: [clique._Claim(22809, None)] * 2)
+    binding = Silent(queue)
+    transport = NcclTransport(HashStore(), 0, 2, PATIENT_S, CPU, binding)
+    yield SimpleNamespace(transport=transport, binding=binding, queue=queue)
+    transport.abort()
+
+
+def swap(transport, numel=5):
+    return transport.bind(Group([Parcel(1, torch.ones(numel))], [Parcel(1, torch.zeros(numel))], hop=4))
+
+
+def after_failure(transport):
+    while transport._failure is None:
+        threading.Event().wait(0.005)
+
+
+def test_an_exchange_is_one_group_of_bytes_on_the_current_stream(queued):
+    sent, landing = torch.ones(5, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.float64)
+    queued.transport.bind(Group([Parcel(1, sent)], [Parcel(1, landing)]))(NOW)
+    send, recv = ("send", sent.data_ptr(), 10, 0, 1, 7), ("recv", landing.data_ptr(), 24, 0, 1, 7)
+    assert queued.binding.calls == ["start", send, recv, "end"]
+
+
+def test_an_exchange_returns_when_it_is_queued_and_close_waits_until_it_has_happened(queued):
+    swap(queued.transport)(NOW)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(queued.transport.close)
+        assert queued.binding.calls[-1] == "end"
+        queued.queue.reached.set()
+        closing.result(PATIENT_S)
+    assert queued.binding.calls[-1] == "destroy"
+
+
+def test_what_is_late_on_the_gpu_is_the_next_exchanges_error_and_names_the_late_one(queued):
+    exchange = swap(queued.transport)
+    queued.transport.timeout_s = 0.2
+    exchange(NOW)
+    after_failure(queued.transport)
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s") as failure:
+        exchange(Moment(4, 0))
+    assert (failure.value.place.step, failure.value.place.bucket, failure.value.place.hop) == (3, 1, 4)
+    assert "abort" in queued.binding.calls
+    queued.transport.close()
+
+
+def test_what_failed_after_the_last_exchange_is_the_error_of_close(queued):
+    exchange = swap(queued.transport)
+    queued.transport.timeout_s = 0.2
+    exchange(NOW)
+    with pytest.raises(DeadlineExceeded):
+        queued.transport.close()
+    queued.transport.close()
+
+
+def test_an_exchange_that_was_in_time_is_forgotten(queued):
+    queued.transport.timeout_s = 0.2
+    queued.queue.reached.set()
+    swap(queued.transport)(NOW)
+    assert not threading.Event().wait(0.5)
+    assert queued.transport._failure is None
+
+
+@pytest.mark.parametrize("trouble", [RuntimeError("NCCL_ERROR_REMOTE_ERROR"), KeyError(8)], ids=str)
+def test_what_nccl_reports_later_ends_the_transport(queued, trouble):
+    swap(queued.transport)(NOW)
+    queued.binding.trouble = trouble
+    after_failure(queued.transport)
+    with pytest.raises(TransportError, match="NCCL lost a transfer"):
+        swap(queued.transport)
+
+
+def test_a_peer_that_left_is_noticed_on_the_store_while_an_exchange_waits(queued):
+    swap(queued.transport)(NOW)
+    queued.transport._store.set("left/1", "")
+    after_failure(queued.transport)
+    with pytest.raises(PeerLost) as failure:
+        swap(queued.transport)
+    assert failure.value.place.peer == 1
+
+
+def test_a_transport_that_is_dropped_aborts_its_communicator(queued):
+    binding, seen = Silent(Queue()), None
+    transport = NcclTransport(PrefixStore("another", HashStore()), 0, 2, PATIENT_S, CPU, binding)
+    seen = weakref.ref(transport)
+    del transport
+    while seen() is not None:  # its watchdog may be looking
+        gc.collect()
+    assert binding.calls == ["abort"]
+
+
+def two(store, ranks, **each):
+    """`NcclTransport` on threads; the results or errors."""
+
+    def connect(rank):
+        return NcclTransport(store, rank, ranks, 2.0, CPU, each.get(f"rank{rank}", stand_in))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(connect, rank) for rank in range(ranks)]
+        return [future.exception() or future.result() for future in futures]
+
+
+def but(**changes):
+    """The stand-in with other answers."""
+    return SimpleNamespace(**{**vars(stand_in), **changes})
+
+
+def test_ranks_that_do_not_come_are_named():
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1, 2\] did not come within 0\.3 s"):
+        NcclTransport(HashStore(), 0, 3, 0.3, CPU, stand_in)
+
+
+def test_ranks_with_different_versions_of_nccl_are_told_so():
+    for error in two(HashStore(), 2, rank1=but(get_version=lambda: 23007)):
+        assert isinstance(error, DisagreementError)
+        assert "rank 1 runs NCCL 23007 and rank 0 NCCL 22809" in str(error)
+
+
+def test_two_ranks_on_one_gpu_are_told_so(monkeypatch):
+    monkeypatch.setattr(clique, "_gpu", lambda device: "GPU-1234")
+    for error in two(HashStore(), 2):
+        assert isinstance(error, UsageError)
+        assert "ranks 0 and 1 chose the same GPU, GPU-1234" in str(error)
+
+
+def test_two_ranks_may_share_a_gpu_where_nccl_allows_it(monkeypatch):
+    monkeypatch.setattr(clique, "_gpu", lambda device: "GPU-1234")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    newer = but(get_version=lambda: 23003)
+    for transport in two(HashStore(), 2, rank0=newer, rank1=newer):
+        transport.abort()
+
+
+def test_a_binding_of_an_older_cupy_is_refused():
+    with pytest.raises(UsageError, match="this CuPy is older than 14"):
+        NcclTransport(HashStore(), 0, 1, 2.0, CPU, but(get_unique_id=lambda: tuple(range(128))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"available": False}, "CuPy finds no NCCL library"),
+        ({"get_version": lambda: 22707}, r"NCCL 2\.27\.7 was loaded, and CuPy was built with 2\.28\.9"),
+    ],
+)
+def test_an_nccl_that_would_fail_later_is_refused(changes, said):
+    with pytest.raises(UsageError, match=said):
+        require_usable(but(**changes))
+
+
+def test_calls_that_return_before_they_are_done_are_refused(monkeypatch):
+    require_usable(stand_in)
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(UsageError, match="NCCL_COMM_BLOCKING=0"):
+        require_usable(stand_in)
+
+
+def test_tensors_of_another_device_are_refused():
+    (transport,) = over_nccl(HashStore(), 1, 2.0)
+    with pytest.raises(UsageError, match="moves tensors on cpu, not those on meta"):
+        transport.bind(Group([Parcel(0, torch.ones(2, device="meta"))], [Parcel(0, torch.ones(2))]))
+    with pytest.raises(UsageError, match="not those on meta"):
+        transport.allocate(3, torch.float32, torch.device("meta"))
+    transport.close()
+
+
+def test_survivors_go_on_with_a_communicator_of_their_own():
+    store, schedule = HashStore(), ring.all_reduce(3)
+
+    def body(transport):
+        world = World(transport, PrefixStore(f"world of {transport.rank}", store))
+        if transport.rank == 1:
+            world.abort(OSError("it died"))
+            return None
+        with pytest.raises(PeerLost):
+            world.run(schedule, torch.ones(8))
+        world.close()
+        again = NcclTransport(PrefixStore("second", store), transport.rank // 2, 2, PATIENT_S, CPU, stand_in)
+        with World(again, HashStore()) as smaller:
+            buffer = torch.full((8,), 2.0 + smaller.rank)
+            smaller.lane.submit(lambda: smaller.run_now(ring.all_reduce(2), buffer, NOW)).result()
+            return buffer.tolist()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(body, over_nccl(store, 3, PATIENT_S))) == [[5.0] * 8, None, [5.0] * 8]
+
+
+def test_a_closed_transport_says_so_though_a_communicator_is_gone():
+    (transport,) = over_nccl(HashStore(), 1, 2.0)
+    transport.close()
+    with pytest.raises(TransportClosed):
+        transport.bind(Group([], []))

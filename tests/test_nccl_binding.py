@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known of the real binding without a GPU, and that the stand-in does not claim more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from commrt.errors import TransportError, UsageError
+from commrt.testing import nccl as stand_in
+from commrt.transport.binding import load
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # CuPy warns where there is no GPU
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so one can be made")
+
+
+@pytest.fixture(scope="module")
+def real():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    return load()
+
+
+def test_it_runs_on_an_nccl_no_older_than_it_was_built_with(real):
+    assert real.get_version() >= real.get_build_version() >= 21800
+
+
+def test_an_id_is_128_bytes_and_never_the_same(real):
+    assert {len(real.get_unique_id()), len(real.get_unique_id())} == {128}
+    assert real.get_unique_id() != real.get_unique_id()
+
+
+def test_groups_nest_and_an_end_without_a_start_is_refused(real):
+    for _ in range(2):
+        real.groupStart()
+    for _ in range(2):
+        real.groupEnd()
+    with pytest.raises(real.NcclError, match="INVALID_USAGE"):
+        real.groupEnd()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"), [((2, tuple(range(128)), 0), TypeError), ((2, b"short", 0), ValueError)]
+)
+def test_ids_of_another_kind_are_refused_as_the_stand_in_does(real, arguments, error):
+    for binding in (real, stand_in):
+        with pytest.raises(error):
+            binding.NcclCommunicator(*arguments)
+
+
+@pytest.mark.parametrize("status", [7, 8])
+def test_it_has_no_word_for_statuses_above_six(real, status):
+    for binding in (real, stand_in):
+        assert str(binding.NcclError(6)).startswith("NCCL_ERROR_REMOTE_ERROR")
+        with pytest.raises(KeyError):
+            binding.NcclError(status)
+
+
+@without_a_gpu
+def test_a_communicator_that_could_not_be_made_leaves_a_group_open_in_its_thread(real):
+    with pytest.raises(real.NcclError):
+        real.NcclCommunicator(1, real.get_unique_id(), 0)
+    real.groupEnd()
+    with pytest.raises(real.NcclError, match="INVALID_USAGE"):
+        real.groupEnd()
+
+
+@without_a_gpu
+def test_without_a_gpu_a_transport_ends_in_a_sentence_and_leaves_no_group_open(real):
+    with pytest.raises(TransportError, match="NCCL made no communicator"):
+        NcclTransport(HashStore(), 0, 1, 10.0, CPU, real)
+    with pytest.raises(real.NcclError, match="INVALID_USAGE"):
+        real.groupEnd()
+
+
+def test_the_stand_in_offers_nothing_that_is_not_there(real):
+    assert {name for name in stand_in.__all__ if not hasattr(real, name)} == set()
+    members = {name for name in vars(stand_in.NcclCommunicator) if not name.startswith("_")}
+    assert {name for name in members if not hasattr(real.NcclCommunicator, name)} == set()
+    constants = [name for name in stand_in.__all__ if name.startswith("NCCL_")]
+    assert {name: getattr(stand_in, name) for name in constants} == {name: getattr(real, name) for name in constants}
+
+
+def test_where_cupy_is_absent_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(UsageError, match="GPUs exchange through CuPy, which cannot be imported"):
+        load()
+
+
+def test_importing_commrt_and_its_transport_for_gpus_imports_no_cupy():
+    program = "import sys, commrt, commrt.transport.nccl; sys.exit('cupy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

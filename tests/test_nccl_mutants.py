@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU transport that breaks a rule of NCCL fails a check: each is planted here, and must be noticed."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch.distributed import HashStore
+
+from commrt.asking import within
+from commrt.testing import conformance
+from commrt.testing import nccl as stand_in
+from commrt.transport import clique, nccl
+from commrt.transport.protocol import CPU
+
+SHORT_S = 0.3
+PATIENT_S = 1.5
+"""As long as a mutant that hangs is waited for."""
+
+ISSUED = """        self._nccl.groupStart()
+        try:
+            for issue, address, nbytes, peer in calls:
+                issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)
+        finally:
+            self._nccl.groupEnd()  # or all later calls of this thread would only be gathered
+"""
+EACH = "        for issue, address, nbytes, peer in calls:\n"
+CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)\n"
+
+MUTANTS = {
+    "no group": (nccl, ISSUED, f"{EACH}            {CALL}"),
+    "a group per call": (
+        nccl,
+        ISSUED,
+        f"{EACH}            self._nccl.groupStart()\n            {CALL}            self._nccl.groupEnd()\n",
+    ),
+    "a group that is never ended": (nccl, "            self._nccl.groupEnd()  #", "            pass  #"),
+    "sends in another order": (nccl, "for parcel in rest.sends", "for parcel in reversed(rest.sends)"),
+    "receives in another order": (nccl, "for parcel in rest.recvs", "for parcel in reversed(rest.recvs)"),
+    "a send forgotten": (nccl, "for parcel in rest.sends", "for parcel in rest.sends[:-1]"),
+    "a receive forgotten": (nccl, "for parcel in rest.recvs", "for parcel in rest.recvs[1:]"),
+    "the last byte forgotten": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.nbytes - 1, parcel.peer"),
+    "elements for bytes": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.numel(), parcel.peer"),
+    "the beginning of the storage": (nccl, "parcel.data.data_ptr()", "parcel.data.untyped_storage().data_ptr()"),
+    "sends for receives": (nccl, "_call(self._communicator.recv", "_call(self._communicator.send"),
+    "peers mixed up": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.nbytes, max(parcel.peer - 1, 0)"),
+    "empty transfers sent": (nccl, "= split_self(group, self.rank, self.ranks)", "= group, []"),
+    "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
+    "errors swallowed": (nccl, "raise self._explained(error, flight) from error", "self._explained(error, flight)"),
+    "no deadline": (nccl, "age_s > flight.timeout_s", "False"),
+    "a deadline of its own": (nccl, "monotonic(), self.timeout_s)", "monotonic(), 300.0)"),
+    "a late communicator not aborted": (
+        nccl,
+        "            self._communicator.abort()\n            self._tell()",
+        "            pass",
+    ),
+    "the others not told": (nccl, 'self._store.set(f"left/{self.rank}", "")', "None"),
+    "the others not asked": (nccl, "self._left(flight) if", "None if"),
+    "use after close": (nccl, "        self._closed = True\n        if self._is_mine():\n            self._tell()", ""),
+    "an id of each rank's own": (clique, 'store.get("id").decode()', "_unique_id(binding).hex()"),
+    "a rank of another": (clique, "NcclCommunicator(ranks, number, rank)", "NcclCommunicator(ranks, number, 0)"),
+}
+
+
+def mutated(module, old, new):
+    """`module` with `old` replaced by `new`."""
+    text = Path(module.__file__).read_text()
+    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+    mutant = ModuleType("commrt_mutant")
+    sys.modules[mutant.__name__] = mutant  # dataclasses look there
+    try:
+        exec(compile(text.replace(old, new), module.__file__, "exec"), vars(mutant))  # noqa: S102  # our own text
+    finally:
+        del sys.modules[mutant.__name__]
+    return mutant
+
+
+def complaint(transport, monkeypatch, limit_s=3 * PATIENT_S):
+    """The first check that fails, or hangs; or None."""
+    made = []
+
+    def make(ranks, timeout_s):
+        store = HashStore()
+        with ThreadPoolExecutor(ranks) as pool:
+            made.extend(pool.map(lambda rank: transport(store, rank, ranks, timeout_s, CPU, stand_in), range(ranks)))
+        return made[-ranks:]
+
+    monkeypatch.setattr(conformance, "PATIENT_S", PATIENT_S)
+    monkeypatch.setattr(conformance, "SHORT_S", SHORT_S)
+    try:
+        for check in conformance.CHECKS:
+            try:
+                within(limit_s, partial(check, make))
+            except Exception:  # whatever it is
+                return conformance.name(check)
+    finally:
+        for one in made:
+            one.abort()
+            one._communicator.abort()  # which the mutant may have forgotten
+    return None
+
+
+def test_the_transport_itself_passes(monkeypatch):
+    assert complaint(mutated(nccl, "bind(self", "bind(self").NcclTransport, monkeypatch, limit_s=30.0) is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_rule_is_noticed(name, monkeypatch):
+    module, old, new = MUTANTS[name]
+    mutant = mutated(module, old, new)
+    if module is clique:
+        monkeypatch.setattr(nccl, "join", mutant.join)
+        mutant = nccl
+    noticed = complaint(mutant.NcclTransport, monkeypatch)
+    sys.stdout.write(f"{name}: {noticed}\n")  # for pytest -s
+    assert noticed is not None
