@@ -26,6 +26,7 @@ __all__ = [
     "default_timeout_s",
     "is_timeout",
     "launched",
+    "nccl_variable",
     "read_launch",
     "read_timeout_s",
     "read_transport",
@@ -102,6 +103,11 @@ def default_timeout_s() -> float:
 def chosen_transport() -> str | None:
     """`read_transport` of this process's environment."""
     return read_transport(os.environ)
+
+
+def nccl_variable(name: str) -> str | None:
+    """What NCCL itself will read as ``NCCL_`` and `name`; None if it is not set."""
+    return os.environ.get(f"NCCL_{name}")
 
 
 def read_launch(env: Mapping[str, str]) -> Launch | None:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Protocol, cast
 
 from commrt.errors import UsageError
+from commrt.launch import nccl_variable
 
 __all__ = ["Binding", "Communicator", "load", "require_usable"]
 
@@ -90,7 +90,7 @@ def require_usable(binding: Binding) -> None:
         raise UsageError(
             "CuPy finds no NCCL library: install the one of your torch, such as pip install nvidia-nccl-cu13"
         )
-    if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+    if nccl_variable("COMM_BLOCKING") == "0":
         raise UsageError(
             "NCCL_COMM_BLOCKING=0 makes calls return before they are done, which CuPy takes for an error: unset it"
         )

@@ -7,7 +7,6 @@ A wait inside NCCL, for one who does not come, has no deadline and cannot be end
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import combinations
@@ -18,6 +17,7 @@ from torch.distributed import Store
 
 from commrt.asking import within
 from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
+from commrt.launch import nccl_variable
 from commrt.streams import Streams
 from commrt.transport.binding import Binding, Communicator
 
@@ -75,7 +75,7 @@ def _gpu(device: torch.device) -> str | None:
     """Its name among all hosts; where NCCL_HOSTID is set, NCCL takes that for the host."""
     if device.type != "cuda":
         return None
-    return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"
+    return f"{nccl_variable('HOSTID') or ''} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _claims(store: Store, rank: int, ranks: int, timeout_s: float, own: _Claim) -> list[_Claim]:
@@ -104,7 +104,7 @@ def _require_one_version(claims: Sequence[_Claim]) -> None:
 
 
 def _require_a_gpu_each(claims: Sequence[_Claim]) -> None:
-    if claims[0].nccl >= SHARES_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if claims[0].nccl >= SHARES_GPUS and nccl_variable("MULTI_RANK_GPU_ENABLE") == "1":
         return
     for (one, first), (other, second) in combinations(enumerate(claims), 2):
         if first.gpu is not None and first.gpu == second.gpu:
