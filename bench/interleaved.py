@@ -13,6 +13,7 @@ import numpy as np
 
 __all__ = ["Clock", "Times", "spread", "table"]
 
+PER_S = {"ms": 1e3, "us": 1e6}
 Times = dict[str, list[float]]
 """Variant to seconds, one entry per round; the i-th entries of all variants were measured together."""
 
@@ -44,14 +45,14 @@ def record(times: Times, variant: str, peer: str) -> dict[str, float | int | str
     }
 
 
-def table(times: Times, peers: dict[str, str]) -> str:
+def table(times: Times, peers: dict[str, str], unit: str = "ms") -> str:
     """One line per variant: its times, and its ratio to its peer round by round, medians with quantiles."""
-    lines = [f"{'variant':28} {'ms: 20 %':>9} {'median':>8} {'80 %':>8}   ratio: median (20 %..80 %) to"]
+    lines = [f"{'variant':28} {unit + ': 20 %':>9} {'median':>8} {'80 %':>8}   ratio: median (20 %..80 %) to"]
     for variant, peer in peers.items():
         row = record(times, variant, peer)
-        ms = " ".join(f"{1e3 * float(row[key]):8.1f}" for key in ("quantile20_s", "median_s", "quantile80_s"))
+        each = " ".join(f"{PER_S[unit] * float(row[k]):8.1f}" for k in ("quantile20_s", "median_s", "quantile80_s"))
         ratio = f"{row['ratio']:.2f} ({row['ratio_quantile20']:.2f}..{row['ratio_quantile80']:.2f}) {peer}"
-        lines.append(f"{variant:28}  {ms}          {ratio}")
+        lines.append(f"{variant:28}  {each}          {ratio}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the issue benchmark: what it costs the host to start an exchange with two peers.
+
+Two sends and two receives of 1 KiB. `NcclTransport` runs over calls that do nothing, so what is timed is all that is
+not NCCL; the others move their bytes through Gloo's sockets.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from interleaved import Times
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from commrt.errors import UsageError
+from commrt.testing import nccl as stand_in
+from commrt.transport.binding import load
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, Transport
+
+__all__ = ["PEERS", "RANKS", "work"]
+
+HOST, RANKS, NUMEL = "127.0.0.1", 3, 256
+ROUNDS, CALLS = 30, 100
+MOMENT = Moment(0, 0)
+TORCH = "batch_isend_irecv, issued"
+PEERS = {
+    TORCH: TORCH,
+    "NcclTransport, issued": TORCH,
+    "batch_isend_irecv, whole": "batch_isend_irecv, whole",
+    "GlooTransport, whole": "batch_isend_irecv, whole",
+}
+"""Every variant, and what it is compared with."""
+
+
+class Idle:
+    """The binding, with the real one's groups where it is installed, and communicators that do nothing."""
+
+    NCCL_INT8 = stand_in.NCCL_INT8
+    available = True
+
+    def __init__(self) -> None:
+        try:
+            groups: Any = load()
+        except UsageError:
+            groups = stand_in
+        self.groupStart, self.groupEnd = groups.groupStart, groups.groupEnd
+        self.get_version = self.get_build_version = stand_in.get_version
+        self.get_unique_id = stand_in.get_unique_id
+
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> "Idle":  # noqa: N802, N803  # as in CuPy
+        """This does for one as well."""
+        return self
+
+    def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        """Nothing; takes what CuPy's takes."""
+
+    recv = send
+
+    def abort(self) -> None:
+        """Nothing."""
+
+    check_async_error = destroy = abort
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank exchanges with the two others, in the order of their ranks."""
+
+    peers: list[int]
+    outgoing: list[Tensor]
+    incoming: list[Tensor]
+
+    @classmethod
+    def of(cls, rank: int) -> "Memory":
+        """Of `rank`."""
+        peers = [peer for peer in range(RANKS) if peer != rank]
+        return cls(peers, *([torch.zeros(NUMEL) for _ in peers] for _ in range(2)))
+
+    def bound(self, transport: Transport) -> Exchange:
+        """The exchange, over `transport`."""
+        sends = [Parcel(peer, data) for peer, data in zip(self.peers, self.outgoing, strict=True)]
+        recvs = [Parcel(peer, data) for peer, data in zip(self.peers, self.incoming, strict=True)]
+        return transport.bind(Group(sends, recvs))
+
+    def of_torch(self) -> list[dist.P2POp]:
+        """The exchange, for ``batch_isend_irecv``."""
+        sends = [dist.P2POp(dist.isend, data, peer) for peer, data in zip(self.peers, self.outgoing, strict=True)]
+        recvs = [dist.P2POp(dist.irecv, data, peer) for peer, data in zip(self.peers, self.incoming, strict=True)]
+        return sends + recvs
+
+
+def work(rank: int, port: int, answers: "SimpleQueue[Times]") -> None:
+    """Measure all variants in turn; rank 0 answers."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = TCPStore(HOST, port, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=rank, world_size=RANKS)
+    times = measured(variants(rank, Memory.of(rank), store))
+    if rank == 0:
+        answers.put(times)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def variants(rank: int, memory: Memory, store: Store) -> dict[str, Callable[[], float]]:
+    """What is run in turn; each returns the seconds that count."""
+    queued = memory.bound(NcclTransport(PrefixStore("nccl", store), rank, RANKS, 60.0, CPU, Idle()))
+    over_gloo = memory.bound(GlooTransport(PrefixStore("gloo", store), rank, RANKS, 60.0, HOST))
+    return {
+        TORCH: lambda: by_torch(memory)[0],
+        "NcclTransport, issued": lambda: by_commrt(queued),
+        "batch_isend_irecv, whole": lambda: by_torch(memory)[1],
+        "GlooTransport, whole": lambda: by_commrt(over_gloo),
+    }
+
+
+def by_torch(memory: Memory) -> tuple[float, float]:
+    """Seconds until all is issued, and until all has happened."""
+    begin_s = perf_counter()
+    works = dist.batch_isend_irecv(memory.of_torch())
+    issued_s = perf_counter()
+    for transfer in works:
+        transfer.wait()
+    return issued_s - begin_s, perf_counter() - begin_s
+
+
+def by_commrt(exchange: Exchange) -> float:
+    """Seconds until the call returns."""
+    begin_s = perf_counter()
+    exchange(MOMENT)
+    return perf_counter() - begin_s
+
+
+def measured(ways: dict[str, Callable[[], float]]) -> Times:
+    """Mean seconds per call, round by round; the first round is not kept."""
+    times: Times = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, way in ways.items():
+            times[name].append(sum(way() for _ in range(CALLS)) / CALLS)
+    return {name: seconds[1:] for name, seconds in times.items()}
