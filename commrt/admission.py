@@ -173,5 +173,5 @@ def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:
     device = next(iter(devices))
     if device.type == "meta":
         raise UsageError("the model is on the meta device, it has no values: use model.to_empty() and initialise it")
-    if device.type != "cpu":
-        raise UsageError(f"the model is on {device}: this version moves CPU tensors only")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model is on {device}: this version moves tensors on CPUs and NVIDIA GPUs only")

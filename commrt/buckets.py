@@ -155,6 +155,8 @@ class Bucket:
             if param.grad is not grad:
                 raise UsageError(CHANGED.format(name=name))
         for i, made in self._made.items():
+            if made.is_cuda:  # made on the lane's stream, used and freed on this one
+                made.record_stream(torch.cuda.current_stream(made.device))
             self.params[i][1].grad = made
         self._grads, self._made, self._versions = [], {}, []  # or they would live until the next step
 

@@ -13,8 +13,9 @@ import torch
 
 from commrt.answer import Answer
 from commrt.errors import TransportClosed, TransportError
+from commrt.streams import DONE, HostStreams, Mark, Streams
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "Result"]
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 INHERITED = (
@@ -23,6 +24,26 @@ INHERITED = (
 )
 
 T = TypeVar("T")
+
+
+class Result(Answer[T]):
+    """A task's; on a GPU it may still be queued, and then the current stream of who takes it waits in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: Streams = HostStreams()
+        self._end = DONE
+
+    def give_queued(self, value: T, streams: Streams) -> None:
+        """Answer with `value`, which is there when all that is queued on the calling thread's stream is done."""
+        self._streams, self._end = streams, streams.mark()
+        self.give(value)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """See `Answer.result`."""
+        value = super().result(timeout_s)
+        self._streams.follow(self._end)
+        return value
 
 
 class Lane:
@@ -40,18 +61,21 @@ class Lane:
         self._refusal: str | None = None
         self._pending: set[Answer[Any]] = set()
         self._over = False
+        self.streams: Streams = HostStreams()
+        """Where tasks queue their work."""
         self._ended: Answer[None] = Answer()  # Thread.join takes a thread for ended once Ctrl-C interrupts it (3.11)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def submit(self, task: Callable[[], T]) -> Answer[T]:
-        """Run `task` after all earlier ones; its error is raised by the answer's ``result()``.
+    def submit(self, task: Callable[[], T]) -> Result[T]:
+        """Run `task` after all earlier ones, and behind what the caller has queued; ``result()`` raises its error.
 
         Raises `TransportClosed` after `close`, and in a forked child.
         """
         self.require_open()
-        answer: Answer[T] = Answer()
+        answer: Result[T] = Result()
+        before = self.streams.mark()
         self._pending.add(answer)
-        self._tasks.put(lambda: self._run(task, answer))
+        self._tasks.put(lambda: self._run(task, answer, before))
         if self._over:  # closed since we asked, by another thread or a signal handler
             self._refuse(answer)
         return answer
@@ -82,14 +106,13 @@ class Lane:
             self._pending.remove(answer)
             answer.fail(TransportClosed(CLOSED))
 
-    def _run(self, task: Callable[[], T], answer: Answer[T]) -> None:
+    def _run(self, task: Callable[[], T], answer: Result[T], before: Mark) -> None:
         try:
-            result = self._attempt(task)
+            self.streams.follow(before)
+            answer.give_queued(self._attempt(task), self.streams)
         except BaseException as failure:  # whoever waits for the answer raises it
             self._fail(failure)
             answer.fail(failure)
-        else:
-            answer.give(result)
         self._pending.discard(answer)
 
     def _attempt(self, task: Callable[[], T]) -> T:

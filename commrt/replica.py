@@ -79,6 +79,8 @@ def attach(
     check_model(model, params)
     check_optimizers(optimizers, params)
     _require_unattached(params)
+    if (device := params[0][1].device).type == "cuda":
+        world.connect(device)
     world.attached += 1
     cap_nbytes, allocate = int(bucket_cap_mb * MIB), world.transport.allocate
     cut = partial(build_buckets, wire=wire, cap_nbytes=cap_nbytes, model=world.attached, allocate=allocate)

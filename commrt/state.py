@@ -146,5 +146,5 @@ def fingerprint(model: nn.Module) -> str:
     for kind in (model.named_parameters(), model.named_buffers()):
         for name, tensor in kind:
             seen.update(name.encode())
-            seen.update(flatten([tensor]).numpy().tobytes())
+            seen.update(flatten([tensor]).cpu().numpy().tobytes())
     return seen.hexdigest()

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
@@ -18,15 +19,15 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
 from commrt.comparison import Comparison
+from commrt.connection import connect_gpu, connect_hosts, gpu
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import CommrtError, DisagreementError, TransportClosed, UsageError
+from commrt.errors import CommrtError, DisagreementError, TransportClosed, TransportError, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import (
     DEFAULT_TIMEOUT_S,
     LOOPBACK,
     Launch,
-    chosen_transport,
     default_timeout_s,
     is_timeout,
     launched,
@@ -34,11 +35,10 @@ from commrt.launch import (
 from commrt.program import program
 from commrt.rendezvous import is_loopback, meet
 from commrt.schedule import Schedule
-from commrt.transport.gloo import GlooTransport
+from commrt.streams import streams_of
 from commrt.transport.local import Fabric
-from commrt.transport.meeting import host_identity
+from commrt.transport.media import Media
 from commrt.transport.protocol import Moment, Transport
-from commrt.transport.shared import SharedTransport
 
 __all__ = ["World", "current", "init"]
 
@@ -62,7 +62,7 @@ class World:
         *,
         holds_store: bool = False,
     ) -> None:
-        self.transport = transport
+        self.transport = Media(transport)
         self.store = store
         self.local_rank = local_rank
         self.launcher = launcher
@@ -76,7 +76,7 @@ class World:
         self._closed = False
         self._inherited = False
         self._entered = 0
-        self._comparison = Comparison(transport, self.lane)
+        self._comparison = Comparison(self.transport, self.lane)
         _OPEN.add(self)
 
     @property
@@ -141,6 +141,33 @@ class World:
             return False
         return True
 
+    def connect(self, device: torch.device | str) -> None:
+        """Let tensors on the GPU `device` be exchanged, through NCCL; collective, and nothing the second time.
+
+        `attach` does so for its model. Each rank has one GPU, and its own; what is exchanged is queued on a stream
+        of the lane's, behind what was queued on the caller's current stream, which waits for it when a result is
+        taken. Raises `UsageError` for a GPU that another rank chose or an NCCL that cannot be used, `TransportError`.
+        """
+        if self.size == 1:
+            return
+        chosen = gpu(device)
+        if not self.transport.reaches(chosen):
+            self.agree("connect")
+            self.lane.submit(lambda: self._connect(chosen)).result()
+
+    def _connect(self, device: torch.device) -> None:
+        streams = streams_of(device)
+        streams.enter()
+        store = PrefixStore(str(self._agreements), self.store)
+        medium = connect_gpu(store, self.rank, self.size, self.timeout_s, device, self._on_late_failure)
+        self.transport.add(device, medium)
+        self.lane.streams = streams
+
+    def _on_late_failure(self, failure: TransportError) -> None:
+        """Of what was queued on a GPU: nobody waits for it, but others may wait for this rank."""
+        leave_report(self.store, self.rank, failure)
+        self._end_next_question(failure)
+
     def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED) -> None:
         """Run `schedule` on `buffer` [numel] in place and wait for it; collective among the ranks that it names.
 
@@ -200,8 +227,10 @@ class World:
         except BaseException:  # the lane still runs
             self.transport.abort()
             raise
-        self.transport.close()
-        self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
+        try:
+            self.transport.close()
+        finally:
+            self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:
         """Give up because of `reason`: a running transfer ends, and ranks that wait for this one learn why.
@@ -312,7 +341,7 @@ def _in_running_group(timeout_s: float) -> World:
     _require_not_taken(dist.group.WORLD)
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
-    transport = _connected(store, rank, size, timeout_s)
+    transport = connect_hosts(store, rank, size, timeout_s)
     return World(transport, store, local_rank, "torch.distributed", holds_store=rank == 0)
 
 
@@ -329,7 +358,7 @@ def _launched(launch: Launch, timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
     loopback = LOOPBACK if is_loopback(launch.address) else None
-    transport = _connected(store, launch.rank, launch.size, timeout_s, loopback)
+    transport = connect_hosts(store, launch.rank, launch.size, timeout_s, loopback)
     holds_store = launch.rank == 0 and not launch.store_exists
     return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
 
@@ -364,26 +393,3 @@ def _after_fork() -> None:
 
 atexit.register(_leave)
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _connected(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
-    choice = chosen_transport()
-    claim = {"world size": str(size), "COMMRT_TRANSPORT": choice or "not set"}
-    agree(store, rank, size, "init", claim, timeout_s)
-    if choice != "gloo" and _on_one_host(store, rank, size, timeout_s):
-        return SharedTransport(PrefixStore("shared", store), rank, size, timeout_s)
-    if choice == "shared":
-        raise UsageError(
-            "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
-            "unset it, or start them all on one"
-        )
-    return GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)
-
-
-def _on_one_host(store: Store, rank: int, size: int, timeout_s: float) -> bool:
-    """The same answer on every rank."""
-    try:
-        agree(store, rank, size, "host", {"host": host_identity() or f"none that rank {rank} can share"}, timeout_s)
-    except DisagreementError:
-        return False
-    return True

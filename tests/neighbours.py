@@ -9,7 +9,7 @@ import signal
 import torch
 
 import commrt
-from commrt import world as world_module
+from commrt import connection
 from commrt.transport.protocol import Group, Moment, Parcel
 
 
@@ -29,7 +29,7 @@ def forks_and_waits(tell, timeout_s):
 def on_hosts(tell, hosts):
     """The transport that was chosen if rank r is on host ``hosts[r]``; a dash for one that cannot share."""
     here = hosts[int(os.environ["RANK"])]
-    world_module.host_identity = lambda: None if here == "-" else here
+    connection.host_identity = lambda: None if here == "-" else here
     with commrt.init(30) as world:
         world.agree("all are here")
         return world.transport.kind

@@ -86,12 +86,14 @@ class NcclTransport:
         timeout_s: float = 300.0,
         device: torch.device | None = None,
         binding: Binding | None = None,
+        on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
         self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         self._nccl = load() if binding is None else binding
         self._streams = streams_of(self.device)
         self._store = store
+        self._on_failure = on_failure
         self._flights: deque[_Flight] = deque()
         self._failure: TransportError | None = None
         self._closed = False
@@ -180,8 +182,10 @@ class NcclTransport:
         """By the watchdog: end what takes too long."""
         while self._flights and self._flights[0].is_over:
             self._flights.popleft()
-        if not self._closed and (complaint := self._complaint()):
+        if not self._closed and self._failure is None and (complaint := self._complaint()):
             self._fail(complaint)
+            if self._on_failure is not None:
+                self._on_failure(complaint)
 
     def _complaint(self) -> TransportError | None:
         flight = self._flights[0] if self._flights else None

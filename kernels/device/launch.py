@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -51,9 +52,14 @@ _loading = threading.Lock()
 
 
 def launch_of(variant: Variant, device: torch.device) -> Launch:
-    """How to launch `variant` on `device`, which must be the thread's current one; compiled and loaded once."""
-    with _loading:  # Triton's handle is there before its code is loaded
+    """How to launch `variant` on `device`; compiled and loaded once. Launches need it as the thread's current one."""
+    with _loading, _on(device):  # Triton's handle is there before its code is loaded
         return _loaded(variant, device)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """`device` as the thread's current one, where code is loaded."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

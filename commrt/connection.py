@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks that have met connect: through what, and that all ranks choose the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from commrt.agreement import agree
+from commrt.errors import DisagreementError, TransportError, UsageError
+from commrt.launch import chosen_transport
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.meeting import host_identity
+from commrt.transport.protocol import Transport
+from commrt.transport.shared import SharedTransport
+
+__all__ = ["connect_gpu", "connect_hosts", "gpu"]
+
+
+def connect_hosts(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
+    """What carries CPU tensors: shared memory where all ranks are on one Linux host, else Gloo; or what was chosen."""
+    choice = chosen_transport()
+    claim = {"world size": str(size), "COMMRT_TRANSPORT": choice or "not set"}
+    agree(store, rank, size, "init", claim, timeout_s)
+    if choice != "gloo" and _on_one_host(store, rank, size, timeout_s):
+        return SharedTransport(PrefixStore("shared", store), rank, size, timeout_s)
+    if choice == "shared":
+        raise UsageError(
+            "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
+            "unset it, or start them all on one"
+        )
+    return GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)
+
+
+def _on_one_host(store: Store, rank: int, size: int, timeout_s: float) -> bool:
+    """The same answer on every rank."""
+    try:
+        agree(store, rank, size, "host", {"host": host_identity() or f"none that rank {rank} can share"}, timeout_s)
+    except DisagreementError:
+        return False
+    return True
+
+
+def gpu(device: torch.device | str) -> torch.device:
+    """`device` with its number; raises `UsageError` if it is no GPU that NCCL and this version reach."""
+    chosen = torch.device(device)
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        raise UsageError(f"{device} is no NVIDIA GPU of this machine: CPU tensors need no connect()")
+    from commrt.transport.binding import load  # noqa: PLC0415  # CuPy is there only with a GPU
+
+    load()  # refuses here, before anybody waits for this rank
+    return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
+
+
+def connect_gpu(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    device: torch.device,
+    on_failure: Callable[[TransportError], None],
+) -> Transport:
+    """What carries tensors on `device`, a rank's only GPU: NCCL; `on_failure` learns what no caller was waiting for."""
+    from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
+
+    return NcclTransport(PrefixStore("nccl", store), rank, size, timeout_s, device, on_failure=on_failure)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's transports as one: where its tensors lie decides what carries a group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commrt.errors import UsageError
+from commrt.transport.protocol import CPU, Exchange, Group, Transport
+
+__all__ = ["Media"]
+
+
+class Media:
+    """`host` for all memory, until a GPU has a transport of its own; a `Transport`."""
+
+    def __init__(self, host: Transport) -> None:
+        self._host = host
+        self._gpus: dict[torch.device, Transport] = {}
+        self.rank, self.ranks = host.rank, host.ranks
+
+    def add(self, device: torch.device, transport: Transport) -> None:
+        """Let `transport` carry what lies on `device`."""
+        self._gpus[device] = transport
+
+    def reaches(self, device: torch.device) -> bool:
+        """True if what lies on `device` need not be refused."""
+        return device.type != "cuda" or device in self._gpus or self.ranks == 1
+
+    @property
+    def kind(self) -> str:
+        """What moves bytes, in a word or two."""
+        return " and ".join(transport.kind for transport in self._all())
+
+    @property
+    def timeout_s(self) -> float:
+        """See `Transport.timeout_s`; one for all."""
+        return self._host.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        for transport in self._all():
+            transport.timeout_s = seconds
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`."""
+        return self._of(device).allocate(numel, dtype, device)
+
+    def bind(self, group: Group) -> Exchange:
+        """See `Transport.bind`; raises `UsageError` for tensors on different devices."""
+        devices = {parcel.data.device for parcel in (*group.sends, *group.recvs)} or {CPU}
+        if len(devices) > 1:
+            raise UsageError(
+                f"hop {group.hop}: its tensors lie on {sorted(map(str, devices))}: move them to one device"
+            )
+        return self._of(devices.pop()).bind(group)
+
+    def _of(self, device: torch.device) -> Transport:
+        if not self.reaches(device):
+            raise UsageError(
+                f"nothing carries tensors on {device} yet: call world.connect({str(device)!r}) on every rank first, or "
+                "attach() a model that lies there"
+            )
+        return self._gpus.get(device, self._host)
+
+    def close(self) -> None:
+        """See `Transport.close`; closes all, and raises the first error after that."""
+        errors = []
+        for transport in self._all():
+            try:
+                transport.close()
+            except Exception as error:  # the others must be closed too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        for transport in self._all():
+            transport.abort()
+
+    def _all(self) -> tuple[Transport, ...]:
+        return (*self._gpus.values(), self._host)

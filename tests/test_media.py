@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's transports as one; and work that is queued on a device, behind and before other work."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from commrt.errors import TransportClosed, UsageError
+from commrt.lane import Lane
+from commrt.streams import DONE
+from commrt.testing import conformance
+from commrt.testing.ranks import over_threads, run_ranks
+from commrt.transport.media import Media
+from commrt.transport.protocol import Group, Moment, Parcel
+from commrt.world import World
+
+META = torch.device("meta")
+NOW = Moment(0, 0)
+
+
+def media(ranks, timeout_s):
+    return [Media(transport) for transport in over_threads(HashStore(), ranks, timeout_s)]
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
+def test_it_conforms(check):
+    check(media)
+
+
+class Elsewhere:
+    """A transport for the meta device, where nothing happens."""
+
+    kind = "elsewhere"
+    timeout_s = 5.0
+
+    def __init__(self):
+        self.bound, self.ends = [], []
+
+    def allocate(self, numel, dtype, device):
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def bind(self, group):
+        self.bound.append(group)
+        return lambda moment: None
+
+    def close(self):
+        self.ends.append("close")
+
+    def abort(self):
+        self.ends.append("abort")
+
+
+@pytest.fixture
+def both():
+    one, elsewhere = media(2, 5.0)[0], Elsewhere()
+    one.add(META, elsewhere)
+    yield one, elsewhere
+    one.abort()
+
+
+def test_a_group_is_carried_by_the_transport_of_its_device(both):
+    one, elsewhere = both
+    group = Group([Parcel(1, torch.ones(3, device=META))], [])
+    one.bind(group)(NOW)
+    assert elsewhere.bound == [group]
+    assert one.allocate(3, torch.float32, META).device == META
+    assert one.allocate(3, torch.float32).device.type == "cpu"
+    assert one.kind == "elsewhere and local"
+
+
+def test_a_group_on_two_devices_is_refused(both):
+    with pytest.raises(UsageError, match=r"hop 2: its tensors lie on \['cpu', 'meta'\]"):
+        both[0].bind(Group([Parcel(1, torch.ones(3, device=META))], [Parcel(1, torch.ones(3))], hop=2))
+
+
+def test_a_gpu_that_is_not_connected_is_refused_with_the_call_that_connects_it():
+    one = media(2, 5.0)[0]
+    gpu = torch.device("cuda", 1)
+    assert not one.reaches(gpu)
+    with pytest.raises(UsageError, match=r"world\.connect\('cuda:1'\) on every rank first"):
+        one.allocate(3, torch.float32, gpu)
+
+
+def test_one_rank_alone_reaches_every_device():
+    assert media(1, 5.0)[0].reaches(torch.device("cuda", 1))
+
+
+def test_a_deadline_is_one_for_all(both):
+    one, elsewhere = both
+    one.timeout_s = 2.5
+    assert (elsewhere.timeout_s, one.timeout_s) == (2.5, 2.5)
+
+
+def test_all_are_closed_though_one_has_something_to_say(both):
+    one, elsewhere = both
+    exchange = one.bind(Group([], [Parcel(1, torch.ones(3))]))
+
+    def close():
+        raise TransportClosed("late")
+
+    elsewhere.close = close
+    with pytest.raises(TransportClosed, match="late"):
+        one.close()
+    with pytest.raises(TransportClosed, match="closed"):
+        exchange(NOW)
+
+
+def test_connecting_what_is_no_gpu_is_refused_and_the_world_goes_on():
+    def body(world):
+        with pytest.raises(UsageError, match="cpu is no NVIDIA GPU of this machine"):
+            world.connect("cpu")
+        world.agree("afterwards")
+
+    run_ranks(2, body)
+
+
+def test_a_world_of_one_needs_no_connection():
+    with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
+        world.connect("cuda")
+
+
+class Recorded:
+    """Streams that write down who waits for what."""
+
+    def __init__(self):
+        self.story = []
+
+    def mark(self):
+        self.story.append("mark")
+        return SimpleNamespace(query=lambda: True, number=len(self.story))
+
+    def follow(self, mark):
+        self.story.append("nothing" if mark is DONE else f"behind {mark.number}")
+
+
+def test_a_task_is_queued_behind_its_caller_and_who_takes_its_result_behind_the_task():
+    lane = Lane(lambda failure: None)
+    lane.streams = streams = Recorded()
+    answer = lane.submit(lambda: streams.story.append("task"))
+    answer.result()
+    lane.close()
+    assert streams.story == ["mark", "behind 1", "task", "mark", "behind 4"]
+
+
+def test_nobody_waits_for_what_a_failed_task_queued():
+    lane = Lane(lambda failure: None)
+    lane.streams = streams = Recorded()
+    answer = lane.submit([].pop)
+    with pytest.raises(IndexError):
+        answer.result()
+    lane.close()
+    assert streams.story == ["mark", "behind 1"]
