@@ -17,11 +17,11 @@ from commrt.buckets import Bucket
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
-from commrt.program import program
+from commrt.program import Program, program
 from commrt.proof import prove
 from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
-from commrt.transport.protocol import Moment
+from commrt.transport.protocol import Group, Moment, Parcel
 from commrt.world import World
 
 __all__ = ["Engine"]
@@ -95,7 +95,19 @@ class Engine:
 
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
-            self._bound(self.schedule(step), tuple(range(self.world.size)))
+            schedule = self.schedule(step)
+            self._bound(schedule, tuple(range(self.world.size)))
+            self._greet(program(schedule, self.world.rank), step)
+
+    def _greet(self, mine: Program, step: int) -> None:
+        """Send something to everybody who is sent to: NCCL connects two ranks when they first meet, in up to 1 s."""
+        device = self.buckets[0].wire.device
+        others = (
+            {leg.peer for hop in mine.hops for leg in hop.sends},
+            {leg.peer for hop in mine.hops for leg in hop.recvs},
+        )
+        sends, recvs = ([Parcel(peer, torch.zeros(1, device=device)) for peer in sorted(side)] for side in others)
+        self.world.transport.bind(Group(sends, recvs))(Moment(step, "greeting"))
 
     def _carry(self, bucket: Bucket, step: int, bound: Bound) -> Span:
         begin_s = perf_counter()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
@@ -131,3 +132,22 @@ def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkey
     monkeypatch.setattr(Engine, "_carry", counted)
     run_ranks(2, lambda world: train(world, commrt.Ring(), model=Crossed()))
     assert carried == [0] * 8
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Ring(), commrt.Torus2D(), commrt.HalvingDoubling()], ids=repr)
+def test_attach_meets_everybody_whom_a_step_will_meet(algorithm, monkeypatch):
+    met, bind = defaultdict(set), LocalTransport.bind
+
+    def recorded(self, group):
+        exchange = bind(self, group)
+        pairs = {("to", p.peer, self.rank) for p in group.sends} | {("from", p.peer, self.rank) for p in group.recvs}
+
+        def run(moment):
+            met[moment.bucket].update(pairs)
+            exchange(moment)
+
+        return run
+
+    monkeypatch.setattr(LocalTransport, "bind", recorded)
+    run_ranks(5, lambda world: train(world, algorithm))
+    assert met["greeting"] == met[0] != set()
