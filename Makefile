@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check bench gpu gpu-check gpu-bench gpu-tune clean
+.PHONY: venv demo test check bench gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -31,25 +31,16 @@ bench: venv
 # All that needs a GPU. Takes any Python with torch, Triton, pytest and pytest-benchmark; needs no network:
 #   make gpu PY=python3
 PY ?= $(BIN)/python
-GPU_CHECKS = -m pytest bench/test_on_gpu.py -q
-RESULTS = bench/results
-gpu: gpu-check gpu-bench gpu-tune
+gpu: gpu-check gpu-tune
 
-gpu-check gpu-bench gpu-tune: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
+gpu-check gpu-tune: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 gpu-check:
 	$(PY) -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU here: nothing was measured"'
-	$(PY) $(GPU_CHECKS)
-	if command -v compute-sanitizer; then PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-		compute-sanitizer --error-exitcode 9 $(PY) $(GPU_CHECKS) -k "not two_to_the_31"; fi
-
-gpu-bench:
-	mkdir -p $(RESULTS)
-	$(PY) bench/ceiling.py > $(RESULTS)/ceiling.json
-	$(PY) -m pytest bench/test_kernels.py --benchmark-only --records=$(RESULTS)/kernels.jsonl
+	$(PY) bench/gpu_check.py
 
 gpu-tune:
-	mkdir -p $(RESULTS)
-	$(PY) bench/tune_kernels.py --variants > $(RESULTS)/sizes.txt
+	mkdir -p bench/results
+	$(PY) bench/tune_kernels.py --variants > bench/results/sizes.txt
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -42,3 +42,13 @@ def test_the_tuner_says_that_it_measured_nothing_without_a_gpu():
     env = {**os.environ, "PYTHONPATH": str(BENCH), "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
     assert "from compiled code, not measured" in done.stdout
+
+
+def test_the_check_of_a_gpu_writes_one_record(tmp_path):
+    command = [sys.executable, str(BENCH / "gpu_check.py"), "--out", str(tmp_path), "--only", "share"]
+    subprocess.run(command, check=True, capture_output=True)
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    (stage,) = record["stages"]
+    assert (record["device"], stage["passed"], stage["failed"], stage["trouble"]) == ("CPU", 1, [], None)
+    assert len(stage["figures"][0]["seconds per exchange of 1 MiB"]) == 10

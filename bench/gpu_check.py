@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that needs a GPU, in one command and one record: ``python bench/gpu_check.py`` (or ``make gpu-check``).
+
+Needs torch, Triton, CuPy, pytest and pytest-benchmark, no network, and no installed commrt. What matters most runs
+first; what does not fit in ``--limit`` seconds, and what a machine cannot do, is in the record with its reason. Ends
+with 1 if anything failed. Without a GPU the same checks run on the CPU, and the record says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from xml.etree import ElementTree as ET
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+LIMIT_S = 520.0
+"""Under nine minutes."""
+
+
+MEMCHECK = ("compute-sanitizer", "--error-exitcode", "9")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of pytest, or of a program that prints JSON."""
+
+    name: str
+    arguments: Sequence[str]
+    limit_s: float
+    is_pytest: bool = True
+    under: Sequence[str] = ()
+    """A program that runs it."""
+
+
+STAGES = (
+    Stage("can ranks share this GPU", ["test_ranks.py", "-k", "mebibyte"], 90),
+    Stage("what a copy and a launch cost", ["ceiling.py"], 60, is_pytest=False),
+    Stage("kernels against their definitions", ["test_on_gpu.py"], 150),
+    Stage("ranks", ["test_ranks.py", "-k", "not mebibyte"], 300),
+    Stage("memory", ["test_on_gpu.py", "-k", "not two_to_the_31"], 200, under=MEMCHECK),
+    Stage("kernels against torch's", ["test_kernels.py", "--benchmark-only"], 300),
+)
+
+
+@dataclass
+class Outcome:
+    """How a stage ended."""
+
+    stage: str
+    seconds: float = 0.0
+    passed: int = 0
+    failed: list[dict[str, str]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    figures: list[Any] = field(default_factory=list)
+    trouble: str | None = None
+    """Why it has no outcome, or not the whole."""
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=BENCH / "results", help="folder for the record")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything")
+    parser.add_argument("--only", help="stages whose names contain this")
+    options = parser.parse_args()
+    require_links()
+    end_s = monotonic() + options.limit
+    stages = [stage for stage in STAGES if not options.only or options.only in stage.name]
+    about = machine()
+    path = options.out / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{about['device'].replace(' ', '-')}.json"
+    options.out.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for stage in stages:
+        outcomes.append(run(stage, end_s - monotonic()))
+        print(summary(outcomes[-1]), flush=True)
+        path.write_text(json.dumps({**about, "stages": [asdict(outcome) for outcome in outcomes]}, indent=1) + "\n")
+    print(f"record: {path}")
+    return int(any(outcome.failed or outcome.trouble for outcome in outcomes))
+
+
+def require_links() -> None:
+    """Some ways to copy a source tree leave links behind."""
+    if not (ROOT / "commrt" / "kernels" / "layout.py").exists():
+        sys.exit(
+            f"{ROOT}/commrt/kernels is no link to {ROOT}/kernels any more: cd {ROOT}/commrt && ln -sfn ../kernels . && ln -sfn ../algorithms ."
+        )
+
+
+def machine() -> dict[str, Any]:
+    """What is measured, and with what."""
+    import torch  # noqa: PLC0415  # after the arguments: it takes seconds
+
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    versions = {name: version(name) for name in ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy")}
+    return {
+        "device": gpus[0] if gpus else "CPU",
+        "gpus": len(gpus),
+        "cores": os.cpu_count(),
+        "driver": output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0],
+        "python": sys.version.split()[0],
+        **versions,
+        "cuda": torch.version.cuda,
+        "nccl": nccl_versions(),
+        "commit": output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
+        "changed": bool(output(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])),
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def version(name: str) -> str | None:
+    """Of an installed distribution."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def nccl_versions() -> dict[str, int] | str:
+    """At run time and at CuPy's build, or why they are not known."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from commrt.transport.binding import load  # noqa: PLC0415
+
+        return {"runtime": load().get_version(), "build": load().get_build_version()}
+    except Exception as error:  # whatever it is, it belongs into the record
+        return f"{type(error).__name__}: {error}"
+
+
+def output(command: Sequence[str]) -> str:
+    """What a command prints, or nothing."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def run(stage: Stage, left_s: float) -> Outcome:
+    """Run `stage` if there is time left."""
+    outcome = Outcome(stage.name)
+    if left_s < 5:
+        outcome.trouble = "not run: no time was left"
+        return outcome
+    if stage.under and shutil.which(stage.under[0]) is None:
+        outcome.skipped.append({"test": stage.name, "why": f"{stage.under[0]} is not installed"})
+        return outcome
+    begin_s, limit_s = monotonic(), min(stage.limit_s, left_s)
+    with tempfile.TemporaryDirectory() as folder:
+        report, records = Path(folder, "report.xml"), Path(folder, "records.jsonl")
+        options = [f"--junitxml={report}", f"--records={records}", "-q", "-p", "no:cacheprovider"]
+        program = ["-m", "pytest", *options] if stage.is_pytest else []
+        arguments = [str(BENCH / argument) if argument.endswith(".py") else argument for argument in stage.arguments]
+        command = [*stage.under, sys.executable, *program, *arguments]
+        try:
+            done = subprocess.run(
+                command,
+                check=False,
+                capture_output=True,
+                text=True,
+                env=environment(checked=bool(stage.under)),
+                cwd=ROOT,
+                timeout=limit_s,
+            )
+            read(outcome, done, report, is_pytest=stage.is_pytest)
+        except subprocess.TimeoutExpired:
+            outcome.trouble = f"ended after {limit_s:.0f} s"
+        if records.exists():
+            outcome.figures += [json.loads(line) for line in records.read_text().splitlines()]
+    outcome.seconds = round(monotonic() - begin_s, 1)
+    return outcome
+
+
+def environment(*, checked: bool) -> dict[str, str]:
+    """Of every stage: this source tree, and real kernels; where memory is `checked`, one allocation per tensor."""
+    ours = {"PYTHONPATH": f"{ROOT}{os.pathsep}{BENCH}", "PYTHONSAFEPATH": "1", "TRITON_INTERPRET": "0"}
+    return {**os.environ, **ours, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if checked else {**os.environ, **ours}
+
+
+def read(outcome: Outcome, done: subprocess.CompletedProcess[str], report: Path, *, is_pytest: bool) -> None:
+    """Fill `outcome` from what was printed and written."""
+    if not is_pytest:
+        if done.returncode:
+            outcome.trouble = done.stderr[-2000:]
+        else:
+            outcome.figures.append(json.loads(done.stdout))
+        return
+    if not report.exists():
+        outcome.trouble = (done.stdout + done.stderr)[-2000:]
+        return
+    for case in ET.parse(report).iter("testcase"):  # noqa: S314  # pytest's, of a moment ago
+        sort(outcome, case)
+
+
+def sort(outcome: Outcome, case: ET.Element) -> None:
+    """One test into `outcome`."""
+    name = str(case.get("name"))
+    bad, left_out = case.find("failure"), case.find("skipped")
+    bad = case.find("error") if bad is None else bad
+    if bad is not None:
+        outcome.failed.append({"test": name, "why": (bad.text or "")[-3000:]})
+    elif left_out is not None:
+        outcome.skipped.append({"test": name, "why": str(left_out.get("message"))})
+    else:
+        outcome.passed += 1
+    outcome.figures += [{"test": name, key: value} for key, value in properties(case)]
+
+
+def properties(case: ET.Element) -> Iterator[tuple[str, Any]]:
+    """What a test has recorded."""
+    for item in case.iter("property"):
+        value = str(item.get("value"))
+        with suppress(ValueError):  # a sentence
+            value = json.loads(value)
+        yield str(item.get("name")), value
+
+
+def summary(outcome: Outcome) -> str:
+    """One line for people, more where something failed."""
+    counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
+    lines = [f"{outcome.stage}: {counts}, {len(outcome.figures)} figures, {outcome.seconds:.0f} s"]
+    lines += [f"  FAILED {bad['test']}: {bad['why'].strip().splitlines()[-1:]}" for bad in outcome.failed]
+    lines += [f"  {outcome.trouble}"] if outcome.trouble else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process of `test_ranks` runs: one rank, on a GPU of its own or one that it shares, or without on the CPU.
+
+Where there are more ranks than GPUs, NCCL is told that they may share one; older than 2.30.3, that they are on
+different hosts, so that they exchange through sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms.catalogue import by_name
+from commrt.errors import CommrtError
+from commrt.schedule import MIX, Schedule, Step
+from commrt.transport.binding import load
+from commrt.world import World
+
+__all__ = ["fail_and_begin_again", "mix", "reduce", "struck", "swap", "train"]
+
+Tell = Callable[[Any], None]
+CPU = torch.device("cpu")
+START_S, STEP_S = 120.0, 60.0
+SHARES_GPUS = 23003
+ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+"""NCCL's variables where several ranks share a GPU: all stays on this machine, and a rank leaves room for the next."""
+
+
+def place() -> torch.device:
+    """This rank's device; to be called first."""
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        return CPU
+    rank, ranks, gpus = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
+    os.environ["NCCL_RAS_ENABLE"] = "0"
+    if ranks > gpus:
+        os.environ.update(ALONE)
+        shares = load().get_version() >= SHARES_GPUS
+        os.environ.update({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {"NCCL_HOSTID": f"rank{rank}"})
+    torch.cuda.set_device(rank % gpus)
+    return torch.device("cuda", rank % gpus)
+
+
+def opened(device: torch.device, timeout_s: float = STEP_S) -> World:
+    """A world that reaches `device`."""
+    world = commrt.init(timeout_s, start_timeout_s=START_S)
+    if device != CPU:
+        world.connect(device)
+    return world
+
+
+def waited(device: torch.device) -> float:
+    """The time, when all that was queued on `device` is done."""
+    if device != CPU:
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def swap(_: Tell, numel: int, rounds: int = 10) -> list[float]:
+    """Two ranks exchange `numel` floats, some times over; seconds of each, connecting not counted."""
+    device = place()
+    schedule = Schedule("swap", 2, 2, lambda: iter([Step.of([0, 1], [1, 0], [0, 1], [1, 2], commrt.COPY)]))
+    with opened(device) as world:
+        seconds = []
+        for number in range(rounds + 1):
+            buffer = torch.full((2 * numel,), float(10 * number + world.rank), device=device)
+            begin_s = waited(device)
+            world.run(schedule, buffer)
+            seconds.append(waited(device) - begin_s)
+            assert buffer.view(2, -1)[:, 0].tolist() == [10.0 * number, 10.0 * number + 1]
+    return seconds[1:]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings, on the CPU."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def on_both(world: World, schedule: Schedule, buffer: Tensor, device: torch.device) -> bool:
+    """True if `schedule` gives the same bits on `device` as on the CPU."""
+    here, there = buffer.clone(), buffer.to(device)
+    world.run(schedule, here)
+    world.run(schedule, there)
+    return torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))
+
+
+def reduce(_: Tell, cases: list[tuple[str, int, torch.dtype]]) -> list[bool]:
+    """For each (algorithm, numel, dtype) whether its all-reduce gives the bits of the CPU."""
+    device = place()
+    with opened(device) as world:
+        return [
+            on_both(world, by_name(name).schedule(0, world.size), values(world.rank, numel, dtype), device)
+            for name, numel, dtype in cases
+        ]
+
+
+def mix(_: Tell, numel: int, rounds: int) -> bool:
+    """Pairs move half-way towards each other, other pairs each time, as in gossip; True for the bits of the CPU."""
+    device = place()
+    with opened(device) as world:
+        ranks = world.size
+        steps = [Step.of(range(ranks), [rank ^ (1 << k) for rank in range(ranks)], 0, 1, MIX) for k in range(rounds)]
+        schedule = Schedule("pairs", ranks, 1, lambda: iter(steps))
+        return on_both(world, schedule, values(world.rank, numel, torch.float32), device)
+
+
+def train(_: Tell, algorithm: str, steps: int) -> tuple[float, bool]:
+    """Train there and on the CPU; the largest relative distance of a parameter, and whether all replicas are equal."""
+    device = place()
+    with opened(device) as world:
+        there, equal = trained(world.rank, algorithm, steps, device)
+        here, _ = trained(world.rank, algorithm, steps, CPU)
+    pairs = zip(there, here, strict=True)
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs), equal
+
+
+def trained(rank: int, algorithm: str, steps: int, device: torch.device) -> tuple[list[Tensor], bool]:
+    """Parameters after `steps`, on the CPU; and whether all replicas have the same bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    replica = commrt.attach(model, optimizer, by_name(algorithm), bucket_cap_mb=0.1)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        x, y = torch.randn(16, 64, generator=generator), torch.randint(0, 10, (16,), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+    equal = replica.replicas_equal()
+    replica.detach()
+    return [param.detach().cpu() for param in model.parameters()], equal
+
+
+def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:
+    """The last rank asks to be killed in the middle of training; seconds that the others needed to notice, and how."""
+    device = place()
+    with opened(device) as world:
+        world.transport.timeout_s = timeout_s
+        schedule, buffer = by_name("ring").schedule(0, world.size), torch.ones(1 << 16, device=device)
+        for _ in range(3):
+            world.run(schedule, buffer)
+        waited(device)
+        begin_s = perf_counter()
+        if world.rank == world.size - 1:
+            tell("kill me")
+            while True:
+                signal.pause()
+        try:
+            while True:
+                world.run(schedule, buffer)
+                waited(device)
+        except CommrtError as error:
+            return perf_counter() - begin_s, f"{type(error).__name__}: {error}"
+
+
+def fail_and_begin_again(_: Tell) -> list[float]:
+    """A world is given up, and the same processes open another."""
+    device = place()
+    sums = []
+    for attempt in range(2):
+        with opened(device) as world:
+            buffer = torch.full((1000,), 1.0 + world.rank, device=device)
+            world.run(by_name("ring").schedule(0, world.size), buffer)
+            sums.append(buffer[-1].item())
+            if attempt == 0:
+                world.agree("all have seen the sum")
+                world.abort(RuntimeError("given up on purpose"))
+    return sums

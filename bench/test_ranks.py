@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks on the GPUs of this machine, or on its only one: the bits of the CPU, training, and what happens to it.
+
+Without a GPU ranks run on the CPU, which shows that this file runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import gpu_ranks
+import pytest
+import torch
+from stopwatch import HAS_GPU
+
+from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.testing.processes import Outcome, run_processes
+
+SIZES = [2, 4, 8] if HAS_GPU else [2]
+LIMIT_S = 120.0
+FIRST_LIMIT_S = 60.0
+F32, BF16 = torch.float32, torch.bfloat16
+MIB_NUMEL = (1 << 20) // 4
+
+
+def values(outcomes: list[Outcome]) -> list:
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert all(outcome.value is not None for outcome in outcomes), "a rank hung"
+    return [outcome.value for outcome in outcomes]
+
+
+def test_two_ranks_exchange_a_mebibyte(record_property):
+    """First of all, with a deadline: whether ranks can share this machine's GPU is not known before."""
+    seconds = values(run_processes(2, gpu_ranks.swap, MIB_NUMEL, limit_s=FIRST_LIMIT_S))[0]
+    record_property("seconds per exchange of 1 MiB", sorted(seconds))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_algorithm_gives_the_bits_of_the_cpu(size):
+    cases = [(name, numel, dtype) for name in ALGORITHMS for numel in (1, 1009, 262_144) for dtype in (F32, BF16)]
+    for answers in values(run_processes(size, gpu_ranks.reduce, cases, limit_s=LIMIT_S)):
+        different = [case for case, same in zip(cases, answers, strict=True) if not same]
+        assert [case for case in different if case[2] == F32] == []
+        assert different == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_mixing_with_changing_partners_gives_the_bits_of_the_cpu(size):
+    rounds = size.bit_length() - 1
+    assert values(run_processes(size, gpu_ranks.mix, 100_003, rounds, limit_s=LIMIT_S)) == [True] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("algorithm", ["ring", "torus2d"])
+def test_training_ends_where_the_cpu_ends(algorithm, size, record_property):
+    steps = 50 if HAS_GPU else 5
+    for distance, equal in values(run_processes(size, gpu_ranks.train, algorithm, steps, limit_s=LIMIT_S)):
+        assert equal
+        assert distance < 1e-3
+        record_property(f"largest relative distance after {steps} steps", distance)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_survivors_of_a_killed_rank_end_by_the_deadline(size, record_property):
+    timeout_s = 5.0
+
+    def strike(*told):
+        told[-1].kill()
+
+    *survivors, _ = run_processes(size, gpu_ranks.struck, timeout_s, limit_s=LIMIT_S, on_message=strike)
+    for seconds, said in values(survivors):
+        assert seconds < 2 * timeout_s + 10
+        record_property(f"survivors of {size} ranks", f"{seconds:.2f} s: {said}")
+
+
+def test_a_world_that_was_given_up_is_followed_by_another():
+    assert values(run_processes(2, gpu_ranks.fail_and_begin_again, limit_s=LIMIT_S)) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_nothing_waits_at_exit_though_nothing_was_closed():
+    """CuPy frees a communicator when it is collected, which would wait for others."""
+    code = (
+        "import torch; from torch.distributed import HashStore; from commrt.transport.nccl import NcclTransport\n"
+        "transport = NcclTransport(HashStore(), 0, 1)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
