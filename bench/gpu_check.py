@@ -95,9 +95,7 @@ def main() -> int:
 def require_links() -> None:
     """Some ways to copy a source tree leave links behind."""
     if not (ROOT / "commrt" / "kernels" / "layout.py").exists():
-        sys.exit(
-            f"{ROOT}/commrt/kernels is no link to {ROOT}/kernels any more: cd {ROOT}/commrt && ln -sfn ../kernels . && ln -sfn ../algorithms ."
-        )
+        sys.exit(f"{ROOT}/commrt/kernels must be a link to ../kernels, and algorithms one to ../algorithms: ln -sfn")
 
 
 def machine() -> dict[str, Any]:

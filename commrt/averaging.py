@@ -17,6 +17,7 @@ from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
 from commrt.ready import LaunchOrder
+from commrt.recording import within_range
 from commrt.report import Span, StepReport
 from commrt.roster import Roster
 from commrt.stamp import WIDTHS, Claim
@@ -103,7 +104,8 @@ class Averaging:
         flat = self._submit_buffers(buffers)
         if self._roll_call:
             self._roll_call.result()  # first: if it failed, the others only know that something did
-        spans = tuple(answer.result() for answer in self._in_flight)
+        with within_range(self._engine.world.recorder, "wait", step=self.step):
+            spans = tuple(answer.result() for answer in self._in_flight)
         self._settle()
         if buffers:
             restore(flat, buffers, unread_buffers(self._model))

@@ -19,6 +19,7 @@ from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
 from commrt.program import Program, program
 from commrt.proof import prove
+from commrt.recording import within_range
 from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
 from commrt.transport.protocol import Group, Moment, Parcel
@@ -113,12 +114,16 @@ class Engine:
         begin_s = perf_counter()
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
-        bucket.pack(1 / len(self.members))
+        recorder = self.world.recorder
         schedule = self.algorithm.schedule(step, len(self.members))
-        self._compare_once(schedule, step)
-        own = bound(self._proven(schedule), self.members)[bucket.index]
-        own.run(Moment(step, bucket.index))
-        bucket.unpack()
+        with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
+            with within_range(recorder, "pack"):
+                bucket.pack(1 / len(self.members))
+            self._compare_once(schedule, step)
+            own = bound(self._proven(schedule), self.members)[bucket.index]
+            own.run(Moment(step, bucket.index), recorder)
+            with within_range(recorder, "unpack"):
+                bucket.unpack()
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
     def _compare_once(self, schedule: Schedule, step: int) -> None:

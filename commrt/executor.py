@@ -18,6 +18,7 @@ from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.program import Hop, Leg, Program, spans
+from commrt.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel, Transport
 
@@ -27,19 +28,41 @@ Combination = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class BoundProgram:
-    """A program whose every transfer knows its memory."""
+class BoundHop:
+    """A hop whose every transfer knows its memory."""
 
-    hops: tuple[tuple[Exchange, tuple[Combination, ...]], ...]
+    exchange: Exchange
+    combinations: tuple[Combination, ...]
+    facts: dict[str, int | str]
+    """For people."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program on one buffer."""
+
+    hops: tuple[BoundHop, ...]
     nbytes_sent: int
     """Bytes this rank sends in one run."""
 
-    def run(self, moment: Moment) -> None:
+    def run(self, moment: Moment, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; raises `TransportError`, leaving the buffer half done."""
-        for exchange, combinations in self.hops:
-            exchange(moment)
-            for combine in combinations:
+        if recorder is not None:
+            self._run_recorded(moment, recorder)
+            return
+        for hop in self.hops:
+            hop.exchange(moment)
+            for combine in hop.combinations:
                 combine()
+
+    def _run_recorded(self, moment: Moment, recorder: Recorder) -> None:
+        for hop in self.hops:
+            with within_range(recorder, "hop", **hop.facts):
+                hop.exchange(moment)
+            if hop.combinations:
+                with within_range(recorder, "combine"):
+                    for combine in hop.combinations:
+                        combine()
 
 
 def bind(program: Program, buffer: Tensor, transport: Transport, scratch: Tensor | None = None) -> BoundProgram:
@@ -76,12 +99,12 @@ class _Binder:
     bounds: list[int]
     transport: Transport
 
-    def hop(self, number: int, hop: Hop) -> tuple[Exchange, tuple[Combination, ...]]:
+    def hop(self, number: int, hop: Hop) -> BoundHop:
         landing = self._landing(hop)
         sends = [Parcel(leg.peer, self._own(leg)) for leg in hop.sends]
         recvs = [Parcel(leg.peer, place) for leg, place in zip(hop.recvs, landing, strict=True)]
         exchange = self.transport.bind(Group(sends, recvs, number))
-        return exchange, tuple(self._combinations(hop, landing))
+        return BoundHop(exchange, tuple(self._combinations(hop, landing)), _facts(number, sends, recvs))
 
     def _own(self, leg: Leg) -> Tensor:
         return self.buffer[self.bounds[leg.lo] : self.bounds[leg.hi]]
@@ -107,3 +130,8 @@ class _Binder:
                 yield adding(own, places)
             else:
                 yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, places, strict=True))
+
+
+def _facts(number: int, sends: list[Parcel], recvs: list[Parcel]) -> dict[str, int | str]:
+    to, source = (", ".join(str(peer) for peer in sorted({p.peer for p in side})) for side in (sends, recvs))
+    return {"number": number, "to": to, "from": source, "nbytes": sum(parcel.data.nbytes for parcel in sends)}

@@ -30,6 +30,7 @@ __all__ = [
     "read_launch",
     "read_timeout_s",
     "read_transport",
+    "wants_nvtx",
 ]
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -103,6 +104,11 @@ def default_timeout_s() -> float:
 def chosen_transport() -> str | None:
     """`read_transport` of this process's environment."""
     return read_transport(os.environ)
+
+
+def wants_nvtx() -> bool:
+    """COMMRT_NVTX=1: ranges for Nsight."""
+    return os.environ.get("COMMRT_NVTX", "0") not in {"", "0"}
 
 
 def nccl_variable(name: str) -> str | None:

@@ -31,8 +31,10 @@ from commrt.launch import (
     default_timeout_s,
     is_timeout,
     launched,
+    wants_nvtx,
 )
 from commrt.program import program
+from commrt.recording import Nvtx, Recorder
 from commrt.rendezvous import is_loopback, meet
 from commrt.schedule import Schedule
 from commrt.streams import streams_of
@@ -73,6 +75,8 @@ class World:
         """Models attached so far."""
         self.joined: object = None
         """Who is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
+        self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
+        """Who is told what happens when."""
         self._closed = False
         self._inherited = False
         self._entered = 0

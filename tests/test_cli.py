@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
@@ -272,8 +273,10 @@ def test_doctor_finds_half_of_a_launch(half, monkeypatch):
 
 
 @pytest.mark.processes
-def test_train_learns_on_real_images_and_prints_one_object():
-    result = command("train", "--workers", "2", "--epochs", "1", "--wire", "bf16", "--compare", "ddp", "--json")
+def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happened_when(tmp_path):
+    trace = tmp_path / "trace.json"
+    options = ["--wire", "bf16", "--compare", "ddp", "--json", "--trace", str(trace)]
+    result = command("train", "--workers", "2", "--epochs", "1", *options)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["algorithm"], record["workers"], record["wire"]) == ("torus2d", 2, "bf16")
@@ -284,6 +287,9 @@ def test_train_learns_on_real_images_and_prints_one_object():
     assert [other["algorithm"] for other in record["compared"]] == ["ddp"]
     assert record["compared"][0]["wire"] == "bf16"
     assert record["compared"][0]["fingerprint"] == record["fingerprint"]  # two ranks sum and round in one way only
+    happened = Counter((event["pid"], event["name"]) for event in json.loads(trace.read_text())["traceEvents"])
+    once_a_step = ("forward", "backward", "wait", "optimizer", "bucket", "pack", "unpack")
+    assert {happened[rank, name] for rank in range(2) for name in once_a_step} == {record["steps"]}
 
 
 @pytest.mark.processes

@@ -68,13 +68,16 @@ def train(
         float, typer.Option(help="Deadline of every wait for another worker once all have come, in seconds.")
     ] = 60.0,
     start_timeout_s: Annotated[float, typer.Option(help="Deadline for all workers to come, in seconds.")] = 120.0,
+    trace: Annotated[
+        str | None, typer.Option(help="Write what each worker did when to this file, for ui.perfetto.dev.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small CNN on 5,000 real MNIST images with several workers."""
     from commrt.cli import train as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.job import Job  # noqa: PLC0415
 
-    job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s)
+    job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace)
     command.run(job, compare or [], workers, as_json)
 
 

@@ -19,8 +19,10 @@ from torch.nn.functional import cross_entropy
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.cli.averaging import Attached, Averaging, Wrapped
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
+from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
 from commrt.launch import is_timeout
+from commrt.recording import within_range
 from commrt.replica import attach
 from commrt.state import fingerprint
 from commrt.world import World, init
@@ -49,6 +51,8 @@ class Job:
     bucket_cap_mb: float
     timeout_s: float
     start_timeout_s: float
+    trace: str | None = None
+    """File for a timeline of all ranks."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
@@ -63,6 +67,8 @@ class Job:
                 f"{TRAIN_IMAGES} to train on"
             )
         self._check_numbers()
+        if self.trace is not None:
+            check_file(self.trace)
 
     def _check_numbers(self) -> None:
         for option, limit in (("--timeout-s", self.timeout_s), ("--start-timeout-s", self.start_timeout_s)):
@@ -111,8 +117,9 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         averaging = _averaging(job, world, model, optimizer)
         begin_s = perf_counter()
-        _train(job, data[0], world, averaging, optimizer, progress)
-        seconds = perf_counter() - begin_s
+        with traced(world, job.trace):
+            _train(job, data[0], world, averaging, optimizer, progress)
+            seconds = perf_counter() - begin_s
         return _result(job, data[1], world, averaging, model, seconds)
 
 
@@ -143,9 +150,12 @@ def _train(
     for epoch in range(job.epochs):
         for pixels, digits in images.batches(job.batch_size, world.rank, world.size, job.seed + epoch):
             optimizer.zero_grad()
-            loss = cross_entropy(averaging.model(pixels), digits)
-            averaging.backward(loss)
-            optimizer.step()
+            with within_range(world.recorder, "forward"):
+                loss = cross_entropy(averaging.model(pixels), digits)
+            with within_range(world.recorder, "backward"):
+                averaging.backward(loss)
+            with within_range(world.recorder, "optimizer"):
+                optimizer.step()
             decay.step()
             progress(loss.item())
 

@@ -44,7 +44,7 @@ BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, Disagre
 def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
     """Train `job`, then the same with each algorithm of `compare`, and report."""
     launch = launched()
-    jobs = [job, *(replace(job, algorithm=name) for name in compare)]
+    jobs = [job, *(replace(job, algorithm=name, trace=None) for name in compare)]
     for each in jobs:
         each.check(launch.size if launch else workers)
     chosen_transport()

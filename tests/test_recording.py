@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened when: ranges lie inside each other, say what they cover, and cost nothing that nobody asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import commrt
+from commrt import recording
+from commrt.cli import tracing
+from commrt.errors import TransportError, UsageError
+from commrt.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
+from commrt.testing.faults import fail_at, with_faults
+from commrt.testing.ranks import run_ranks
+
+STEPS = 3
+
+
+def trained(world):
+    world.recorder = timeline = Timeline(world.rank)
+    model = nn.Linear(64, 8)
+    replica = commrt.attach(model, algorithm=commrt.Ring(), world=world, bucket_cap_mb=1e-5)
+    reports = []
+    for _ in range(STEPS):
+        model(torch.ones(2, 64)).sum().backward()
+        reports.append(replica.last)
+    return timeline.events, reports
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return run_ranks(3, trained)
+
+
+def named(events, name):
+    return [event for event in events if event["name"] == name]
+
+
+def inside(inner, outer):
+    return (
+        inner["tid"] == outer["tid"]
+        and outer["ts"] <= inner["ts"]
+        and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.01
+    )
+
+
+def test_each_bucket_is_packed_sent_in_hops_and_unpacked_in_this_order(recorded):
+    for events, reports in recorded:
+        buckets = named(events, "bucket")
+        assert len(buckets) == sum(len(report.spans) for report in reports) > STEPS
+        for bucket in buckets:
+            within = [event["name"] for event in events if event is not bucket and inside(event, bucket)]
+            assert within == ["pack", "hop", "combine", "hop", "combine", "hop", "hop", "unpack"]
+
+
+def test_ranges_say_algorithm_step_bucket_hop_peers_and_bytes(recorded):
+    for rank, (events, reports) in enumerate(recorded):
+        first = named(events, "bucket")[0]
+        assert first["args"] == {"number": 0, "step": 0, "algorithm": "ring"}
+        hops = [event["args"] for event in named(events, "hop") if inside(event, first)]
+        assert [hop["number"] for hop in hops] == [0, 1, 2, 3]
+        assert {(hop["to"], hop["from"]) for hop in hops} == {(str((rank + 1) % 3), str((rank - 1) % 3))}
+        assert sum(hop["nbytes"] for hop in hops) == reports[0].spans[0].nbytes_sent
+
+
+def test_the_training_thread_waits_in_a_range_of_its_own(recorded):
+    for events, _ in recorded:
+        waits = named(events, "wait")
+        assert [wait["args"]["step"] for wait in waits] == list(range(STEPS))
+        assert {wait["tid"] for wait in waits}.isdisjoint({bucket["tid"] for bucket in named(events, "bucket")})
+
+
+def test_a_trace_is_what_a_browser_opens(recorded):
+    trace = json.loads(json.dumps(chrome_trace(event for events, _ in recorded for event in events)))
+    rows = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in rows} == {0, 1, 2}
+    assert all(event["dur"] >= 0 and event["ts"] > 0 for event in rows)
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+
+
+def test_a_range_ends_though_its_body_fails():
+    def body(world):
+        try:
+            trained(world)
+        finally:
+            ended.append([event["name"] for event in world.recorder.events][-3:])
+
+    ended = []
+    with pytest.raises(TransportError):
+        run_ranks(2, body, wrap=with_faults(fail_at(rank=0, step=2)))
+    assert ended == [["hop", "bucket", "wait"]] * 2
+
+
+def test_what_is_too_much_is_counted(monkeypatch):
+    monkeypatch.setattr(recording, "EVENTS_KEPT", 2)
+    timeline = Timeline(0)
+    for _ in range(5):
+        with within_range(timeline, "something"):
+            pass
+    assert (len(timeline.events), timeline.left_out) == (2, 3)
+
+
+def test_without_a_recorder_nothing_is_made():
+    assert within_range(None, "bucket", number=3) is NOTHING
+
+
+def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
+    said = []
+    domain = SimpleNamespace(
+        get_event_attributes=lambda **attributes: attributes,
+        push_range=said.append,
+        pop_range=lambda: said.append("end"),
+    )
+    fake = SimpleNamespace(get_domain=lambda name: said.append(name) or domain)
+    monkeypatch.setitem(sys.modules, "nvtx", fake)
+    recorder = Nvtx()
+    with within_range(recorder, "hop", number=3, to="1", nbytes=512), within_range(recorder, "combine"):
+        pass
+    hop = {"message": "hop: number 3, to 1, nbytes 512", "category": "hop", "payload": 512}
+    assert said == ["commrt", hop, {"message": "combine", "category": "combine", "payload": 0}, "end", "end"]
+
+
+def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment():
+    program = (
+        "import commrt, torch\n"
+        "from commrt.recording import Nvtx, within_range\n"
+        "with commrt.init() as world:\n"
+        "    assert isinstance(world.recorder, Nvtx)\n"
+        "    with within_range(world.recorder, 'hop', number=3, nbytes=512): pass\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={"COMMRT_NVTX": "1", "PATH": ""})
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(UsageError, match="there is no folder"):
+        tracing.check_file(str(tmp_path / "missing" / "trace.json"))
+    with pytest.raises(UsageError, match="is a folder: give a file"):
+        tracing.check_file(str(tmp_path))
+    tracing.check_file(str(tmp_path / "trace.json"))
