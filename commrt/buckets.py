@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from commrt.errors import DisagreementError, UsageError
-from commrt.kernels.dispatch import packing
+from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of, overlap
-from commrt.kernels.packing import Packing
+from commrt.kernels.packing import Packing, Repeatable
 from commrt.stamp import Claim, complaint, stamp
 from commrt.transport.protocol import Allocate, zeros
 
@@ -87,6 +87,7 @@ class Bucket:
     _kinds: list[_Kind] = field(init=False)
     """These three of each."""
     _packing: Packing = field(init=False)
+    _repeatable: Repeatable | None = field(init=False)
     _stamp: int = field(init=False)
     """What the wire must show after the reduction."""
     _grads: list[Tensor | None] = field(init=False)
@@ -102,6 +103,7 @@ class Bucket:
         self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in self.params]
         self._kinds = [_kind(like) for like in self._like]
         self._packing = packing(self.wire, self.layout, self._like)
+        self._repeatable = repeatable(self._packing)
         self._addresses = []
 
     @property
@@ -146,7 +148,35 @@ class Bucket:
         self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
         self._packing.unpack([self._made.get(i, grad) for i, grad in enumerate(self._grads)], self._stamp)
         self._require_agreement()
-        self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]
+        self._note_own_writes()
+
+    def aim(self, scale: float) -> object | None:
+        """Tell the device what `pack_aimed` and `unpack_aimed` will move, gradients times `scale`.
+
+        Returns what remembered launches depend on; None if these gradients must be moved by `pack` and `unpack`.
+        """
+        repeatable = self._repeatable
+        if repeatable is None or any(grad is None for grad in self._grads):
+            return None
+        self._require_unchanged()
+        return repeatable.aim(self._grads, scale, self._stamp)
+
+    def pack_aimed(self) -> None:
+        """As `pack`, what was aimed at; only launches."""
+        if self._repeatable is not None:
+            self._repeatable.pack_aimed()
+
+    def unpack_aimed(self) -> None:
+        """As `unpack`, what was aimed at; only launches."""
+        if self._repeatable is not None:
+            self._repeatable.unpack_aimed()
+
+    def repeated(self) -> None:
+        """The launches of both were repeated."""
+        if self._repeatable is not None:
+            self._repeatable.repeated(self._grads)
+        self._require_agreement()
+        self._note_own_writes()
 
     def settle(self) -> None:
         """Give the parameters what has arrived; raises `UsageError` if somebody was at the gradients meanwhile."""
@@ -174,6 +204,9 @@ class Bucket:
                 first, second = (self.names[i] for i in pair)
                 raise UsageError(f"the gradients of {first} and {second} share memory: use a .clone() of one")
             self._addresses = addresses
+
+    def _note_own_writes(self) -> None:
+        self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]
 
     def _require_unchanged(self) -> None:
         now = _versions(self._grads)

@@ -20,6 +20,7 @@ from commrt.executor import BoundProgram, bind, scratch_numel
 from commrt.program import Program, program
 from commrt.proof import prove
 from commrt.recording import within_range
+from commrt.repeating import Repetition
 from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
 from commrt.transport.protocol import Group, Moment, Parcel
@@ -44,8 +45,9 @@ class Engine:
     same answer is proven and bound once.
     """
 
-    def __init__(self, world: World, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, world: World, algorithm: Algorithm, buckets: Sequence[Bucket], *, graphs: bool = False) -> None:
         self.world = world
+        self._graphs = graphs
         self.algorithm = algorithm
         self.members = tuple(range(world.size))
         """Who takes part in the step; changes only by a roll call."""
@@ -70,6 +72,8 @@ class Engine:
     def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
+        chosen = buckets if self._graphs else ()
+        self._repetitions = {bucket: Repetition(bucket, self.world.transport) for bucket in chosen}
         self._bound = lru_cache(KEPT)(partial(_bind, self.world, buckets, {}))
 
     def release(self) -> None:
@@ -114,17 +118,34 @@ class Engine:
         begin_s = perf_counter()
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
-        recorder = self.world.recorder
         schedule = self.algorithm.schedule(step, len(self.members))
-        with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            with within_range(recorder, "pack"):
-                bucket.pack(1 / len(self.members))
+        with within_range(self.world.recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             self._compare_once(schedule, step)
             own = bound(self._proven(schedule), self.members)[bucket.index]
-            own.run(Moment(step, bucket.index), recorder)
-            with within_range(recorder, "unpack"):
-                bucket.unpack()
+            if not self._repeat(bucket, own, step):
+                self._carry_by_calls(bucket, own, step)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+
+    def _repeat(self, bucket: Bucket, own: BoundProgram, step: int) -> bool:
+        """True if the device knew what to do."""
+        repetition = self._repetitions.get(bucket)
+        if repetition is None:
+            return False
+        with within_range(self.world.recorder, "graph"):
+            return repetition.carry(own, 1 / len(self.members), Moment(step, bucket.index))
+
+    def _carry_by_calls(self, bucket: Bucket, own: BoundProgram, step: int) -> None:
+        recorder = self.world.recorder
+        with within_range(recorder, "pack"):
+            bucket.pack(1 / len(self.members))
+        own.run(Moment(step, bucket.index), recorder)
+        with within_range(recorder, "unpack"):
+            bucket.unpack()
+
+    def why_not_graphs(self) -> dict[int, str]:
+        """The buckets that were not carried by a graph in the latest step, and why."""
+        known = ((bucket.index, repetition.reason) for bucket, repetition in self._repetitions.items())
+        return {index: reason for index, reason in known if reason is not None}
 
     def _compare_once(self, schedule: Schedule, step: int) -> None:
         """Raise `DisagreementError` if members run different schedules.

@@ -8,7 +8,7 @@ after the group has ended, so a rank may send a chunk and add to it in the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -44,6 +44,8 @@ class BoundProgram:
     hops: tuple[BoundHop, ...]
     nbytes_sent: int
     """Bytes this rank sends in one run."""
+    group: Group
+    """All parcels of all hops."""
 
     def run(self, moment: Moment, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; raises `TransportError`, leaving the buffer half done."""
@@ -79,7 +81,7 @@ def bind(program: Program, buffer: Tensor, transport: Transport, scratch: Tensor
     binder = _Binder(buffer, scratch, bounds, transport)
     hops = tuple(binder.hop(number, hop) for number, hop in enumerate(program.hops) if hop.sends or hop.recvs)
     elements = sum(bounds[leg.hi] - bounds[leg.lo] for hop in program.hops for leg in hop.sends)
-    return BoundProgram(hops, elements * buffer.element_size())
+    return BoundProgram(hops, elements * buffer.element_size(), Group(binder.sends, binder.recvs))
 
 
 def scratch_numel(program: Program, numel: int) -> int:
@@ -98,11 +100,16 @@ class _Binder:
     scratch: Tensor
     bounds: list[int]
     transport: Transport
+    sends: list[Parcel] = field(default_factory=list)
+    recvs: list[Parcel] = field(default_factory=list)
+    """What all hops bound so far exchange."""
 
     def hop(self, number: int, hop: Hop) -> BoundHop:
         landing = self._landing(hop)
         sends = [Parcel(leg.peer, self._own(leg)) for leg in hop.sends]
         recvs = [Parcel(leg.peer, place) for leg, place in zip(hop.recvs, landing, strict=True)]
+        self.sends.extend(sends)
+        self.recvs.extend(recvs)
         exchange = self.transport.bind(Group(sends, recvs, number))
         return BoundHop(exchange, tuple(self._combinations(hop, landing)), _facts(number, sends, recvs))
 

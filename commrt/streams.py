@@ -7,6 +7,9 @@ On a CPU work is done when its call returns, and all of this is nothing.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -45,6 +48,13 @@ class Streams(Protocol):
         """What is queued on the thread's current stream from now on begins when `mark` is reached; never waits."""
         ...
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
+        """Remember what `work` queues, without doing it, and return what queues it again; None if that cannot be.
+
+        `work` only queues: it neither allocates nor waits.
+        """
+        ...
+
 
 class _Done:
     def query(self) -> bool:
@@ -75,6 +85,10 @@ class HostStreams:
     def follow(self, mark: Mark) -> None:
         """It is reached."""
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:  # nothing is done with it
+        """Nothing is queued."""
+        return None
+
 
 class CudaStreams:
     """One GPU; its own stream goes before others where blocks of both wait for room."""
@@ -102,6 +116,29 @@ class CudaStreams:
         """See `Streams.follow`."""
         if mark is not DONE:
             torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", mark))
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
+        """See `Streams.capture`: a CUDA graph. Other threads may allocate meanwhile; nothing is collected."""
+        graph = torch.cuda.CUDAGraph()
+        with _uncollected():  # what a collector frees would end the capture (triton#10712)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -7,16 +7,17 @@ What is summed or mixed on a GPU in a dtype that the kernels are not made for (i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from commrt.kernels.layout import Layout
 from commrt.kernels.mix import mix_into
-from commrt.kernels.packing import Packing, TorchPacking
+from commrt.kernels.packing import Packing, Repeatable, TorchPacking
 from commrt.kernels.reduce import reduce_into
 
-__all__ = ["GPU_DTYPES", "adding", "mixing", "packing"]
+__all__ = ["GPU_DTYPES", "adding", "mixing", "packing", "repeatable"]
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the Triton kernels are made for."""
@@ -35,6 +36,11 @@ def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
     from commrt.kernels.device.packing import TritonPacking  # noqa: PLC0415  # Triton is there only with a GPU
 
     return TritonPacking(wire, layout, like[0].dtype)
+
+
+def repeatable(packing: Packing) -> Repeatable | None:
+    """`packing` if a device can remember its launches."""
+    return None if isinstance(packing, TorchPacking) else cast("Repeatable", packing)
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from commrt.kernels.norm import norm_of
 from commrt.kernels.pack import pack
 from commrt.kernels.unpack import unpack
 
-__all__ = ["Findings", "Packing", "TorchPacking", "bits"]
+__all__ = ["Findings", "Packing", "Repeatable", "TorchPacking", "bits"]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +79,29 @@ class Packing(Protocol):
 
     def norm(self, findings: Findings) -> Tensor:
         """The norm of all that was packed or unpacked with `findings`, a scalar; the same bits in every run."""
+        ...
+
+
+class Repeatable(Packing, Protocol):
+    """A `Packing` whose launches a device can remember, and repeat without being told where anything lies."""
+
+    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> object:
+        """Tell the device what the next `pack_aimed` and `unpack_aimed` move.
+
+        Returns what remembered launches depend on: where it changes, they must be made anew.
+        """
+        ...
+
+    def pack_aimed(self) -> None:
+        """As `pack`; only launches, which may be remembered."""
+        ...
+
+    def unpack_aimed(self) -> None:
+        """As `unpack`, unscaled; only launches, which may be remembered."""
+        ...
+
+    def repeated(self, tensors: Sequence[Tensor | None]) -> None:
+        """Let autograd know that an `unpack_aimed` wrote to `tensors`."""
         ...
 
 

@@ -61,7 +61,7 @@ class FaultyTransport:
         self._inner = inner
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
         self._delayed: Moment | None = None
-        self.kind, self.allocate = inner.kind, inner.allocate
+        self.kind, self.allocate, self.capture = inner.kind, inner.allocate, inner.capture
         self.rank, self.ranks = inner.rank, inner.ranks
 
     @property

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.transport.protocol import CPU, Exchange, Group, Moment, require_cpu, split_self, zeros
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, never, require_cpu, split_self, zeros
 
 __all__ = ["GlooTransport"]
 
@@ -68,6 +68,7 @@ class GlooTransport:
     """
 
     kind = "gloo"
+    capture = staticmethod(never)
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0, host: str | None = None) -> None:
         self.rank = rank

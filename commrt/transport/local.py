@@ -15,7 +15,7 @@ from time import monotonic
 from torch import Tensor
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, split_self, zeros
+from commrt.transport.protocol import Exchange, Group, Moment, never, split_self, zeros
 
 __all__ = ["Fabric", "LocalTransport"]
 
@@ -126,6 +126,7 @@ class LocalTransport:
 
     kind = "local"
     allocate = staticmethod(zeros)
+    capture = staticmethod(never)
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric

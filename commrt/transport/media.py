@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,12 +51,11 @@ class Media:
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`; raises `UsageError` for tensors on different devices."""
-        devices = {parcel.data.device for parcel in (*group.sends, *group.recvs)} or {CPU}
-        if len(devices) > 1:
-            raise UsageError(
-                f"hop {group.hop}: its tensors lie on {sorted(map(str, devices))}: move them to one device"
-            )
-        return self._of(devices.pop()).bind(group)
+        return self._of(_device(group)).bind(group)
+
+    def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
+        """See `Transport.capture`; as `bind`."""
+        return self._of(_device(group)).capture(work, group)
 
     def _of(self, device: torch.device) -> Transport:
         if not self.reaches(device):
@@ -82,3 +83,11 @@ class Media:
 
     def _all(self) -> tuple[Transport, ...]:
         return (*self._gpus.values(), self._host)
+
+
+def _device(group: Group) -> torch.device:
+    devices = {parcel.data.device for parcel in (*group.sends, *group.recvs)} or {CPU}
+    if len(devices) > 1:
+        where = sorted(map(str, devices))
+        raise UsageError(f"hop {group.hop}: its tensors lie on {where}: move them to one device")
+    return devices.pop()

@@ -98,6 +98,7 @@ class NcclTransport:
         self._failure: TransportError | None = None
         self._closed = False
         self._told = False
+        self._capturing = False
         self._communicator = join(store, rank, ranks, timeout_s, self.device, self._streams, self._nccl)
         self._abandon = weakref.finalize(self, self._communicator.abort)  # CuPy's own way to free it waits for others
         self._watchdog = Watchdog(self._look)
@@ -128,14 +129,36 @@ class NcclTransport:
         return exchange
 
     def _run(self, calls: Sequence[_Call], group: Group, moment: Moment) -> None:
+        if self._capturing:
+            self._issue(calls)
+        else:
+            self._watched(lambda: self._issue(calls), group, moment)
+
+    def _watched(self, queue: Callable[[], None], group: Group, moment: Moment) -> None:
         flight = _Flight(group, moment, monotonic(), self.timeout_s)
         self._flights.append(flight)
         try:
-            self._issue(calls)
+            queue()
         except (RuntimeError, KeyError) as error:  # CuPy has no word for NCCL's statuses above 6
             flight.end = DONE
             raise self._explained(error, flight) from error
         flight.end = self._streams.mark()
+
+    def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
+        """See `Transport.capture`: one CUDA graph, whose end is watched as that of one exchange with all peers."""
+        self._capturing = True
+        try:
+            replay = self._streams.capture(work)
+        finally:
+            self._capturing = False
+        if replay is None:
+            return None
+
+        def exchange(moment: Moment) -> None:
+            self._require_open(Place(self.rank, None, *moment, group.hop))
+            self._watched(replay, group, moment)
+
+        return exchange
 
     def _issue(self, calls: Sequence[_Call]) -> None:
         stream = self._streams.current()

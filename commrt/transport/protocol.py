@@ -29,6 +29,7 @@ __all__ = [
     "Moment",
     "Parcel",
     "Transport",
+    "never",
     "require_cpu",
     "split_self",
     "zeros",
@@ -76,6 +77,10 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+def never(work: Callable[[], None], group: Group) -> None:  # as a `Transport` does it
+    """For transports that queue nothing: a ``capture``."""
+
+
 def require_cpu(device: torch.device, medium: str) -> None:
     """Raise `UsageError` if `device` is none that `medium` can reach."""
     if device.type != "cpu":
@@ -115,6 +120,13 @@ class Transport(Protocol):
 
         Parcels to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
         not exist or a self transfer without its other end.
+        """
+        ...
+
+    def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
+        """Remember what `work` queues, exchanges of `group` among it, and return what queues all of it again at once.
+
+        None where nothing is queued. Raises `RuntimeError` if the device refuses.
         """
         ...
 

@@ -24,7 +24,7 @@ from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.transport.links import Link, Offer, packets
 from commrt.transport.meeting import meet
-from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, require_cpu, split_self
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self
 from commrt.transport.segments import Arena, Segment, aligned
 
 __all__ = ["SharedTransport"]
@@ -117,6 +117,7 @@ class SharedTransport:
     """
 
     kind = "shared"
+    capture = staticmethod(never)
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0) -> None:
         self.rank = rank

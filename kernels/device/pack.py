@@ -36,6 +36,7 @@ def pack_kernel(
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
+    HELD: tl.constexpr,
     NONFINITE: tl.constexpr,
     SUMS: tl.constexpr,
     EVICT: tl.constexpr,
@@ -67,4 +68,4 @@ def pack_kernel(
             total += tl.where(thread == 0, tl.sum(tail * tail), 0.0)
     if SUMS:
         store_sums(sums, total, WARPS)
-    store_header(wire, stamp, tensor, first, address)
+    store_header(wire, tl.load(stamp) if HELD else stamp, tensor, first, address)

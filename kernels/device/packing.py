@@ -29,8 +29,8 @@ class TritonPacking:
 
     To pack and to unpack is compiled here, in about 0.1 s for each kernel that Triton's cache does not have; other
     options when they are first used. A call then allocates nothing, waits for nothing, and copies to the device only
-    if a tensor has changed its address since the last one; otherwise it can be captured in a CUDA graph, which
-    repeats its stamp. The wire's device must be the current one of the thread.
+    if a tensor has changed its address since the last one. What `pack_aimed` and `unpack_aimed` launch can be captured
+    in a CUDA graph. The wire's device must be the current one of the thread.
     """
 
     def __init__(self, wire: Tensor, layout: Layout, dtype: torch.dtype) -> None:
@@ -40,6 +40,8 @@ class TritonPacking:
         self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
+        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a stamp
+        self._aimed: tuple[_Made, ...] = ()
         mark = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
@@ -90,7 +92,33 @@ class TritonPacking:
         factor = self._scale.at(scale) if scale != 1.0 else 0
         sums = self._watched(findings, made.warps)[1]
         made.launch(self.tables.tiles, *self._fixed, stamp, self._mark, factor, sums)
+        self.repeated(tensors)
+
+    def repeated(self, tensors: Sequence[Tensor | None]) -> None:
+        """See `Repeatable.repeated`."""
         increment_version([tensor for tensor in tensors if tensor is not None])
+
+    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> object:
+        """See `Repeatable.aim`; one launch for the stamp, and what `pack` sends for the rest."""
+        self.tables.point_at(tensors)
+        self._scale.at(scale)
+        self._held.fill_(stamp - (1 << 64) if stamp >> 63 else stamp)
+        align = self.tables.align
+        self._aimed = (
+            self._made(variants.pack, align, held=True, nonfinite=False, sums=False),
+            self._made(variants.unpack, align, held=True, scaled=False, accumulate=False, sums=False),
+        )
+        return align
+
+    def pack_aimed(self) -> None:
+        """One launch."""
+        made = self._aimed[0]
+        made.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address, 0, 0)
+
+    def unpack_aimed(self) -> None:
+        """One launch."""
+        made = self._aimed[1]
+        made.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._mark, 0, 0)
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """One launch."""
@@ -99,7 +127,7 @@ class TritonPacking:
         made = self._made(variants.mix, self.tables.align, inputs=2 + (sent is not None), sent=sent is not None)
         wires = received.data_ptr(), 0 if sent is None else sent.data_ptr()
         made.launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
-        increment_version([tensor for tensor in tensors if tensor is not None])
+        self.repeated(tensors)
 
     def norm(self, findings: Findings) -> Tensor:
         """One launch, by one program."""
@@ -133,10 +161,11 @@ class _Scalar:
 
     def __init__(self, device: torch.device) -> None:
         self._place, self._known = torch.zeros(1, device=device), 0.0
+        self.address = self._place.data_ptr()
 
     def at(self, value: float) -> int:
         """The address of `value`; by a kernel, without a copy, in stream order."""
         if value != self._known:
             self._place.fill_(value)
             self._known = value
-        return self._place.data_ptr()
+        return self.address

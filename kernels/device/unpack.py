@@ -26,6 +26,7 @@ def unpack_kernel(
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
+    HELD: tl.constexpr,
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SUMS: tl.constexpr,
@@ -61,4 +62,4 @@ def unpack_kernel(
             total += tl.where(tl.arange(0, WARPS * 32) == 0, tl.sum(tail * tail), 0.0)
     if SUMS:
         store_sums(sums, total, WARPS)
-    dispute(disputed, wire, stamp)
+    dispute(disputed, wire, tl.load(stamp) if HELD else stamp)

@@ -30,6 +30,9 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
 
+STAMPS = {False: "u64", True: "*u64"}
+"""As it is, or held in the device's memory, where a recorded launch finds another one each time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -48,14 +51,21 @@ def pack(
     align: int,
     sizes: Sizes,
     *,
+    held: bool = False,
     nonfinite: bool = False,
     sums: bool = False,
     evict: str = "",
 ) -> Variant:
     """Tensors of `dtype` to a wire of dtype `wire`; with `evict` "evict_first", gradients leave the cache first."""
-    types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "scale": "*fp32", "nonfinite": "*i32", "sums": "*fp32"}
+    types = TABLES | {
+        "wire": POINTERS[wire],
+        "stamp": STAMPS[held],
+        "scale": "*fp32",
+        "nonfinite": "*i32",
+        "sums": "*fp32",
+    }
     constants = _table(dtype, align, vector(wire), sizes)
-    constants |= {"WARPS": sizes.warps, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": evict}
+    constants |= {"WARPS": sizes.warps, "HELD": held, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": evict}
     return _variant(pack_kernel, types, constants)
 
 
@@ -65,15 +75,23 @@ def unpack(
     align: int,
     sizes: Sizes,
     *,
+    held: bool = False,
     scaled: bool = False,
     accumulate: bool = False,
     sums: bool = False,
     evict: str = "",
 ) -> Variant:
     """A wire of dtype `wire` to tensors of `dtype`; with `evict` "evict_first", the wire leaves the cache first."""
-    types = TABLES | {"wire": POINTERS[wire], "stamp": "u64", "disputed": "*i32", "scale": "*fp32", "sums": "*fp32"}
+    types = TABLES | {
+        "wire": POINTERS[wire],
+        "stamp": STAMPS[held],
+        "disputed": "*i32",
+        "scale": "*fp32",
+        "sums": "*fp32",
+    }
     constants = _table(dtype, align, vector(dtype, align), sizes)
-    constants |= {"WARPS": sizes.warps, "SCALED": scaled, "ACCUMULATE": accumulate, "SUMS": sums, "EVICT": evict}
+    constants |= {"WARPS": sizes.warps, "HELD": held, "SCALED": scaled, "ACCUMULATE": accumulate}
+    constants |= {"SUMS": sums, "EVICT": evict}
     return _variant(unpack_kernel, types, constants)
 
 
