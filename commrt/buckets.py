@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from commrt.apart import Apart
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
-from commrt.kernels.layout import Layout, layout_of, overlap
+from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, Repeatable
 from commrt.stamp import Claim, complaint, stamp
 from commrt.transport.protocol import Allocate, zeros
@@ -82,10 +83,13 @@ class Bucket:
     """[layout.numel] in the dtype that travels."""
     model: int
     """Which of the models attached to one world this is."""
+    apart: Apart = field(default_factory=Apart)
+    """What all buckets of the model have taken."""
     _like: list[Tensor] = field(init=False)
     """Tensors without memory that have the gradients' dtypes, shapes and strides."""
     _kinds: list[_Kind] = field(init=False)
     """These three of each."""
+    _nbytes: list[int] = field(init=False)
     _packing: Packing = field(init=False)
     _repeatable: Repeatable | None = field(init=False)
     _stamp: int = field(init=False)
@@ -96,15 +100,13 @@ class Bucket:
     """Those that only other ranks had, by place."""
     _versions: list[int] = field(init=False)
     """How often each of them has been written to, if only we did."""
-    _addresses: list[int] = field(init=False)
-    """Where the gradients of the last step were."""
 
     def __post_init__(self) -> None:
         self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in self.params]
         self._kinds = [_kind(like) for like in self._like]
+        self._nbytes = [like.nbytes for like in self._like]
         self._packing = packing(self.wire, self.layout, self._like)
         self._repeatable = repeatable(self._packing)
-        self._addresses = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +131,8 @@ class Bucket:
                 _require_fit(name, grad, kind, self.wire.device)
             elif is_ready(name):
                 raise UsageError(CHANGED.format(name=name))
-        self._require_apart()
+        addresses = [0 if grad is None else grad.data_ptr() for grad in self._grads]
+        self.apart.require(self.index, self.names, addresses, self._nbytes)
         self._versions = _versions(self._grads)
 
     def pack(self, scale: float) -> None:
@@ -194,16 +197,6 @@ class Bucket:
         if self._packing.disputed:
             why = complaint(self.layout.stamp(self.wire))
             raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
-
-    def _require_apart(self) -> None:
-        """Two gradients in one place would be averaged twice, or half."""
-        addresses = [0 if grad is None else grad.data_ptr() for grad in self._grads]
-        if addresses != self._addresses:
-            nbytes = [0 if grad is None else grad.numel() * grad.element_size() for grad in self._grads]
-            if pair := overlap(addresses, nbytes):
-                first, second = (self.names[i] for i in pair)
-                raise UsageError(f"the gradients of {first} and {second} share memory: use a .clone() of one")
-            self._addresses = addresses
 
     def _note_own_writes(self) -> None:
         self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]
@@ -290,13 +283,15 @@ def build_buckets(
         Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
     ]
     plan = plan_buckets(units, cap_nbytes, first_cap_nbytes)
-    members = ([params[i] for i in group] for group in plan)
-    return [_bucket(index, named, wire, allocate, model) for index, named in enumerate(members)]
+    members, apart = ([params[i] for i in group] for group in plan), Apart()
+    return [_bucket(index, named, wire, allocate, model, apart) for index, named in enumerate(members)]
 
 
-def _bucket(index: int, params: list[Named], wire: torch.dtype | None, allocate: Allocate, model: int) -> Bucket:
+def _bucket(
+    index: int, params: list[Named], wire: torch.dtype | None, allocate: Allocate, model: int, apart: Apart
+) -> Bucket:
     first = params[0][1]
     made = gradient_dtype(first)
     layout = layout_of([param.numel() for _, param in params])
     dtype = wire if wire is not None and wire.itemsize < made.itemsize else made
-    return Bucket(index, params, layout, allocate(layout.numel, dtype, first.device), model)
+    return Bucket(index, params, layout, allocate(layout.numel, dtype, first.device), model, apart)

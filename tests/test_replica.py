@@ -1165,6 +1165,37 @@ def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("detached", [False, True], ids=["views", "detached views"])
+def test_gradients_of_different_buckets_that_share_memory_are_refused(detached):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
+        assert len(replica.buckets) > 2
+        with replica.no_sync():
+            backward(model, world.rank)
+        memory = torch.randn(2 * model[0].weight.numel())
+        model[0].weight.grad = memory[: model[0].weight.numel()].view(model[0].weight.shape)
+        shared = memory[-1 - model[-1].bias.numel() - model[0].weight.numel() :][: model[-1].bias.numel()]
+        model[-1].bias.grad = shared.detach() if detached else shared
+        with pytest.raises(UsageError, match=r"(weight|bias) and .*\.(weight|bias) share memory"):
+            replica.average()
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_moved_to_where_others_were_are_apart():
+    def body(world):
+        model = net(nn.Linear(8, 8), nn.Linear(8, 8))
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
+        for _ in range(3):
+            with replica.no_sync():
+                backward(model, world.rank)
+            model[2].weight.grad, model[3].weight.grad = model[3].weight.grad, model[2].weight.grad
+            replica.average()
+
+    run_ranks(2, body)
+
+
 def test_a_model_that_moved_to_another_device_is_refused():
     def body(world):
         model = net()
