@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["calls_of", "copies", "copy_bytes_per_s", "machine"]
 
 ROUNDS = 30 if HAS_GPU else 3
-NBYTES = (1 << 28, 1 << 30) if HAS_GPU else (1 << 20,)
+NBYTES = (1 << 26, 1 << 28, 1 << 30) if HAS_GPU else (1 << 20,)
 HEADER = "ATen/native/cuda/MultiTensorApply.cuh"
 
 

@@ -58,11 +58,8 @@ class Gradients:
     views: list[Tensor]
     dense: Tensor
     """Another wire, without gaps."""
-
-    @property
-    def flat(self) -> list[Tensor]:
-        """The gradients as rows."""
-        return [grad.view(-1) for grad in self.grads]
+    flat: list[Tensor]
+    """The gradients as rows."""
 
 
 def made(shapes: Shapes, layout: Layout, wire: torch.dtype) -> Gradients:
@@ -70,7 +67,8 @@ def made(shapes: Shapes, layout: Layout, wire: torch.dtype) -> Gradients:
     grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
     row = torch.randn(layout.numel, device=DEVICE).to(wire)
     views = [layout.tensor(row, i).view(shape) for i, shape in enumerate(shapes)]
-    return Gradients(grads, row, views, torch.zeros(sum(layout.counts), dtype=wire, device=DEVICE))
+    dense = torch.zeros(sum(layout.counts), dtype=wire, device=DEVICE)
+    return Gradients(grads, row, views, dense, [grad.view(-1) for grad in grads])
 
 
 def several(shapes: Shapes, wire: torch.dtype) -> tuple[Layout, list[Gradients]]:
@@ -141,10 +139,13 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
 
+    wide = torch.zeros(layout.numel, device=DEVICE)
+    widened = [layout.tensor(wide, i).view(shape) for i, shape in enumerate(shapes)]
+
     def foreach(one: Gradients) -> None:
-        wide = one.wire.float()
-        places = [layout.tensor(wide, i).view(shape) for i, shape in enumerate(shapes)]
-        torch._foreach_lerp_(one.grads, places, 0.5)
+        if wire != F32:
+            wide.copy_(one.wire)
+        torch._foreach_lerp_(one.grads, one.views if wire == F32 else widened, 0.5)
 
     def per_tensor(one: Gradients) -> None:
         for grad, view in zip(one.grads, one.views, strict=True):
@@ -169,8 +170,10 @@ def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
         for part in one[1:]:
             one[0].add_(part)
 
+    sums = torch.zeros(numel, dtype=dtype, device=DEVICE)
     contenders: Contenders = {
         OURS: lambda i: adders[i](),
+        "sum in one pass": lambda i: torch.sum(sets[i], 0, out=sums),
         "upcast, sum, downcast": lambda i: sets[i][0].copy_(sets[i].float().sum(0)),
         "add_" if ranks == 1 else "add_ one by one (rounds each time)": lambda i: chained(sets[i]),
     }

@@ -20,6 +20,7 @@ from torch import Tensor
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, TorchPacking
+from commrt.streams import streams_of
 
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -161,26 +162,32 @@ def test_a_steady_step_neither_allocates_nor_waits():
 
 
 @needs_gpu
-def test_a_captured_step_follows_gradients_that_move():
+def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_stamp():
     first = [there(random(count, torch.float32, count)) for count in LENGTHS]
     away, packing, _, _ = wires(layout_of(LENGTHS), torch.bfloat16, first)
-    packing.pack(first, 0.5, STAMP)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        packing.pack(first, 0.5, STAMP)
-        packing.unpack(first, STAMP)
-    second = [there(random(count, torch.float32, count + 1)) for count in LENGTHS]
-    originals = [tensor.clone() for tensor in second]
-    packing.tables.point_at(second)
-    graph.replay()
-    replayed, halves = away.cpu(), [tensor.cpu() for tensor in second]
+    aligned = packing.aim(first, 0.5, STAMP)
+
+    def work() -> None:
+        packing.pack_aimed()
+        packing.unpack_aimed()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        replay = streams_of(DEVICE).capture(work)
+        second = [there(random(count, torch.float32, count + 1)) for count in LENGTHS]
+        originals = [tensor.clone() for tensor in second]
+        torch.cuda.synchronize()
+        assert packing.aim(second, 0.25, STAMP ^ 6) == aligned
+        replay()
+        torch.cuda.synchronize()
+    replayed, quarters = away.cpu(), [tensor.cpu() for tensor in second]
     for tensor, original in zip(second, originals, strict=True):
         tensor.copy_(original)
-    packing.pack(second, 0.5, STAMP)
-    packing.unpack(second, STAMP)
+    packing.pack(second, 0.25, STAMP ^ 6)
+    packing.unpack(second, STAMP ^ 6)
     assert same(away, replayed)
-    assert all(map(same, second, halves))
+    assert all(map(same, second, quarters))
+    assert not packing.disputed
 
 
 @needs_gpu

@@ -44,7 +44,7 @@ __all__ = ["Replica", "attach"]
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def attach(
+def attach(  # noqa: PLR0913  # each says one thing, and has its default
     model: nn.Module,
     optimizer: Optimizers = None,
     algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
@@ -53,6 +53,7 @@ def attach(
     wire: torch.dtype | None = None,
     bucket_cap_mb: float = 25.0,
     broadcast_buffers: bool = True,
+    graphs: bool = False,
 ) -> Replica:
     """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over all ranks.
 
@@ -66,7 +67,9 @@ def attach(
     to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
     `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
     other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
-    not read them). Collective. The hooks live as long as the model, or until `Replica.detach`.
+    not read them). With `graphs`, a GPU remembers what it does for a bucket in a schedule's first step, and repeats it
+    by one launch from then on; `Replica.why_not_graphs` says where it does not. Collective. The hooks live as long as
+    the model, or until `Replica.detach`.
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """
@@ -84,7 +87,7 @@ def attach(
     world.attached += 1
     cap_nbytes, allocate = int(bucket_cap_mb * MIB), world.transport.allocate
     cut = partial(build_buckets, wire=wire, cap_nbytes=cap_nbytes, model=world.attached, allocate=allocate)
-    engine = Engine(world, algorithm, cut(params[::-1]))
+    engine = Engine(world, algorithm, cut(params[::-1]), graphs=graphs)
     _agree(engine, model, broadcast_buffers, describe_optimizers(optimizers, params))
     replica = Replica(model, optimizers, engine, cut, broadcast_buffers=broadcast_buffers)
     try:
@@ -302,6 +305,10 @@ class Replica:
     def stats(self) -> Stats:
         """Totals since `attach`."""
         return self._stats
+
+    def why_not_graphs(self) -> dict[int, str]:
+        """The buckets that no graph carried in the latest step, with the reason; empty without ``graphs=True``."""
+        return self._engine.why_not_graphs()
 
     def state_dict(self) -> dict[str, int | str]:
         """What a checkpoint needs besides the model and the optimizer."""
