@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commrt.algorithms.halving_doubling import HalvingDoubling
     from commrt.algorithms.ring import Ring
+    from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.errors import (
         CommrtError,
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
     "commrt.algorithms.ring": ("Ring",),
+    "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
     "commrt.errors": (
         "CommrtError",
@@ -73,6 +75,7 @@ __all__ = [
     "Ring",
     "Schedule",
     "ScheduleError",
+    "Sliced",
     "Stats",
     "Step",
     "StepReport",

@@ -190,7 +190,8 @@ def _bind(
         need = scratch_numel(mine, wire.numel())
         if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:
             scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
-    return [bind(mine, bucket.wire, world.transport, scratch[bucket.wire.dtype]) for bucket in buckets]
+    transport, streams = world.transport, world.lane.streams
+    return [bind(mine, bucket.wire, transport, scratch[bucket.wire.dtype], streams) for bucket in buckets]
 
 
 def _proven(schedule: Schedule) -> Schedule:

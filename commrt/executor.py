@@ -17,9 +17,10 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
-from commrt.program import Hop, Leg, Program, spans
+from commrt.program import Hop, Leg, Program, Waits, spans, waits_of
 from commrt.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
+from commrt.streams import Mark, Streams
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel, Transport
 
 __all__ = ["BoundProgram", "bind", "scratch_numel"]
@@ -33,6 +34,10 @@ class BoundHop:
 
     exchange: Exchange
     combinations: tuple[Combination, ...]
+    number: int
+    """In the schedule."""
+    after: int | None
+    """Number of the latest hop whose combinations must be done before the exchange."""
     facts: dict[str, int | str]
     """For people."""
 
@@ -46,16 +51,20 @@ class BoundProgram:
     """Bytes this rank sends in one run."""
     group: Group
     """All parcels of all hops."""
+    streams: Streams | None
+    """Where combinations run beside exchanges; None if they take turns."""
 
     def run(self, moment: Moment, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; raises `TransportError`, leaving the buffer half done."""
-        if recorder is not None:
+        if self.streams is not None:
+            self._run_on_two_streams(moment, self.streams)
+        elif recorder is not None:
             self._run_recorded(moment, recorder)
-            return
-        for hop in self.hops:
-            hop.exchange(moment)
-            for combine in hop.combinations:
-                combine()
+        else:
+            for hop in self.hops:
+                hop.exchange(moment)
+                for combine in hop.combinations:
+                    combine()
 
     def _run_recorded(self, moment: Moment, recorder: Recorder) -> None:
         for hop in self.hops:
@@ -66,22 +75,47 @@ class BoundProgram:
                     for combine in hop.combinations:
                         combine()
 
+    def _run_on_two_streams(self, moment: Moment, streams: Streams) -> None:
+        combined: dict[int, Mark] = {}
+        for hop in self.hops:
+            if hop.after in combined:
+                streams.follow(combined[hop.after])
+            hop.exchange(moment)
+            if hop.combinations:
+                came = streams.mark()
+                with streams.aside():
+                    streams.follow(came)
+                    for combine in hop.combinations:
+                        combine()
+                    combined[hop.number] = streams.mark()
+        for last in list(combined.values())[-1:]:
+            streams.follow(last)
 
-def bind(program: Program, buffer: Tensor, transport: Transport, scratch: Tensor | None = None) -> BoundProgram:
+
+def bind(
+    program: Program,
+    buffer: Tensor,
+    transport: Transport,
+    scratch: Tensor | None = None,
+    streams: Streams | None = None,
+) -> BoundProgram:
     """Bind `program` to `buffer` [numel], cut in the program's chunks.
 
     `scratch` [>= scratch_numel] of the same dtype may be shared by programs that never run at the same time;
-    None allocates it.
+    None allocates it. On `streams` that queue, what arrived in one hop is combined beside the next exchange if that
+    touches something else.
     """
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
     bounds = spans(buffer.numel(), program.chunks, GRANULE)  # so that 16-byte accesses stay aligned in every dtype
     if scratch is None:
         scratch = torch.empty(_scratch(program, bounds), dtype=buffer.dtype, device=buffer.device)
-    binder = _Binder(buffer, scratch, bounds, transport)
-    hops = tuple(binder.hop(number, hop) for number, hop in enumerate(program.hops) if hop.sends or hop.recvs)
+    waits = waits_of(program.hops, program.chunks)
+    binder = _Binder(buffer, scratch, bounds, transport, _halves(program, bounds, waits)[0])
+    hops = tuple(binder.hop(number, hop, waits) for number, hop in enumerate(program.hops) if not hop.idle)
     elements = sum(bounds[leg.hi] - bounds[leg.lo] for hop in program.hops for leg in hop.sends)
-    return BoundProgram(hops, elements * buffer.element_size(), Group(binder.sends, binder.recvs))
+    beside = streams if streams is not None and streams.queues and waits.overlap else None
+    return BoundProgram(hops, elements * buffer.element_size(), Group(binder.sends, binder.recvs), beside)
 
 
 def scratch_numel(program: Program, numel: int) -> int:
@@ -90,8 +124,15 @@ def scratch_numel(program: Program, numel: int) -> int:
 
 
 def _scratch(program: Program, bounds: list[int]) -> int:
-    combined = ([leg for leg in hop.recvs if leg.combine != COPY] for hop in program.hops)
-    return max((sum(padded(bounds[leg.hi] - bounds[leg.lo]) for leg in legs) for legs in combined), default=0)
+    return sum(_halves(program, bounds, waits_of(program.hops, program.chunks)))
+
+
+def _halves(program: Program, bounds: list[int], waits: Waits) -> tuple[int, int]:
+    """Elements of scratch for hops of either parity; all for one where every hop waits for the one before."""
+    sizes = [[0], [0]]
+    for hop, parity in zip(program.hops, waits.parity, strict=True):
+        sizes[parity * waits.overlap].append(sum(padded(bounds[leg.hi] - bounds[leg.lo]) for leg in hop.combined))
+    return max(sizes[0]), max(sizes[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +141,29 @@ class _Binder:
     scratch: Tensor
     bounds: list[int]
     transport: Transport
+    half: int
+    """Where scratch for hops of odd parity begins."""
     sends: list[Parcel] = field(default_factory=list)
     recvs: list[Parcel] = field(default_factory=list)
     """What all hops bound so far exchange."""
 
-    def hop(self, number: int, hop: Hop) -> BoundHop:
-        landing = self._landing(hop)
+    def hop(self, number: int, hop: Hop, waits: Waits) -> BoundHop:
+        landing = self._landing(hop, self.half * waits.parity[number] * waits.overlap)
         sends = [Parcel(leg.peer, self._own(leg)) for leg in hop.sends]
         recvs = [Parcel(leg.peer, place) for leg, place in zip(hop.recvs, landing, strict=True)]
         self.sends.extend(sends)
         self.recvs.extend(recvs)
         exchange = self.transport.bind(Group(sends, recvs, number))
-        return BoundHop(exchange, tuple(self._combinations(hop, landing)), _facts(number, sends, recvs))
+        return BoundHop(
+            exchange, tuple(self._combinations(hop, landing)), number, waits.after[number], _facts(number, sends, recvs)
+        )
 
     def _own(self, leg: Leg) -> Tensor:
         return self.buffer[self.bounds[leg.lo] : self.bounds[leg.hi]]
 
-    def _landing(self, hop: Hop) -> list[Tensor]:
-        """Where each receive of a hop lands: in place, or in the next free piece of scratch."""
-        places, used = [], 0
+    def _landing(self, hop: Hop, used: int) -> list[Tensor]:
+        """Where each receive of a hop lands: in place, or in the next piece of scratch that is not used."""
+        places = []
         for leg in hop.recvs:
             own = self._own(leg)
             places.append(own if leg.combine == COPY else self.scratch[used : used + own.numel()])

@@ -7,14 +7,14 @@ schedule, and step where it means a training step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from commrt.schedule import COPY, Combine, Schedule, Step
 
-__all__ = ["Hop", "Leg", "Program", "program", "spans"]
+__all__ = ["Hop", "Leg", "Program", "Waits", "program", "spans", "waits_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,16 @@ class Hop:
 
     sends: tuple[Leg, ...]
     recvs: tuple[Leg, ...]
+
+    @property
+    def idle(self) -> bool:
+        """True if this rank exchanges nothing."""
+        return not (self.sends or self.recvs)
+
+    @property
+    def combined(self) -> tuple[Leg, ...]:
+        """What is received to be combined with the own."""
+        return tuple(leg for leg in self.recvs if leg.combine != COPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,44 @@ def program(schedule: Schedule, rank: int) -> Program:
     """
     hops = tuple(_hop(step.canonical(), rank) for step in schedule.steps())
     return Program(rank, schedule.ranks, schedule.chunks, hops)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What must be combined before which hop, where combining goes on beside the exchanges that follow."""
+
+    after: tuple[int | None, ...]
+    """[hops] the latest earlier hop that combines what this one sends or receives; None if none does."""
+    parity: tuple[int, ...]
+    """[hops] 0 or 1 in turn, of those that combine: two that follow each other receive in different places."""
+    overlap: bool
+    """False if what one hop combines is always needed by the next."""
+
+
+def waits_of(hops: Sequence[Hop], chunks: int) -> Waits:
+    """The dependencies between `hops`; O(chunks carried).
+
+    >>> from commrt.algorithms.ring import all_reduce
+    >>> waits_of(program(all_reduce(3), 0).hops, 3).after
+    (None, 0, 1, 0)
+    >>> waits_of(program(all_reduce(3).in_slices(2), 0).hops, 6).after
+    (None, None, 0, 1, 2, 3, 0, 1)
+    """
+    latest, combining = np.full(chunks, -1), [-1, -1]
+    after, parity, overlap, before = [], [], False, -1
+    for number, hop in enumerate(hops):
+        touched = [int(latest[leg.lo : leg.hi].max(initial=-1)) for leg in hop.sends + hop.recvs]
+        room = combining[-2] if hop.combined else -1  # where the last but one received is used again
+        conflict = max([room, *touched])
+        overlap = overlap or (conflict < before == combining[-1] and not hop.idle)
+        after.append(None if conflict < 0 else conflict)
+        parity.append(len(combining) % 2)
+        before = before if hop.idle else number
+        if hop.combined:
+            combining.append(number)
+        for leg in hop.combined:
+            latest[leg.lo : leg.hi] = number
+    return Waits(tuple(after), tuple(parity), overlap)
 
 
 def spans(numel: int, chunks: int, granule: int = 1) -> list[int]:

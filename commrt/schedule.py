@@ -207,6 +207,21 @@ class Schedule:
         """The same schedule with every chunk cut in `factor`."""
         return self.within(0, self.chunks * factor, self.chunks * factor)
 
+    def in_slices(self, slices: int) -> Schedule:
+        """The same schedule on each of `slices` equal parts of the buffer, a step of each in turn.
+
+        Cost: `slices` times the steps, the same bytes.
+        """
+        if slices < 1:
+            raise ScheduleError(f"{self.name} cannot be cut in {slices} slices: 1 leaves it whole")
+        whole = self.chunks * slices
+        parts = [self.within(lo, lo + self.chunks, whole) for lo in range(0, whole, self.chunks)]
+
+        def steps() -> Iterator[Step]:
+            return chain.from_iterable(zip(*(part.steps() for part in parts), strict=True))
+
+        return Schedule(f"{self.name} in {slices} slices", self.ranks, whole, steps)
+
     def beside(self, other: Schedule, name: str | None = None) -> Schedule:
         """Both at once, step by step; see the function `beside`."""
         return beside((self, other), name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -32,6 +32,9 @@ class Mark(Protocol):
 class Streams(Protocol):
     """The queues of one device, as the calling thread sees them."""
 
+    queues: bool
+    """False if work is done when its call returns."""
+
     def enter(self) -> None:
         """Make the device the thread's current one, and a stream of its own the thread's current stream."""
         ...
@@ -46,6 +49,10 @@ class Streams(Protocol):
 
     def follow(self, mark: Mark) -> None:
         """What is queued on the thread's current stream from now on begins when `mark` is reached; never waits."""
+        ...
+
+    def aside(self) -> AbstractContextManager[object]:
+        """What is queued in the body goes to a second stream of the thread that called `enter`."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
@@ -71,6 +78,8 @@ DONE: Mark = _Done()
 class HostStreams:
     """A CPU, which queues nothing."""
 
+    queues = False
+
     def enter(self) -> None:
         """There is one device."""
 
@@ -85,21 +94,32 @@ class HostStreams:
     def follow(self, mark: Mark) -> None:
         """It is reached."""
 
+    def aside(self) -> AbstractContextManager[object]:
+        """It is done at once."""
+        return nullcontext()
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:  # nothing is done with it
         """Nothing is queued."""
         return None
 
 
 class CudaStreams:
-    """One GPU; its own stream goes before others where blocks of both wait for room."""
+    """One GPU; its own streams go before others where blocks of both wait for room."""
+
+    queues = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._second: torch.cuda.Stream | None = None
 
     def enter(self) -> None:
-        """See `Streams.enter`; each call makes a stream."""
+        """See `Streams.enter`; each call makes streams."""
         torch.cuda.set_device(self._device)
-        torch.cuda.set_stream(torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
+        first, self._second = (self._stream() for _ in range(2))
+        torch.cuda.set_stream(first)
+
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def current(self) -> int:
         """What Triton asks too: costs 0.1 us, where ``torch.cuda.current_stream`` makes an object."""
@@ -116,6 +136,10 @@ class CudaStreams:
         """See `Streams.follow`."""
         if mark is not DONE:
             torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", mark))
+
+    def aside(self) -> AbstractContextManager[object]:
+        """See `Streams.aside`; costs the host about 5 us."""
+        return torch.cuda.stream(self._second)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
         """See `Streams.capture`: a CUDA graph. Other threads may allocate meanwhile; nothing is collected."""

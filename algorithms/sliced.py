@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any algorithm on parts of the buffer in turn, so that one part is combined while the next is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from commrt.algorithms.torus import Torus2D
+from commrt.errors import UsageError
+from commrt.schedule import Algorithm, Schedule
+
+__all__ = ["Sliced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """`inner` on each of `slices` parts; see `Schedule.in_slices`.
+
+    Worth its steps where combining takes about as long as a transfer: large buckets on fast links. Only GPUs do both
+    at once. Raises `UsageError` for less than one slice.
+
+    >>> print(Sliced(Torus2D(), slices=2).schedule(0, 2))
+    torus 2x1 in 2 slices: 2 ranks, 4 chunks
+      0  add  0->1 [1:2)  1->0 [0:1)
+      1  add  0->1 [3:4)  1->0 [2:3)
+      2  copy  0->1 [0:1)  1->0 [1:2)
+      3  copy  0->1 [2:3)  1->0 [3:4)
+    """
+
+    inner: Algorithm = field(default_factory=Torus2D)
+    slices: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no schedule."""
+        if not isinstance(self.slices, int) or self.slices < 1:
+            raise UsageError(f"slices={self.slices!r}: a buffer can be cut in 1, 2, ... slices")
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """That of the inner algorithm, in slices."""
+        return _in_slices(self.inner.schedule(step, ranks), self.slices)
+
+
+@lru_cache
+def _in_slices(schedule: Schedule, slices: int) -> Schedule:
+    """One object for equal answers: what was proven and bound is kept by it."""
+    return schedule.in_slices(slices)
