@@ -51,6 +51,7 @@ STAGES = (
     Stage("what a copy and a launch cost", ["ceiling.py"], 60, is_pytest=False),
     Stage("kernels against their definitions", ["test_on_gpu.py"], 150),
     Stage("ranks", ["test_ranks.py", "-k", "not mebibyte"], 300),
+    Stage("a backward pass and packing", ["test_overlap.py", "--benchmark-only"], 90),
     Stage("memory", ["test_on_gpu.py", "-k", "not two_to_the_31"], 200, under=MEMCHECK),
     Stage("kernels against torch's", ["test_kernels.py", "--benchmark-only"], 300),
 )

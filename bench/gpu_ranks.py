@@ -10,21 +10,24 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.catalogue import by_name
 from commrt.errors import CommrtError
-from commrt.schedule import MIX, Schedule, Step
+from commrt.schedule import MIX, Algorithm, Schedule, Step
 from commrt.transport.binding import load
 from commrt.world import World
 
-__all__ = ["fail_and_begin_again", "mix", "reduce", "struck", "swap", "train"]
+__all__ = ["beside_torch", "fail_and_begin_again", "mix", "reduce", "struck", "swap", "train", "train_by_graphs"]
 
 Tell = Callable[[Any], None]
 CPU = torch.device("cpu")
@@ -32,6 +35,28 @@ START_S, STEP_S = 120.0, 60.0
 SHARES_GPUS = 23003
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 """NCCL's variables where several ranks share a GPU: all stays on this machine, and a rank leaves room for the next."""
+
+
+class Carried(NamedTuple):
+    """How the buckets of a run were carried."""
+
+    host_s: float
+    """The median of what one bucket cost the host."""
+    why_not: list[str]
+    """Why not by graphs, in the last step."""
+
+
+class ByGraphs(NamedTuple):
+    """Training with graphs beside training without."""
+
+    same: bool
+    """Are the parameters, bit by bit?"""
+    sliced_distance: float
+    """Of training in slices, to the CPU's."""
+    calls_s: float
+    graphs_s: float
+    """Of the host, for one bucket."""
+    why_not: list[str]
 
 
 def place() -> torch.device:
@@ -116,27 +141,48 @@ def train(_: Tell, algorithm: str, steps: int) -> tuple[float, bool]:
     """Train there and on the CPU; the largest relative distance of a parameter, and whether all replicas are equal."""
     device = place()
     with opened(device) as world:
-        there, equal = trained(world.rank, algorithm, steps, device)
-        here, _ = trained(world.rank, algorithm, steps, CPU)
-    pairs = zip(there, here, strict=True)
-    return max(((a - b).norm() / b.norm()).item() for a, b in pairs), equal
+        there, equal, _ = trained(world.rank, by_name(algorithm), steps, device)
+        here, _, _ = trained(world.rank, by_name(algorithm), steps, CPU)
+    return distance(there, here), equal
 
 
-def trained(rank: int, algorithm: str, steps: int, device: torch.device) -> tuple[list[Tensor], bool]:
-    """Parameters after `steps`, on the CPU; and whether all replicas have the same bits."""
+def train_by_graphs(_: Tell, steps: int) -> ByGraphs:
+    """Train with and without graphs, and in slices."""
+    device = place()
+    ring, sliced = commrt.Ring(), commrt.Sliced(commrt.Ring(), 2)
+    with opened(device) as world:
+        by_calls, _, calls = trained(world.rank, ring, steps, device)
+        by_graphs, _, graphs = trained(world.rank, ring, steps, device, graphs=True)
+        in_slices, _, _ = trained(world.rank, sliced, steps, device)
+        on_cpu, _, _ = trained(world.rank, sliced, steps, CPU)
+    same = all(map(torch.equal, by_calls, by_graphs))
+    return ByGraphs(same, distance(in_slices, on_cpu), calls.host_s, graphs.host_s, graphs.why_not)
+
+
+def distance(there: list[Tensor], here: list[Tensor]) -> float:
+    """The largest relative distance of a parameter."""
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(there, here, strict=True))
+
+
+def trained(
+    rank: int, algorithm: Algorithm, steps: int, device: torch.device, *, graphs: bool = False
+) -> tuple[list[Tensor], bool, Carried]:
+    """Parameters after `steps`, on the CPU; whether all replicas have the same bits; and how buckets were carried."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    replica = commrt.attach(model, optimizer, by_name(algorithm), bucket_cap_mb=0.1)
+    replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.1, graphs=graphs)
+    host_s = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         x, y = torch.randn(16, 64, generator=generator), torch.randint(0, 10, (16,), generator=generator)
         optimizer.zero_grad()
         cross_entropy(model(x.to(device)), y.to(device)).backward()
         optimizer.step()
-    equal = replica.replicas_equal()
+        host_s += [span.end_s - span.begin_s for span in replica.last.spans]
+    equal, carried = replica.replicas_equal(), Carried(median(host_s), sorted(set(replica.why_not_graphs().values())))
     replica.detach()
-    return [param.detach().cpu() for param in model.parameters()], equal
+    return [param.detach().cpu() for param in model.parameters()], equal, carried
 
 
 def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:
@@ -159,6 +205,23 @@ def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:
                 waited(device)
         except CommrtError as error:
             return perf_counter() - begin_s, f"{type(error).__name__}: {error}"
+
+
+def beside_torch(_: Tell, rounds: int) -> tuple[float, float]:
+    """``torch.distributed``'s own group and a world exchange in turn, in one order on all ranks; what each summed."""
+    device = place()
+    dist.init_process_group("gloo" if device == CPU else "nccl", timeout=timedelta(seconds=START_S))
+    theirs, ours = (torch.full((1000,), 1.0 + dist.get_rank(), device=device) for _ in range(2))
+    with opened(device) as world:
+        schedule = by_name("ring").schedule(0, world.size)
+        for _ in range(rounds):
+            dist.all_reduce(theirs)
+            world.run(schedule, ours)
+            theirs.div_(world.size)
+            ours.div_(world.size)
+        waited(device)
+    dist.destroy_process_group()
+    return theirs[0].item(), ours[0].item()
 
 
 def fail_and_begin_again(_: Tell) -> list[float]:

@@ -16,11 +16,14 @@ import torch
 from contenders import DEVICE
 from stopwatch import HAS_GPU
 from torch import Tensor
+from torch.distributed import HashStore
 
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, TorchPacking
 from commrt.streams import streams_of
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import Group, Moment, Parcel
 
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,6 +162,36 @@ def test_a_steady_step_neither_allocates_nor_waits():
         packing.pack(tensors, 0.5, STAMP)
         packing.unpack(tensors, STAMP)
     assert allocations() == before
+
+
+@needs_gpu
+def test_one_rank_exchanges_with_itself_and_a_communicator_that_was_given_up_is_followed_by_another():
+    for attempt in range(2):
+        transport = NcclTransport(HashStore(), 0, 1, 60.0, DEVICE)
+        source, target = torch.full((1000,), attempt + 1.0, device=DEVICE), torch.zeros(1000, device=DEVICE)
+        transport.bind(Group([Parcel(0, source)], [Parcel(0, target)]))(Moment(0, 0))
+        finish()
+        assert torch.equal(source, target)
+        (transport.close, transport.abort)[attempt]()
+
+
+@needs_gpu
+def test_two_streams_wait_for_each_other_where_they_are_told_to():
+    streams, rounds = streams_of(DEVICE), 200
+    with torch.cuda.stream(torch.cuda.current_stream(DEVICE)):
+        streams.enter()
+        value = torch.zeros(1 << 20, device=DEVICE)
+        streams.follow(streams.mark())
+        for _ in range(rounds):
+            value.add_(1)
+            came = streams.mark()
+            with streams.aside():
+                streams.follow(came)
+                value.mul_(1)
+                done = streams.mark()
+            streams.follow(done)
+        finish()
+    assert (value == rounds).all()
 
 
 @needs_gpu

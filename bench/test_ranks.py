@@ -62,6 +62,16 @@ def test_training_ends_where_the_cpu_ends(algorithm, size, record_property):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_graphs_end_where_calls_end_and_slices_where_the_cpu_does(size, record_property):
+    steps = 20 if HAS_GPU else 3
+    for run in values(run_processes(size, gpu_ranks.train_by_graphs, steps, limit_s=LIMIT_S)):
+        assert run.same
+        assert run.sliced_distance < 1e-3
+        record_property("host seconds per bucket, by calls and by graph", [run.calls_s, run.graphs_s])
+        record_property("why not by graphs", run.why_not)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_survivors_of_a_killed_rank_end_by_the_deadline(size, record_property):
     timeout_s = 5.0
 
@@ -72,6 +82,11 @@ def test_survivors_of_a_killed_rank_end_by_the_deadline(size, record_property):
     for seconds, said in values(survivors):
         assert seconds < 2 * timeout_s + 10
         record_property(f"survivors of {size} ranks", f"{seconds:.2f} s: {said}")
+
+
+def test_a_world_works_beside_torch_s_own_group():
+    answers = values(run_processes(2, gpu_ranks.beside_torch, 20, limit_s=LIMIT_S))
+    assert answers == [(1.5, 1.5)] * 2
 
 
 def test_a_world_that_was_given_up_is_followed_by_another():

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a backward pass slows down while its gradients are packed on a stream beside it.
+
+A stack of ResNet-50's bottlenecks; the same passes with and without packing, in turn. Nothing is sent: this is what
+the kernels take from the pass. Without a GPU a small stack shows that this file runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import pytest
+import torch
+from conftest import Keep
+from contenders import DEVICE
+from interleaved import Clock, Times, record, table
+from stopwatch import HAS_GPU
+from torch import Tensor, nn
+
+from commrt.autograd import at_end_of_backward, on_gradient
+from commrt.buckets import MIB, Bucket, build_buckets
+from commrt.lane import Lane
+from commrt.ready import LaunchOrder
+from commrt.stamp import Claim
+from commrt.streams import streams_of
+
+CLOCK = Clock()
+ALONE, PACKED = "backward alone", "with packing beside it"
+PEERS = {ALONE: ALONE, PACKED: ALONE}
+ROUNDS = 30 if HAS_GPU else 3
+BATCH, SIDE, DEPTH, WIDTH = (64, 28, 16, 128) if HAS_GPU else (2, 7, 2, 8)
+
+
+def clock() -> float:
+    """What pytest-benchmark reads: the time that was measured in the interleaved rounds."""
+    return CLOCK.now_s
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3, 1 x 1, each normalised, and a way around."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = ((4 * width, width, 1), (width, width, 3), (width, 4 * width, 1))
+        layers = [
+            layer
+            for a, b, k in sizes
+            for layer in (nn.Conv2d(a, b, k, padding=k // 2, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+        ]
+        self.inner = nn.Sequential(*layers[:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 4 * width, side, side] -> the same."""
+        return torch.relu(x + self.inner(x))
+
+
+class Packer:
+    """Packs each bucket as it becomes ready, on a lane's stream; what the runtime does but for the exchange."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.active = False
+        self._lane = Lane(lambda *_: None)
+        if HAS_GPU:
+            self._lane.submit(self._enter).result()
+        params = list(model.named_parameters())[::-1]
+        self._buckets = build_buckets(params, torch.bfloat16, 25 * MIB)
+        self._order = LaunchOrder([bucket.names for bucket in self._buckets])
+        self._answers: list[object] = []
+        for name, param in params:
+            on_gradient(param, lambda _, name=name: self._ready(name))
+
+    def _enter(self) -> None:
+        streams = streams_of(DEVICE)
+        streams.enter()
+        self._lane.streams = streams
+
+    def _ready(self, name: str) -> None:
+        if not self.active:
+            return
+        if not self._answers:
+            at_end_of_backward(self._finish)
+        self._answers.append(None)
+        for index in self._order.mark(name):
+            self._submit(self._buckets[index])
+
+    def _submit(self, bucket: Bucket) -> None:
+        bucket.take(Claim(0, 1, 0, 0, bucket.index, 0), self._order.is_ready)
+        self._answers.append(self._lane.submit(lambda: bucket.pack(0.5)))
+
+    def _finish(self) -> None:
+        for answer in filter(None, self._answers):
+            answer.result()
+        self._answers.clear()
+        self._order.arm()
+
+    def close(self) -> None:
+        """End the lane."""
+        self._lane.close()
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """Of `work`, until the device has done it."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    begin_s = perf_counter()
+    work()
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    return perf_counter() - begin_s
+
+
+@pytest.fixture(scope="module")
+def times(request: pytest.FixtureRequest) -> Times:
+    """The seconds of backward passes, alone and with packing, in turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Bottleneck(WIDTH) for _ in range(DEPTH))).to(DEVICE)
+    packer, found = Packer(model), {ALONE: [], PACKED: []}
+    x = torch.randn(BATCH, 4 * WIDTH, SIDE, SIDE, device=DEVICE)
+    for number in range(2 * (ROUNDS + 3)):
+        packer.active = number % 2 == 1
+        model.zero_grad()
+        loss = model(x).square().mean()
+        spent = seconds(loss.backward)
+        if number >= 6:
+            found[PACKED if packer.active else ALONE].append(spent)
+    packer.close()
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n\n{DEPTH} bottlenecks of width {WIDTH}, batch {BATCH}\n{table(found, PEERS)}")
+    return found
+
+
+@pytest.mark.benchmark(group="overlap", timer=clock)
+@pytest.mark.parametrize("variant", PEERS)
+def test_a_backward_pass_with_packing_beside_it(benchmark, times: Times, variant: str, keep: Keep):
+    benchmark.extra_info.update(record(times, variant, PEERS[variant]), variant=variant)
+    keep(benchmark.extra_info)
+    benchmark.pedantic(CLOCK.replay(times[variant]), rounds=ROUNDS)
