@@ -17,10 +17,13 @@ from commrt.kernels.mix import mix_into
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
 from commrt.kernels.reduce import reduce_into
 
-__all__ = ["GPU_DTYPES", "adding", "mixing", "packing", "repeatable"]
+__all__ = ["GPU_DTYPES", "TRITON_AT_LEAST", "adding", "is_too_old", "mixing", "packing", "repeatable"]
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the Triton kernels are made for."""
+
+TRITON_AT_LEAST = "3.5"
+"""3.2 lacks what `device.variants` calls; 3.5 and 3.6 were tried."""
 
 Combination = Callable[[], None]
 """Work on fixed memory, as often as it is called."""
@@ -64,3 +67,17 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
 
         return mix_launch(out, received, weight)
     return lambda: mix_into(out, received, weight)
+
+
+def is_too_old(triton: str) -> bool:
+    """True for a version of Triton before `TRITON_AT_LEAST`.
+
+    >>> is_too_old("3.2.0"), is_too_old("3.6.0+git1"), is_too_old("3.10.0")
+    (True, False, False)
+    """
+    return _numbers(triton) < _numbers(TRITON_AT_LEAST)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

@@ -18,8 +18,8 @@ from commrt.testing import nccl as stand_in
 from commrt.transport import clique, nccl
 from commrt.transport.protocol import CPU
 
-SHORT_S = 0.3
-PATIENT_S = 1.5
+SHORT_S = 0.2
+PATIENT_S = 0.7
 """As long as a mutant that hangs is waited for."""
 
 ISSUED = """        self._nccl.groupStart()
@@ -80,7 +80,7 @@ def mutated(module, old, new):
     return mutant
 
 
-def complaint(transport, monkeypatch, limit_s=3 * PATIENT_S):
+def complaint(transport, monkeypatch, patience_s=PATIENT_S):
     """The first check that fails, or hangs; or None."""
     made = []
 
@@ -90,12 +90,12 @@ def complaint(transport, monkeypatch, limit_s=3 * PATIENT_S):
             made.extend(pool.map(lambda rank: transport(store, rank, ranks, timeout_s, CPU, stand_in), range(ranks)))
         return made[-ranks:]
 
-    monkeypatch.setattr(conformance, "PATIENT_S", PATIENT_S)
+    monkeypatch.setattr(conformance, "PATIENT_S", patience_s)
     monkeypatch.setattr(conformance, "SHORT_S", SHORT_S)
     try:
         for check in conformance.CHECKS:
             try:
-                within(limit_s, partial(check, make))
+                within(3 * patience_s, partial(check, make))
             except Exception:  # whatever it is
                 return conformance.name(check)
     finally:
@@ -106,7 +106,7 @@ def complaint(transport, monkeypatch, limit_s=3 * PATIENT_S):
 
 
 def test_the_transport_itself_passes(monkeypatch):
-    assert complaint(mutated(nccl, "bind(self", "bind(self").NcclTransport, monkeypatch, limit_s=30.0) is None
+    assert complaint(mutated(nccl, "bind(self", "bind(self").NcclTransport, monkeypatch, patience_s=20.0) is None
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -309,3 +311,13 @@ def test_overlap_finds_what_a_look_at_all_pairs_finds(pieces):
 def test_the_torch_backend_serves_what_is_on_the_cpu():
     layout, wire = layout_of([3]), torch.zeros(layout_of([3]).numel)
     assert isinstance(dispatch.packing(wire, layout, values([3], torch.float32)), TorchPacking)
+
+
+def test_a_triton_that_is_too_old_is_named_with_what_to_do():
+    program = (
+        "import triton; triton.__version__ = '3.2.0'\n"
+        "try: import commrt.kernels.device\n"
+        "except ImportError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert "need Triton 3.5 or newer, and this is 3.2.0: upgrade torch" in said

