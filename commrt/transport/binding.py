@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from commrt.errors import UsageError
 from commrt.launch import nccl_variable
 
-__all__ = ["Binding", "Communicator", "load", "require_usable"]
+__all__ = ["Binding", "Communicator", "load", "named", "require_usable"]
 
 
 class Communicator(Protocol):
@@ -97,10 +97,10 @@ def require_usable(binding: Binding) -> None:
     runtime, built = binding.get_version(), binding.get_build_version()
     if runtime < built:
         raise UsageError(
-            f"NCCL {_named(runtime)} was loaded, and CuPy was built with {_named(built)}: upgrade nvidia-nccl"
+            f"NCCL {named(runtime)} was loaded, and CuPy was built with {named(built)}: upgrade nvidia-nccl"
         )
 
 
-def _named(version: int) -> str:
+def named(version: int) -> str:
     """``2.28.9`` for 22809."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
