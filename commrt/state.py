@@ -43,12 +43,20 @@ def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = fr
     """Overwrite `tensors` with the bytes that `flatten` made of others like them, where they differ.
 
     A graph that saved one of them then cannot run backward any more, as after any other write in place: autograd
-    says so. It does not notice that those whose ids are in `unread` are written to.
+    says so. It does not notice that those whose ids are in `unread` are written to. On a GPU the others are waited for,
+    once if nothing differs.
     """
-    for tensor, part in zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True):
-        if id(tensor) in unread:
-            tensor.data.copy_(_like(part, tensor))
-        elif not torch.equal(flatten([tensor]), part):
+    pairs = list(zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True))
+    for tensor, part in (pair for pair in pairs if id(pair[0]) in unread):
+        tensor.data.copy_(_like(part, tensor))
+    read = [pair for pair in pairs if id(pair[0]) not in unread]
+    if read and not torch.equal(flatten([tensor for tensor, _ in read]), torch.cat([part for _, part in read])):
+        _overwrite_where_different(read)
+
+
+def _overwrite_where_different(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, part in pairs:
+        if not torch.equal(flatten([tensor]), part):
             with torch.no_grad():
                 tensor.copy_(_like(part, tensor))
 
