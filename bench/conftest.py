@@ -3,7 +3,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,27 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--records FILE``: a line of JSON for each measurement, there also if the run is cut short."""
+    """A line of JSON for each measurement, and for each test; there also if the run is cut short."""
     parser.addoption("--records", type=Path)
+    parser.addoption("--outcomes", type=Path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note how a test ended."""
+    report = yield
+    path = item.config.getoption("--outcomes")
+    if path and (report.when == "call" or report.outcome != "passed"):
+        why = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longreprtext
+        outcome = {"test": item.name, "outcome": report.outcome, "why": why, "figures": dict(report.user_properties)}
+        append(path, outcome)
+    return report
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """One line more."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +51,5 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def keep(request: pytest.FixtureRequest) -> Keep:
     """Append a record to the file, if there is one."""
-
-    def append(record: dict[str, Any]) -> None:
-        if path := request.config.getoption("--records"):
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-
-    return append
+    path = request.config.getoption("--records")
+    return (lambda record: append(path, record)) if path else (lambda _: None)

@@ -12,18 +12,17 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from xml.etree import ElementTree as ET
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
@@ -31,6 +30,8 @@ LIMIT_S = 520.0
 """Under nine minutes."""
 
 
+NOTHING_SELECTED = 5
+"""What pytest returns then."""
 MEMCHECK = ("compute-sanitizer", "--error-exitcode", "9")
 
 
@@ -50,7 +51,9 @@ STAGES = (
     Stage("can ranks share this GPU", ["test_ranks.py", "-k", "mebibyte"], 90),
     Stage("what a copy and a launch cost", ["ceiling.py"], 60, is_pytest=False),
     Stage("kernels against their definitions", ["test_on_gpu.py"], 150),
-    Stage("ranks", ["test_ranks.py", "-k", "not mebibyte"], 300),
+    Stage("two ranks", ["test_ranks.py", "-k", "not mebibyte and not ranks4 and not ranks8"], 240),
+    Stage("four ranks", ["test_ranks.py", "-k", "ranks4"], 120),
+    Stage("eight ranks", ["test_ranks.py", "-k", "ranks8"], 180),
     Stage("a backward pass and packing", ["test_overlap.py", "--benchmark-only"], 90),
     Stage("memory", ["test_on_gpu.py", "-k", "not two_to_the_31"], 200, under=MEMCHECK),
     Stage("kernels against torch's", ["test_kernels.py", "--benchmark-only"], 300),
@@ -160,28 +163,47 @@ def run(stage: Stage, left_s: float) -> Outcome:
         return outcome
     begin_s, limit_s = monotonic(), min(stage.limit_s, left_s)
     with tempfile.TemporaryDirectory() as folder:
-        report, records = Path(folder, "report.xml"), Path(folder, "records.jsonl")
-        options = [f"--junitxml={report}", f"--records={records}", "-q", "-p", "no:cacheprovider"]
-        program = ["-m", "pytest", *options] if stage.is_pytest else []
-        arguments = [str(BENCH / argument) if argument.endswith(".py") else argument for argument in stage.arguments]
-        command = [*stage.under, sys.executable, *program, *arguments]
-        try:
-            done = subprocess.run(
-                command,
-                check=False,
-                capture_output=True,
-                text=True,
-                env=environment(checked=bool(stage.under)),
-                cwd=ROOT,
-                timeout=limit_s,
-            )
-            read(outcome, done, report, is_pytest=stage.is_pytest)
-        except subprocess.TimeoutExpired:
-            outcome.trouble = f"ended after {limit_s:.0f} s"
-        if records.exists():
-            outcome.figures += [json.loads(line) for line in records.read_text().splitlines()]
+        outcomes, records = Path(folder, "outcomes.jsonl"), Path(folder, "records.jsonl")
+        printed = output_of(outcome, command_of(stage, outcomes, records), limit_s, checked=bool(stage.under))
+        for line in lines_of(outcomes):
+            sort(outcome, line)
+        outcome.figures += lines_of(records)
+        if printed is not None and not stage.is_pytest:
+            outcome.figures.append(json.loads(printed))
     outcome.seconds = round(monotonic() - begin_s, 1)
     return outcome
+
+
+def command_of(stage: Stage, outcomes: Path, records: Path) -> list[str]:
+    """What runs `stage`."""
+    options = [f"--outcomes={outcomes}", f"--records={records}", "-q", "-p", "no:cacheprovider"]
+    program = ["-m", "pytest", *options] if stage.is_pytest else []
+    arguments = [str(BENCH / argument) if argument.endswith(".py") else argument for argument in stage.arguments]
+    return [*stage.under, sys.executable, *program, *arguments]
+
+
+def output_of(outcome: Outcome, command: list[str], limit_s: float, *, checked: bool) -> str | None:
+    """What the command printed if it ended well; else the trouble is in `outcome`."""
+    pipe, env = subprocess.PIPE, environment(checked=checked)
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+            outcome.trouble = f"ended after {limit_s:.0f} s"
+            return None
+    if process.returncode == NOTHING_SELECTED:
+        outcome.skipped.append({"test": outcome.stage, "why": "nothing of it can run here"})
+    elif process.returncode:
+        outcome.trouble = f"ended with {process.returncode}: {printed[-3000:]}"
+    return None if process.returncode else printed
+
+
+def lines_of(path: Path) -> list[Any]:
+    """A file of JSON lines, perhaps of none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def environment(*, checked: bool) -> dict[str, str]:
@@ -190,42 +212,15 @@ def environment(*, checked: bool) -> dict[str, str]:
     return {**os.environ, **ours, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if checked else {**os.environ, **ours}
 
 
-def read(outcome: Outcome, done: subprocess.CompletedProcess[str], report: Path, *, is_pytest: bool) -> None:
-    """Fill `outcome` from what was printed and written."""
-    if not is_pytest:
-        if done.returncode:
-            outcome.trouble = done.stderr[-2000:]
-        else:
-            outcome.figures.append(json.loads(done.stdout))
-        return
-    if not report.exists():
-        outcome.trouble = (done.stdout + done.stderr)[-2000:]
-        return
-    for case in ET.parse(report).iter("testcase"):  # noqa: S314  # pytest's, of a moment ago
-        sort(outcome, case)
-
-
-def sort(outcome: Outcome, case: ET.Element) -> None:
+def sort(outcome: Outcome, line: dict[str, Any]) -> None:
     """One test into `outcome`."""
-    name = str(case.get("name"))
-    bad, left_out = case.find("failure"), case.find("skipped")
-    bad = case.find("error") if bad is None else bad
-    if bad is not None:
-        outcome.failed.append({"test": name, "why": (bad.text or "")[-3000:]})
-    elif left_out is not None:
-        outcome.skipped.append({"test": name, "why": str(left_out.get("message"))})
-    else:
+    if line["outcome"] == "passed":
         outcome.passed += 1
-    outcome.figures += [{"test": name, key: value} for key, value in properties(case)]
-
-
-def properties(case: ET.Element) -> Iterator[tuple[str, Any]]:
-    """What a test has recorded."""
-    for item in case.iter("property"):
-        value = str(item.get("value"))
-        with suppress(ValueError):  # a sentence
-            value = json.loads(value)
-        yield str(item.get("name")), value
+    else:
+        kept = outcome.failed if line["outcome"] == "failed" else outcome.skipped
+        kept.append({"test": line["test"], "why": line["why"][-3000:]})
+    if line["figures"]:
+        outcome.figures.append({"test": line["test"], **line["figures"]})
 
 
 def summary(outcome: Outcome) -> str:

@@ -18,6 +18,7 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.testing.processes import Outcome, run_processes
 
 SIZES = [2, 4, 8] if HAS_GPU else [2]
+IDS = [f"ranks{size}" for size in SIZES]
 LIMIT_S = 120.0
 FIRST_LIMIT_S = 60.0
 F32, BF16 = torch.float32, torch.bfloat16
@@ -36,7 +37,7 @@ def test_two_ranks_exchange_a_mebibyte(record_property):
     record_property("seconds per exchange of 1 MiB", sorted(seconds))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_every_algorithm_gives_the_bits_of_the_cpu(size):
     cases = [(name, numel, dtype) for name in ALGORITHMS for numel in (1, 1009, 262_144) for dtype in (F32, BF16)]
     for answers in values(run_processes(size, gpu_ranks.reduce, cases, limit_s=LIMIT_S)):
@@ -45,13 +46,13 @@ def test_every_algorithm_gives_the_bits_of_the_cpu(size):
         assert different == []
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_mixing_with_changing_partners_gives_the_bits_of_the_cpu(size):
     rounds = size.bit_length() - 1
     assert values(run_processes(size, gpu_ranks.mix, 100_003, rounds, limit_s=LIMIT_S)) == [True] * size
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
 @pytest.mark.parametrize("algorithm", ["ring", "torus2d"])
 def test_training_ends_where_the_cpu_ends(algorithm, size, record_property):
     steps = 50 if HAS_GPU else 5
@@ -61,7 +62,7 @@ def test_training_ends_where_the_cpu_ends(algorithm, size, record_property):
         record_property(f"largest relative distance after {steps} steps", distance)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_graphs_end_where_calls_end_and_slices_where_the_cpu_does(size, record_property):
     steps = 20 if HAS_GPU else 3
     for run in values(run_processes(size, gpu_ranks.train_by_graphs, steps, limit_s=LIMIT_S)):
@@ -71,7 +72,7 @@ def test_graphs_end_where_calls_end_and_slices_where_the_cpu_does(size, record_p
         record_property("why not by graphs", run.why_not)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_survivors_of_a_killed_rank_end_by_the_deadline(size, record_property):
     timeout_s = 5.0
 
