@@ -79,8 +79,7 @@ def check_model(model: nn.Module, params: Sequence[Named]) -> None:
     if not params:
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
     for name, param in params:
-        if (dtype := gradient_dtype(param)) not in GRADIENTS:
-            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {_listed(GRADIENTS)} can be averaged")
+        _check_dtype(name, gradient_dtype(param), WIRES if param.is_cuda else GRADIENTS)
     _check_devices(chain(params, model.named_buffers()))
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
@@ -161,6 +160,11 @@ def _complaint(tensor: Tensor) -> str | None:
     if is_expanded(tensor):
         return "is expanded, several elements share one place in memory: use its .clone()"
     return None
+
+
+def _check_dtype(name: str, dtype: torch.dtype, offered: Sequence[torch.dtype]) -> None:
+    if dtype not in offered:
+        raise UsageError(f"{name} has gradients of dtype {dtype}: those of {_listed(offered)} can be averaged there")
 
 
 def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch.distributed import PrefixStore, Store
 
 from commrt.agreement import agree
 from commrt.errors import DisagreementError, TransportError, UsageError
-from commrt.launch import chosen_transport
+from commrt.launch import chosen_transport, launched
 from commrt.transport.gloo import GlooTransport
+from commrt.transport.media import Queueing
 from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
 from commrt.transport.shared import SharedTransport
 
-__all__ = ["connect_gpu", "connect_hosts", "gpu"]
+__all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank"]
 
 
 def connect_hosts(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
@@ -61,8 +63,16 @@ def connect_gpu(
     timeout_s: float,
     device: torch.device,
     on_failure: Callable[[TransportError], None],
-) -> Transport:
+) -> Queueing:
     """What carries tensors on `device`, a rank's only GPU: NCCL; `on_failure` learns what no caller was waiting for."""
     from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
 
     return NcclTransport(PrefixStore("nccl", store), rank, size, timeout_s, device, on_failure=on_failure)
+
+
+def local_rank() -> int:
+    """What a launcher says of it; 0 if none does, or what one left says nothing."""
+    with suppress(UsageError):
+        if (launch := launched()) is not None:
+            return launch.local_rank
+    return 0

@@ -57,7 +57,7 @@ class BoundProgram:
     def run(self, moment: Moment, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; raises `TransportError`, leaving the buffer half done."""
         if self.streams is not None:
-            self._run_on_two_streams(moment, self.streams)
+            self._run_on_two_streams(moment, self.streams, recorder)
         elif recorder is not None:
             self._run_recorded(moment, recorder)
         else:
@@ -75,15 +75,16 @@ class BoundProgram:
                     for combine in hop.combinations:
                         combine()
 
-    def _run_on_two_streams(self, moment: Moment, streams: Streams) -> None:
+    def _run_on_two_streams(self, moment: Moment, streams: Streams, recorder: Recorder | None) -> None:
         combined: dict[int, Mark] = {}
         for hop in self.hops:
             if hop.after in combined:
                 streams.follow(combined[hop.after])
-            hop.exchange(moment)
+            with within_range(recorder, "hop", **hop.facts):
+                hop.exchange(moment)
             if hop.combinations:
                 came = streams.mark()
-                with streams.aside():
+                with streams.aside(), within_range(recorder, "combine"):
                     streams.follow(came)
                     for combine in hop.combinations:
                         combine()

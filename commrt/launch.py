@@ -30,6 +30,7 @@ __all__ = [
     "read_launch",
     "read_timeout_s",
     "read_transport",
+    "require_deadlines",
     "wants_nvtx",
 ]
 
@@ -170,6 +171,13 @@ def read_transport(env: Mapping[str, str]) -> str | None:
 def is_timeout(seconds: float) -> bool:
     """True if a wait can last `seconds`."""
     return 0 < seconds <= LONGEST_TIMEOUT_S
+
+
+def require_deadlines(**limits: float | None) -> None:
+    """Raise `UsageError` for one of `limits`, by name in seconds, that is given and cannot be a deadline."""
+    for name, limit in limits.items():
+        if limit is not None and not is_timeout(limit):
+            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -79,10 +79,10 @@ class Nvtx:
         self._domain = nvtx.get_domain(DOMAIN)
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
-        """See `Recorder`; bytes are the range's payload."""
-        attributes = self._domain.get_event_attributes(
-            message=described(name, facts), category=name, payload=facts.get("nbytes", 0)
-        )
+        """See `Recorder`; the training step or the bytes are the range's payload: each new message would be kept."""
+        said = {key: value for key, value in facts.items() if key != "step"}
+        payload = facts.get("nbytes", facts.get("step", 0))
+        attributes = self._domain.get_event_attributes(message=described(name, said), category=name, payload=payload)
         self._domain.push_range(attributes)
 
     def end(self) -> None:

@@ -35,8 +35,12 @@ class Streams(Protocol):
     queues: bool
     """False if work is done when its call returns."""
 
+    def use(self) -> None:
+        """Make the device the thread's current one."""
+        ...
+
     def enter(self) -> None:
-        """Make the device the thread's current one, and a stream of its own the thread's current stream."""
+        """`use` it, and make a stream of its own the thread's current stream."""
         ...
 
     def current(self) -> int:
@@ -80,8 +84,11 @@ class HostStreams:
 
     queues = False
 
-    def enter(self) -> None:
+    def use(self) -> None:
         """There is one device."""
+
+    def enter(self) -> None:
+        """It has no streams."""
 
     def current(self) -> int:
         """NCCL's word for the default stream."""
@@ -112,9 +119,13 @@ class CudaStreams:
         self._device = device
         self._second: torch.cuda.Stream | None = None
 
+    def use(self) -> None:
+        """See `Streams.use`."""
+        torch.cuda.set_device(self._device)
+
     def enter(self) -> None:
         """See `Streams.enter`; each call makes streams."""
-        torch.cuda.set_device(self._device)
+        self.use()
         first, self._second = (self._stream() for _ in range(2))
         torch.cuda.set_stream(first)
 

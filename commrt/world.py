@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
 from commrt.comparison import Comparison
-from commrt.connection import connect_gpu, connect_hosts, gpu
+from commrt.connection import connect_gpu, connect_hosts, gpu, local_rank
 from commrt.diagnosis import diagnose, leave_report, linger
 from commrt.errors import CommrtError, DisagreementError, TransportClosed, TransportError, UsageError
 from commrt.executor import bind
@@ -29,8 +29,8 @@ from commrt.launch import (
     LOOPBACK,
     Launch,
     default_timeout_s,
-    is_timeout,
     launched,
+    require_deadlines,
     wants_nvtx,
 )
 from commrt.program import program
@@ -77,6 +77,7 @@ class World:
         """Who is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
         """Who is told what happens when."""
+        self._late_failure: TransportError | None = None
         self._closed = False
         self._inherited = False
         self._entered = 0
@@ -101,7 +102,19 @@ class World:
     @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
-        return self._closed or self.lane.failure is not None
+        return self._closed or self.lane.failure is not None or self._late_failure is not None
+
+    def wait(self) -> None:
+        """Wait until all that was exchanged has happened; raises what ended a transfer, on a GPU perhaps long ago.
+
+        Before a checkpoint: after a failure parameters on a GPU may have been stepped with gradients that never came.
+        """
+        self.lane.submit(self.transport.wait).result()
+
+    @property
+    def untold(self) -> TransportError | None:
+        """What ended a transfer on a GPU, while no call has raised it."""
+        return None if self._closed or self.lane.failure is not None else self._late_failure
 
     def require_all_ranks(self, what: str) -> None:
         """Raise `UsageError` inside ``join()``, where `what` could meet another rank's roll call."""
@@ -122,7 +135,7 @@ class World:
         self.require_all_ranks(f"agree ({topic})")
         self._agreements += 1
         try:
-            shelf = self._shelf(self._agreements)
+            shelf = f"agreement {self._agreements}"
             agree(self.store, self.rank, self.size, topic, claim, self.timeout_s, shelf)
         except DisagreementError:
             raise
@@ -130,12 +143,9 @@ class World:
             self.abort(error)
             raise
 
-    def _shelf(self, number: int) -> str:
-        return f"agreement {number}"
-
     def _end_next_question(self, reason: BaseException) -> None:
         """For the others: this rank will not come to it."""
-        tell_of_leaving(PrefixStore(self._shelf(self._agreements + 1), self.store), self.rank, reason)
+        tell_of_leaving(PrefixStore(f"agreement {self._agreements + 1}", self.store), self.rank, reason)
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -155,6 +165,7 @@ class World:
         if self.size == 1:
             return
         chosen = gpu(device)
+        self.transport.require_no_other(chosen)
         if not self.transport.reaches(chosen):
             self.agree("connect")
             self.lane.submit(lambda: self._connect(chosen)).result()
@@ -169,6 +180,7 @@ class World:
 
     def _on_late_failure(self, failure: TransportError) -> None:
         """Of what was queued on a GPU: nobody waits for it, but others may wait for this rank."""
+        self._late_failure = failure
         leave_report(self.store, self.rank, failure)
         self._end_next_question(failure)
 
@@ -312,7 +324,7 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
-    _require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+    require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
     if _current is not None and not _current.closed:
         if timeout_s is not None:
             _current.transport.timeout_s = timeout_s
@@ -332,29 +344,15 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     return _current
 
 
-def _require_deadlines(**limits: float | None) -> None:
-    for name, limit in limits.items():
-        if limit is not None and not is_timeout(limit):
-            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
-
-
 def _in_running_group(timeout_s: float) -> World:
-    rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _local_rank()
+    rank, size, local = dist.get_rank(), dist.get_world_size(), local_rank()
     if size == 1:
-        return World(Fabric(1).transport(0), HashStore(), local_rank, "torch.distributed")
+        return World(Fabric(1).transport(0), HashStore(), local, "torch.distributed")
     _require_not_taken(dist.group.WORLD)
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
     transport = connect_hosts(store, rank, size, timeout_s)
-    return World(transport, store, local_rank, "torch.distributed", holds_store=rank == 0)
-
-
-def _local_rank() -> int:
-    """What a launcher says of it; 0 if none does, or what one left says nothing."""
-    with suppress(UsageError):
-        if (launch := launched()) is not None:
-            return launch.local_rank
-    return 0
+    return World(transport, store, local, "torch.distributed", holds_store=rank == 0)
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
@@ -379,6 +377,8 @@ def _require_not_taken(place: object) -> None:
 def _leave() -> None:
     """The process ends, perhaps in the middle of a transfer: do not wait for its deadline."""
     if _current is not None:
+        if failure := _current.untold:
+            warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)
         _current.abort(TransportClosed("the process ended without closing its world"))
         _current.close()
 

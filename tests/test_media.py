@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from commrt.errors import TransportClosed, UsageError
+from commrt import world as world_module
+from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
 from commrt.lane import Lane
 from commrt.streams import DONE
 from commrt.testing import conformance
@@ -46,6 +47,9 @@ class Elsewhere:
     def bind(self, group):
         self.bound.append(group)
         return lambda moment: None
+
+    def wait(self):
+        self.ends.append("wait")
 
     def close(self):
         self.ends.append("close")
@@ -154,3 +158,40 @@ def test_nobody_waits_for_what_a_failed_task_queued():
         answer.result()
     lane.close()
     assert streams.story == ["mark", "behind 1"]
+
+
+def test_a_second_gpu_of_a_rank_is_refused(both):
+    one, _ = both
+    one.require_no_other(META)
+    with pytest.raises(UsageError, match="exchanges on meta already, and has one GPU"):
+        one.require_no_other(torch.device("cuda", 1))
+
+
+LATE = DeadlineExceeded("no transfer with ranks [1] within 5 s")
+
+
+def test_waiting_for_a_world_waits_for_what_its_gpu_has_queued(both):
+    one, elsewhere = both
+    with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
+        world.transport.add(META, elsewhere)
+        world.wait()
+        assert elsewhere.ends == ["wait"]
+
+
+def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it():
+    store = HashStore()
+    world = World(over_threads(store, 1, 5.0)[0], store)
+    world._on_late_failure(LATE)
+    assert world.closed
+    assert world.untold is LATE
+    assert b"no transfer with ranks [1]" in store.get("report/0")
+    world.close()
+    assert world.untold is None
+
+
+def test_a_process_that_ends_without_being_told_of_a_failure_warns(monkeypatch):
+    world = World(over_threads(HashStore(), 1, 5.0)[0], HashStore())
+    world._on_late_failure(LATE)
+    monkeypatch.setattr(world_module, "_current", world)
+    with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
+        world_module._leave()

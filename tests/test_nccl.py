@@ -8,6 +8,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -79,8 +80,10 @@ class Queue:
     def __init__(self):
         self.reached = threading.Event()
 
-    def enter(self):
+    def use(self):
         pass
+
+    enter = use
 
     def current(self):
         return 7
@@ -140,8 +143,9 @@ def queued(monkeypatch):
     monkeypatch.setattr(transport_module, "streams_of", lambda device: queue)
     monkeypatch.setattr(clique, "_claims", lambda *_: [clique._Claim(22809, None)] * 2)
     binding = Silent(queue)
-    transport = NcclTransport(HashStore(), 0, 2, PATIENT_S, CPU, binding)
-    yield SimpleNamespace(transport=transport, binding=binding, queue=queue)
+    store = HashStore()
+    transport = NcclTransport(store, 0, 2, PATIENT_S, CPU, binding)
+    yield SimpleNamespace(transport=transport, binding=binding, queue=queue, store=store)
     transport.abort()
 
 
@@ -179,7 +183,7 @@ def test_what_is_late_on_the_gpu_is_the_next_exchanges_error_and_names_the_late_
     with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s") as failure:
         exchange(Moment(4, 0))
     assert (failure.value.place.step, failure.value.place.bucket, failure.value.place.hop) == (3, 1, 4)
-    assert "abort" in queued.binding.calls
+    assert queued.queue.reached.wait(PATIENT_S)  # by the abort
     queued.transport.close()
 
 
@@ -205,17 +209,86 @@ def test_what_nccl_reports_later_ends_the_transport(queued, trouble):
     swap(queued.transport)(NOW)
     queued.binding.trouble = trouble
     after_failure(queued.transport)
-    with pytest.raises(TransportError, match="NCCL lost a transfer"):
+    with pytest.raises(TransportError, match="the GPU or NCCL failed"):
         swap(queued.transport)
 
 
-def test_a_peer_that_left_is_noticed_on_the_store_while_an_exchange_waits(queued):
+@pytest.mark.parametrize("left", ["null", "{}", '{"0": 0}'], ids=["gave up", "met nobody", "met others"])
+def test_a_peer_that_left_without_its_part_is_noticed_on_the_store(queued, left):
     swap(queued.transport)(NOW)
-    queued.transport._store.set("left/1", "")
+    queued.store.set("left/1", left)
     after_failure(queued.transport)
     with pytest.raises(PeerLost) as failure:
         swap(queued.transport)
     assert failure.value.place.peer == 1
+
+
+def test_a_peer_that_left_after_its_part_costs_nothing(queued):
+    swap(queued.transport)(NOW)
+    queued.store.set("left/1", '{"0": 1}')
+    assert not threading.Event().wait(0.5)
+    queued.queue.reached.set()
+    queued.transport.close()
+
+
+def test_a_store_that_does_not_answer_holds_no_deadline_up(queued, monkeypatch):
+    answering = threading.Event()
+    monkeypatch.setattr(queued.transport._departures, "_read", lambda peers: answering.wait(PATIENT_S))
+    queued.transport.timeout_s = 0.3
+    swap(queued.transport)(NOW)
+    begin_s = monotonic()
+    after_failure(queued.transport)
+    assert isinstance(queued.transport._failure, DeadlineExceeded)
+    assert monotonic() - begin_s < 5
+    answering.set()
+
+
+def failing():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_gpu_that_failed_is_the_next_exchanges_error(queued, monkeypatch):
+    monkeypatch.setattr(queued.queue, "mark", lambda: SimpleNamespace(query=failing, synchronize=failing))
+    swap(queued.transport)(NOW)
+    after_failure(queued.transport)
+    with pytest.raises(TransportError, match="illegal memory access"):
+        swap(queued.transport)
+
+
+def test_closing_on_a_gpu_that_failed_says_so_and_frees_the_communicator(queued, monkeypatch):
+    queued.transport._watchdog.stop()
+    monkeypatch.setattr(queued.queue, "mark", lambda: SimpleNamespace(query=failing, synchronize=failing))
+    swap(queued.transport)(NOW)
+    with pytest.raises(TransportError, match="illegal memory access"):
+        queued.transport.close()
+    assert queued.binding.calls[-1] == "abort"
+
+
+def test_an_abort_waits_while_calls_are_being_issued(queued):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def send(*arguments):
+        inside.set()
+        go_on.wait(PATIENT_S)
+
+    queued.binding.send = send
+    exchange = swap(queued.transport)
+    with ThreadPoolExecutor(2) as pool:
+        issuing = pool.submit(exchange, NOW)
+        inside.wait(PATIENT_S)
+        aborting = pool.submit(queued.transport.abort)
+        assert "abort" not in queued.binding.calls
+        go_on.set()
+        issuing.exception(PATIENT_S)
+        aborting.result(PATIENT_S)
+    assert queued.binding.calls.index("end") < queued.binding.calls.index("abort")
+
+
+def test_a_rank_0_without_an_id_is_named_by_the_others_at_once():
+    first, second = two(HashStore(), 2, rank0=but(get_unique_id=lambda: tuple(range(128))))
+    assert isinstance(first, UsageError)
+    assert isinstance(second, PeerLost)
+    assert "rank 0 could not make a communicator" in str(second)
 
 
 def test_a_transport_that_is_dropped_aborts_its_communicator(queued):

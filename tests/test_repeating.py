@@ -69,8 +69,10 @@ tape = Tape()
 class Streams:
     """Those of a device that can remember."""
 
-    def enter(self):
+    def use(self):
         pass
+
+    enter = use
 
     def current(self):
         return 0

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import Store
 
 from commrt.asking import within
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
 from commrt.launch import nccl_variable
 from commrt.streams import Streams
 from commrt.transport.binding import Binding, Communicator
@@ -25,6 +25,9 @@ __all__ = ["join"]
 
 SHARES_GPUS = 23003
 """The first NCCL that lets ranks share a GPU, where NCCL_MULTI_RANK_GPU_ENABLE=1."""
+
+NONE = "none"
+"""In place of an id."""
 
 
 class _Claim(NamedTuple):
@@ -44,13 +47,10 @@ def join(
     claims = _claims(store, rank, ranks, timeout_s, _Claim(binding.get_version(), _gpu(device)))
     _require_one_version(claims)
     _require_a_gpu_each(claims)
-    if rank == 0:
-        store.set("id", _unique_id(binding).hex())
-    store.wait(["id"], timedelta(seconds=timeout_s))
-    number = bytes.fromhex(store.get("id").decode())
+    number = _number(store, rank, timeout_s, binding)
 
     def construct() -> Communicator:
-        streams.enter()
+        streams.use()
         return binding.NcclCommunicator(ranks, number, rank)
 
     try:
@@ -60,6 +60,26 @@ def join(
         raise DeadlineExceeded(what, Place(rank)) from error
     except RuntimeError as error:
         raise TransportError(f"NCCL made no communicator ({error}): run with NCCL_DEBUG=WARN", Place(rank)) from error
+
+
+def _number(store: Store, rank: int, timeout_s: float, binding: Binding) -> bytes:
+    """What rank 0 makes, and tells the others."""
+    if rank == 0:
+        try:
+            store.set("id", _unique_id(binding).hex())
+        except BaseException:
+            store.set("id", NONE)
+            raise
+    try:
+        store.wait(["id"], timedelta(seconds=timeout_s))
+        said = store.get("id").decode()
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"no word from rank 0 within {timeout_s:g} s: look at its output", Place(rank, 0)
+        ) from error
+    if said == NONE:
+        raise PeerLost("rank 0 could not make a communicator: look at its output", Place(rank, 0))
+    return bytes.fromhex(said)
 
 
 def _unique_id(binding: Binding) -> bytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,15 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.transport.protocol import CPU, Exchange, Group, Transport
 
-__all__ = ["Media"]
+__all__ = ["Media", "Queueing"]
+
+
+class Queueing(Transport, Protocol):
+    """A transport whose exchanges return before they have happened."""
+
+    def wait(self) -> None:
+        """Wait until all of them have; raises what ended one and nobody was told of."""
+        ...
 
 
 class Media:
@@ -19,12 +28,23 @@ class Media:
 
     def __init__(self, host: Transport) -> None:
         self._host = host
-        self._gpus: dict[torch.device, Transport] = {}
+        self._gpus: dict[torch.device, Queueing] = {}
         self.rank, self.ranks = host.rank, host.ranks
 
-    def add(self, device: torch.device, transport: Transport) -> None:
+    def add(self, device: torch.device, transport: Queueing) -> None:
         """Let `transport` carry what lies on `device`."""
         self._gpus[device] = transport
+
+    def require_no_other(self, device: torch.device) -> None:
+        """Raise `UsageError` if another GPU than `device` has a transport."""
+        for other in self._gpus:
+            if other != device:
+                raise UsageError(f"this rank exchanges on {other} already, and has one GPU: move the model to it")
+
+    def wait(self) -> None:
+        """Wait for what GPUs have queued; raises what ended it."""
+        for transport in self._gpus.values():
+            transport.wait()
 
     def reaches(self, device: torch.device) -> bool:
         """True if what lies on `device` need not be refused."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.asking import ANSWER_S, ask, within
+from commrt.asking import within
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.streams import DONE, Mark, streams_of
 from commrt.transport.binding import Binding, load
 from commrt.transport.clique import join
+from commrt.transport.departures import Departures
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel, split_self, zeros
 from commrt.transport.watchdog import Watchdog
 
@@ -36,8 +38,10 @@ __all__ = ["NcclTransport"]
 
 LOOK_S = 0.1
 """How old an exchange is before the store is asked who has left."""
-DESTROY_S = 10.0
-"""How long ``close`` waits for the other ranks of this host to close too."""
+FREE_S = 10.0
+"""How long freeing the communicator may take: other ranks of this host must come, and what is queued must end."""
+BUSY_S = 0.2
+"""How long the communicator may be in use before it is aborted all the same: a first exchange may wait inside."""
 
 
 class _Call(NamedTuple):
@@ -57,11 +61,14 @@ class _Flight:
     moment: Moment
     begin_s: float
     timeout_s: float
+    numbers: dict[int, int]
+    """Which of the exchanges with each peer this is."""
     end: Mark | None = None
     """On the stream; None while calls are being issued."""
 
     @property
     def is_over(self) -> bool:
+        """Raises `RuntimeError` if the GPU has failed."""
         return self.end is not None and self.end.query()
 
 
@@ -92,16 +99,20 @@ class NcclTransport:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         self._nccl = load() if binding is None else binding
         self._streams = streams_of(self.device)
-        self._store = store
+        self._departures = Departures(store, rank)
         self._on_failure = on_failure
         self._flights: deque[_Flight] = deque()
+        self._exchanges = dict.fromkeys(range(ranks), 0)
+        """With each peer, begun so far."""
+        self._in_use = threading.Lock()
+        """Held while the communicator is called: freed meanwhile, it would be used after."""
         self._failure: TransportError | None = None
         self._closed = False
         self._told = False
         self._capturing = False
         self._communicator = join(store, rank, ranks, timeout_s, self.device, self._streams, self._nccl)
         self._abandon = weakref.finalize(self, self._communicator.abort)  # CuPy's own way to free it waits for others
-        self._watchdog = Watchdog(self._look)
+        self._watchdog = Watchdog(self._look, self._streams.use)
         _OPEN.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -135,14 +146,21 @@ class NcclTransport:
             self._watched(lambda: self._issue(calls), group, moment)
 
     def _watched(self, queue: Callable[[], None], group: Group, moment: Moment) -> None:
-        flight = _Flight(group, moment, monotonic(), self.timeout_s)
+        flight = _Flight(group, moment, monotonic(), self.timeout_s, self._numbered(group))
         self._flights.append(flight)
         try:
-            queue()
+            with self._in_use:
+                queue()
+            flight.end = self._streams.mark()
         except (RuntimeError, KeyError) as error:  # CuPy has no word for NCCL's statuses above 6
-            flight.end = DONE
             raise self._explained(error, flight) from error
-        flight.end = self._streams.mark()
+        finally:
+            flight.end = flight.end or DONE
+
+    def _numbered(self, group: Group) -> dict[int, int]:
+        for peer in (peers := _peers(group)):
+            self._exchanges[peer] += 1
+        return {peer: self._exchanges[peer] for peer in peers}
 
     def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
         """See `Transport.capture`: one CUDA graph, whose end is watched as that of one exchange with all peers."""
@@ -203,20 +221,30 @@ class NcclTransport:
 
     def _look(self) -> None:
         """By the watchdog: end what takes too long."""
-        while self._flights and self._flights[0].is_over:
-            self._flights.popleft()
-        if not self._closed and self._failure is None and (complaint := self._complaint()):
-            self._fail(complaint)
-            if self._on_failure is not None:
-                self._on_failure(complaint)
+        if self._closed or self._failure is not None:
+            return
+        try:
+            while self._flights and self._flights[0].is_over:
+                self._flights.popleft()
+            complaint = self._complaint()
+        except (RuntimeError, KeyError) as error:
+            complaint = TransportError(
+                f"the GPU or NCCL failed ({error}): look at the output of all ranks", self._oldest()
+            )
+        if complaint is not None and self._fail(complaint) and self._on_failure is not None:
+            self._on_failure(complaint)
+
+    def _oldest(self) -> Place:
+        return self._place(self._flights[0]) if self._flights else Place(self.rank)
 
     def _complaint(self) -> TransportError | None:
+        """What is wrong; raises what NCCL says."""
+        if self._in_use.acquire(blocking=False):  # or it is being used, and says so itself
+            try:
+                self._communicator.check_async_error()
+            finally:
+                self._in_use.release()
         flight = self._flights[0] if self._flights else None
-        try:
-            self._communicator.check_async_error()
-        except (RuntimeError, KeyError) as error:
-            place = Place(self.rank) if flight is None else self._place(flight)
-            return TransportError(f"NCCL lost a transfer ({error}): look at the peers' own output", place)
         if flight is None:
             return None
         age_s = monotonic() - flight.begin_s
@@ -232,59 +260,63 @@ class NcclTransport:
         return DeadlineExceeded(what, self._place(flight))
 
     def _left(self, flight: _Flight) -> PeerLost | None:
-        """If a peer of `flight` has given up, which NCCL does not tell."""
-        with suppress(RuntimeError):  # the store is gone: the deadline decides
-            for peer in _peers(flight.group):
-                if self._store.check([f"left/{peer}"]):
-                    place = Place(self.rank, peer, *flight.moment, flight.group.hop)
-                    return PeerLost("the peer left before this transfer: look at its own error", place)
+        """If a peer left without its part in `flight`, which NCCL does not tell."""
+        for peer, counts in self._departures.known(flight.numbers).items():
+            if counts is None or counts.get(self.rank, 0) < flight.numbers[peer]:
+                place = Place(self.rank, peer, *flight.moment, flight.group.hop)
+                return PeerLost("the peer left before this transfer: look at its own error", place)
         return None
 
-    def _fail(self, error: TransportError) -> None:
-        if self._failure is None and not self._closed:
-            self._failure = error
-            self._abort()
+    def _fail(self, error: TransportError) -> bool:
+        """Give up because of `error`; False if it was given up before."""
+        if self._failure is not None or self._closed:
+            return False
+        self._failure = error
+        self._give_up()
+        return True
 
-    def _abort(self) -> None:
+    def _give_up(self) -> None:
         if self._is_mine():
-            self._communicator.abort()
-            self._tell()
+            self._departures.tell(None)
+            idle = self._in_use.acquire(timeout=BUSY_S)
+            with suppress(TimeoutError):
+                within(FREE_S, self._communicator.abort)
+            if idle:
+                self._in_use.release()
+
+    def wait(self) -> None:
+        """Wait until all that was queued has happened; raises what ended an exchange and nobody was told of."""
+        try:
+            for flight in tuple(self._flights):
+                if flight.end is not None:
+                    flight.end.synchronize()
+        except RuntimeError as error:
+            self._fail(TransportError(f"the GPU failed ({error}): look at the output of all ranks", self._oldest()))
+        if self._failure is not None and not self._told:
+            raise self._told_failure(self._failure)
 
     def close(self) -> None:
-        """Wait until what was queued is done, then free the communicator.
-
-        Raises what ended an exchange that had returned already, unless a later exchange did.
-        """
+        """`wait`, then free the communicator in any case."""
         if self._closed:
             return
-        for flight in tuple(self._flights):
-            if flight.end is not None:
-                flight.end.synchronize()
-        self._closed = True
-        if self._is_mine():
-            self._tell()  # who waits for this rank would not come to free its own
-            self._destroy()
-        if self._failure is not None and not self._told:
-            raise self._failure
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            if self._is_mine():
+                self._departures.tell(self._exchanges)  # who waits for this rank would not come to free its own
+                with suppress(TimeoutError):  # a rank of this host does not come: a thread is left to wait for it
+                    within(FREE_S, self._communicator.destroy)
 
     def abort(self) -> None:
         """End what is queued, from any thread, and free the communicator."""
         self._closed = True
-        self._abort()
+        self._give_up()
 
     def _is_mine(self) -> bool:
         """True for the first who asks: the communicator is freed once."""
         self._watchdog.stop()
         return self._abandon.detach() is not None
-
-    def _tell(self) -> None:
-        """The peers, who look there."""
-        with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-            ask(lambda: self._store.set(f"left/{self.rank}", ""), ANSWER_S)
-
-    def _destroy(self) -> None:
-        with suppress(TimeoutError):  # a rank of this host does not come: the thread is left to wait for it
-            within(DESTROY_S, self._communicator.destroy)
 
     def leave_to_parent(self) -> None:
         """In a forked child: the communicator is the parent's."""

@@ -14,14 +14,15 @@ POLL_S = 0.05
 
 
 class Watchdog:
-    """Calls the method `look` every `POLL_S` seconds until `stop`, or until its object is gone."""
+    """Calls the method `look` every `POLL_S` seconds until `stop`, or until its object is gone; first `begin`, once."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = WeakMethod(look)
+    def __init__(self, look: Callable[[], None], begin: Callable[[], None]) -> None:
+        self._look, self._begin = WeakMethod(look), begin
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="commrt-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
+        self._begin()
         while not self._stopped.wait(POLL_S):
             look = self._look()
             if look is None:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks leave on the store when they go, for those who still wait for them.
+
+Who closes had done its part in all exchanges that it counts; who gives up says no number, and did not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+from torch.distributed import Store
+
+from commrt.answer import Answer
+from commrt.asking import ANSWER_S, ask, begun
+from commrt.errors import TransportError
+
+__all__ = ["Departures"]
+
+Counts = dict[int, int] | None
+"""Exchanges with each peer; None for a rank that gave up."""
+
+
+class Departures:
+    """Of one clique. Questions are asked on the side: a store that does not answer holds up nobody."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = _of_our_own(store), rank
+        self._known: dict[int, Counts] = {}
+        self._question: Answer[dict[int, Counts]] | None = None
+
+    def tell(self, counts: Mapping[int, int] | None) -> None:
+        """This rank goes, after so many exchanges with each peer; None if it gives up. Waits `ANSWER_S` at most."""
+        said = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
+        with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
+            ask(lambda: self._store.set(f"left/{self._rank}", said), ANSWER_S)
+
+    def known(self, peers: Collection[int]) -> dict[int, Counts]:
+        """Which of `peers` have left, as far as the store has said; never waits, and asks again."""
+        if self._question is None:
+            self._question = begun(lambda: self._read(peers))
+        elif self._question.given:
+            with suppress(RuntimeError):
+                self._known |= self._question.result()
+            self._question = None
+        return {peer: self._known[peer] for peer in peers if peer in self._known}
+
+    def _read(self, peers: Collection[int]) -> dict[int, Counts]:
+        keys = {peer: f"left/{peer}" for peer in peers}
+        return {peer: _counts(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
+
+
+def _counts(said: bytes) -> Counts:
+    counts = json.loads(said)
+    return None if counts is None else {int(peer): count for peer, count in counts.items()}
+
+
+def _of_our_own(store: Store) -> Store:
+    """A connection that nobody else waits on, where torch can make one."""
+    with suppress(AttributeError, RuntimeError):
+        ours: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
+        return ours
+    return store
