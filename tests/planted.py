@@ -24,7 +24,7 @@ BUGS = {
     "unpack: accumulation forgotten in the tail": ("unpack", "            tail += tl.load(target + left, mask=there, other=0.0).to(tl.float32)\n", "            pass\n"),
     "unpack: absent tensor written": ("unpack", "tl.where(address != 0, count, 0)", "count"),
     "unpack: scale forgotten": ("unpack", "        values *= tl.load(scale)\n", "        pass\n"),
-    "unpack: stamp not looked at": ("unpack", "    dispute(disputed, wire, stamp)\n", ""),
+    "unpack: stamp not looked at": ("unpack", "    dispute(disputed, wire, tl.load(stamp) if HELD else stamp)\n", ""),
     "unpack: sums twice": ("unpack", "total = square_sums(values, VECTOR, WARPS)", "total = 2 * square_sums(values, VECTOR, WARPS)"),
     "mix: absent tensor mixed": ("mix", "tl.where(address != 0, count, 0)", "count"),
     "mix: sent and received swapped": ("mix", "(came - went)", "(went - came)"),
