@@ -27,7 +27,10 @@ class Findings:
     nonfinite: Tensor
     """int32 [1], set to 1 by `Packing.pack` if a scaled value is not finite; nobody sets it back."""
     sums: Tensor
-    """fp32, partial sums of squares of what was packed or unpacked; overwritten each time."""
+    """fp32, partial sums of squares of what was packed or unpacked; overwritten each time.
+
+    0 for tensors that are absent or empty, NaN for others if the scale is not finite, whatever their values.
+    """
     count: int = 0
     """How many of them were written last."""
 
