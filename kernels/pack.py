@@ -39,8 +39,10 @@ def pack(
 def square_sums(tensors: Sequence[Tensor | None], scale: float, sums: Tensor) -> None:
     """The sum of squares of each of `tensors`, multiplied by `scale` before, to its place in `sums`, 0 for None."""
     for i, tensor in enumerate(tensors):
-        there = tensor is not None and tensor.numel() > 0
-        sums[i] = tensor.to(sums.dtype).square().sum() + 0.0 * scale if there else 0.0
+        if tensor is None or tensor.numel() == 0:
+            sums[i] = 0.0
+        else:
+            sums[i] = tensor.to(sums.dtype).square().sum() + 0.0 * scale  # NaN where that is not finite
 
 
 def _wide(source: Tensor, target: Tensor) -> Tensor:

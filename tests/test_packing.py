@@ -78,6 +78,32 @@ def test_a_stamp_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
     assert packing.disputed
 
 
+def test_what_was_disputed_once_stays_so(backend):
+    tensors = values([5], torch.float32)
+    _, _, packing = wired(tensors, torch.float16)
+    packing.pack(tensors, 1.0, 1)
+    packing.unpack(tensors, 2)
+    packing.unpack(tensors, 1)
+    assert packing.disputed
+
+
+@pytest.mark.parametrize("given", [1, 2, 4])
+def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_moves(backend, given):
+    tensors = values([5, 6, 7], torch.float32)
+    layout, wire, packing = wired(tensors, torch.float32)
+    received = torch.zeros(layout.numel)
+    some = values([5, 6, 7, 8], torch.float32)[:given]
+    for call in (
+        lambda: packing.pack(some, 1.0, 1),
+        lambda: packing.unpack(some, 0),
+        lambda: packing.mix(some, received, None, 0.5),
+    ):
+        with pytest.raises(ValueError, match=rf"{given} tensors for a wire of 3"):
+            call()
+    assert not wire.any()
+    assert all(map(torch.equal, some, values([5, 6, 7, 8], torch.float32)))
+
+
 def test_torch_writes_nothing_where_the_stamp_is_disputed():
     tensors = values([5], torch.float32)
     _, _, packing = wired(tensors, torch.float16)
