@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check bench gpu gpu-check gpu-tune clean
+.PHONY: venv demo test check inspect bench gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -24,6 +24,10 @@ check: venv
 
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal
+
+inspect: export PYTHONPATH = $(CURDIR)
+inspect: venv  # compiles every kernel that is offered: a quarter of an hour on two cores
+	$(BIN)/python bench/inspect_kernels.py --golden bench/kernels.golden.json
 
 bench: venv
 	$(BIN)/pytest bench --benchmark-only

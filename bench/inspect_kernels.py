@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler made of each kernel: widths, registers, spills, barriers, instructions. Needs no GPU.
 
-``python bench/inspect_kernels.py`` prints a table, ``--json`` a list, ``--golden FILE`` compares with a file and ends
-with 1 if anything has changed, ``--write FILE`` writes that file.
+``python bench/inspect_kernels.py`` prints a table, ``--json`` a list, ``--golden FILE`` compares what it looked at with
+a file and ends with 1 if anything differs, ``--write FILE`` writes that file. All of it takes a quarter of an hour;
+``--every N`` looks at every Nth kernel, on one architecture after the other.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
+from struct import iter_unpack, unpack_from
 
 import torch
 import triton
 
 from commrt.kernels.device import variants
+from commrt.kernels.device.packing import ALIGNMENTS
 from commrt.kernels.device.sizes import Sizes, sizes_for
 from commrt.kernels.device.variants import Variant, compiled
 
 ARCHS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SHORT = {F32: "fp32", BF16: "bf16", F16: "fp16"}
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+RECEIVED = range(1, 8)
+"""How many buffers are added at once."""
+NOP = 0x918
+"""An instruction takes 16 bytes, of which the lowest 12 bits say what it does."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
 
@@ -65,40 +71,52 @@ class Finding:
     barriers: int
     instructions_per_element: float
     """That a thread adds for each further element, from half to twice the tile: without what is done once per tile."""
+    instructions_per_element_in_all: float
+    """`instructions` over the elements of a thread: with what is done once per tile, and with the tail."""
     instructions: int
     """Of the whole kernel."""
 
 
 def cases() -> Iterator[Case]:
     """Every kernel in every combination that is offered."""
-    pairs = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
-    for align, (dtype, wire) in product((16, 8, 4), pairs):
-        label = f"{SHORT[dtype]} {SHORT[wire]} align {align}"
-        make_pack, make_unpack = (partial(make, dtype, wire, align) for make in (variants.pack, variants.unpack))
-        yield Case(f"pack {label}", make_pack, align=align)
-        yield Case(f"pack {label} sums", partial(make_pack, sums=True), align=align)
-        yield Case(f"pack {label} nonfinite sums", partial(make_pack, nonfinite=True, sums=True), align=align)
-        yield Case(f"unpack {label}", make_unpack, align=align)
-        yield Case(f"unpack {label} scaled", partial(make_unpack, scaled=True), align=align)
-        yield Case(f"unpack {label} sums", partial(make_unpack, sums=True), align=align)
-        yield Case(f"unpack {label} accumulate", partial(make_unpack, accumulate=True), 2, align)
-        yield Case(f"mix {label}", partial(variants.mix, dtype, wire, align, sent=False), 2, align)
-        yield Case(f"mix {label} sent", partial(variants.mix, dtype, wire, align, sent=True), 3, align)
-    for dtype, count in product((F32, BF16, F16), (1, 2, 3, 7)):
+    yield Case("norm", lambda sizes: variants.norm(sizes.tile))
+    for dtype, wire, align in product(SHORT, SHORT, ALIGNMENTS):
+        if align >= dtype.itemsize:
+            yield from on_tables(dtype, wire, align)
+    for dtype, count in product(SHORT, RECEIVED):
         yield Case(f"reduce {SHORT[dtype]} of {count}", partial(variants.reduce, dtype, count), 1 + count)
+
+
+def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Case]:
+    """The kernels that reach many tensors of `dtype` aligned to `align` bytes, and a wire."""
+
+    def case(kernel: str, inputs: int, *options: str, **more: bool) -> Case:
+        name = " ".join([kernel, SHORT[dtype], SHORT[wire], f"align {align}", *options])
+        make = partial(getattr(variants, kernel), dtype, wire, align, **dict.fromkeys(options, True), **more)
+        return Case(name, make, inputs, align)
+
+    for options in ((), ("held",), ("sums",), ("nonfinite", "sums")):
+        yield case("pack", 1, *options)
+    yield case("unpack", 1, "held")
+    for chosen in product((False, True), repeat=3):
+        options = tuple(compress(("scaled", "accumulate", "sums"), chosen))
+        yield case("unpack", 1 + ("accumulate" in options), *options)
+    yield case("mix", 2, sent=False)
+    yield case("mix", 3, "sent")
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--aligned", action="store_true", help="only tensors aligned to 16 bytes")
     parser.add_argument("--arch", type=int, choices=ARCHS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth kernel and architecture")
     parser.add_argument("--golden", type=Path)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
-    aligned = options.aligned or options.golden is not None  # what the file holds
-    findings = inspect_all(options.arch or list(ARCHS), aligned=aligned)
+    if options.write and (options.arch or options.every > 1):
+        parser.error("the file holds all kernels: --write goes with neither --arch nor --every")
+    findings = inspect_all(chosen(options.every, options.arch or list(ARCHS)))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     elif not options.golden:
@@ -107,6 +125,11 @@ def main() -> int:
     if options.write:
         options.write.write_text(as_golden(findings))
     return 0 if options.golden is None else compare(options.golden, findings)
+
+
+def chosen(every: int, archs: Sequence[int]) -> list[tuple[int, int]]:
+    """(number of a case, architecture): of all, in turn, those of `archs`."""
+    return [(number, arch) for number, arch in [*product(range(len([*cases()])), ARCHS)][::every] if arch in archs]
 
 
 def as_golden(findings: list[Finding]) -> str:
@@ -122,28 +145,30 @@ def compare(golden: Path, findings: list[Finding]) -> int:
         print(f"{golden} was made with Triton {expected['triton']}, and this is {triton.__version__}", file=sys.stderr)
         return 1
     before = {(row["kernel"], row["arch"]): row for row in expected["findings"]}
+    offered = {(case.name, arch) for case in cases() for arch in ARCHS.values()}
     now = {(finding.kernel, finding.arch): asdict(finding) for finding in findings}
-    looked_at = {arch for _, arch in now}
-    different = [key for key in {**before, **now} if key[1] in looked_at and before.get(key) != now.get(key)]
+    different = [key for key, found in now.items() if before.get(key) != found]
     for key in different:
-        print(f"{key}\n  was {before.get(key)}\n  is  {now.get(key)}", file=sys.stderr)
-    return int(bool(different))
+        print(f"{key}\n  was {before.get(key)}\n  is  {now[key]}", file=sys.stderr)
+    for key in offered ^ before.keys():
+        print(f"{key} is {'missing from' if key in offered else 'only in'} {golden}", file=sys.stderr)
+    return int(bool(different) or offered != before.keys())
 
 
-def inspect_all(archs: list[int], *, aligned: bool) -> list[Finding]:
-    """Every kernel on each of `archs`, as many at once as there are cores."""
-    numbers = [number for number, case in enumerate(cases()) if case.align == 16 or not aligned]
+def inspect_all(wanted: list[tuple[int, int]]) -> list[Finding]:
+    """What `chosen` returned, as many at once as there are cores."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(inspect, *zip(*product(numbers, archs), strict=True)))
+        return list(pool.map(inspect, *zip(*wanted, strict=True)))
 
 
 def inspect(number: int, arch: int) -> Finding:
     """Case `number` on one architecture."""
-    case = list(cases())[number]
+    case = [*cases()][number]
     sizes = sizes_for(arch, case.inputs, case.align)
-    code, usage = disassembled(case.make(sizes), arch)
-    smaller, larger = (disassembled(case.make(Sizes(tile, sizes.warps)), arch)[0] for tile in neighbours(sizes.tile))
-    added = (sizes.tile * 2 - sizes.tile // 2) / (32 * sizes.warps)
+    variant = case.make(sizes)
+    code, usage = disassembled(variant, arch)
+    smaller, larger = (length(case.make(Sizes(tile, sizes.warps)), arch) for tile in neighbours(sizes.tile))
+    per_thread = sizes.tile / (32 * variant.warps)
     operations = Counter(code)
     return Finding(
         kernel=case.name,
@@ -153,7 +178,8 @@ def inspect(number: int, arch: int) -> Finding:
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
         barriers=sum(count for name, count in operations.items() if name.startswith("BAR")),
-        instructions_per_element=round((len(larger) - len(smaller)) / added, 2),
+        instructions_per_element=round((larger - smaller) / (per_thread * 2 - per_thread / 2), 2),
+        instructions_per_element_in_all=round(len(code) / per_thread, 2),
         instructions=len(code),
     )
 
@@ -168,12 +194,23 @@ def disassembled(variant: Variant, arch: int) -> tuple[list[str], dict[str, int]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled(variant, arch).asm["cubin"])
         file.flush()
-        listing, usage = (
-            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-sass", "-res-usage")
-        )
-    used = {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", usage)}
+        command = [TOOLS / "cuobjdump", "-sass", "-res-usage", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", listing)}
     return [name for name in INSTRUCTION.findall(listing) if name != "NOP"], used
+
+
+def length(variant: Variant, arch: int) -> int:
+    """How many instructions `disassembled` would find, without the half second that it takes."""
+    file = compiled(variant, arch).asm["cubin"]
+    headers, (size, count, names) = unpack_from("<Q", file, 0x28)[0], unpack_from("<3H", file, 0x3A)
+    sections = [unpack_from("<I20x2Q", file, headers + number * size) for number in range(count)]
+    (code,) = (
+        file[begin : begin + nbytes]
+        for name, begin, nbytes in sections
+        if file.startswith(b".text.", sections[names][1] + name)
+    )
+    return sum(operation & 0xFFF != NOP for operation, _ in iter_unpack("<2Q", code))
 
 
 def main_width(operations: Counter[str], kind: str) -> int:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-__all__ = ["GRANULE", "STAMP_NUMEL", "Layout", "layout_of", "overlap", "padded"]
+__all__ = ["GRANULE", "STAMP_NUMEL", "Layout", "layout_of", "overlap", "padded", "require_as_many"]
 
 GRANULE = 16
 """Elements between possible places on the wire."""
@@ -59,6 +59,12 @@ def layout_of(counts: Sequence[int]) -> Layout:
     header = STAMP_NUMEL + padded(len(counts))
     *places, numel = accumulate(map(padded, counts), initial=header)
     return Layout(tuple(counts), tuple(places), numel)
+
+
+def require_as_many(tensors: Sequence[object], count: int) -> None:
+    """Raise `ValueError` unless there is one for each of the `count` tensors of a wire."""
+    if len(tensors) != count:
+        raise ValueError(f"{len(tensors)} tensors for a wire of {count}: pass one for each, None for what is absent")
 
 
 def overlap(addresses: Sequence[int], nbytes: Sequence[int]) -> tuple[int, int] | None:

@@ -22,7 +22,8 @@ def pack(
 
     Scaled in fp32 (fp64 for fp64) before the cast: casting first loses more (mean relative error 0.00141
     against 0.00187 at six ranks), and overflows fp16 where the scaled value would not. `nonfinite` [1] is set to 1 if a
-    scaled value is not finite, which is looked at before the cast; `sums` [pairs] gets the sums of their squares.
+    scaled value is not finite, which is looked at before the cast; `sums` [pairs] gets the sums of their squares, 0 for
+    None and for tensors without elements, NaN for others if `scale` itself is not finite.
     """
     for source, target in zip(sources, targets, strict=True):
         if source is None:
@@ -32,13 +33,16 @@ def pack(
     if nonfinite is not None and not all(_scaled(source, scale).isfinite().all() for source in _there(sources)):
         nonfinite.fill_(1)
     if sums is not None:
-        square_sums([None if source is None else _scaled(source, scale) for source in sources], sums)
+        square_sums([None if source is None else _scaled(source, scale) for source in sources], scale, sums)
 
 
-def square_sums(tensors: Sequence[Tensor | None], sums: Tensor) -> None:
-    """The sum of squares of each of `tensors` to its place in `sums`, 0 for None."""
+def square_sums(tensors: Sequence[Tensor | None], scale: float, sums: Tensor) -> None:
+    """The sum of squares of each of `tensors`, multiplied by `scale` before, to its place in `sums`, 0 for None."""
     for i, tensor in enumerate(tensors):
-        sums[i] = 0.0 if tensor is None else tensor.to(sums.dtype).square().sum()
+        if tensor is None or tensor.numel() == 0:
+            sums[i] = 0.0
+        else:
+            sums[i] = tensor.to(sums.dtype).square().sum() + 0.0 * scale  # NaN where that is not finite
 
 
 def _wide(source: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.layout import Layout
+from commrt.kernels.layout import Layout, require_as_many
 from commrt.kernels.mix import mix
 from commrt.kernels.norm import norm_of
 from commrt.kernels.pack import pack
@@ -27,7 +27,10 @@ class Findings:
     nonfinite: Tensor
     """int32 [1], set to 1 by `Packing.pack` if a scaled value is not finite; nobody sets it back."""
     sums: Tensor
-    """fp32, partial sums of squares of what was packed or unpacked; overwritten each time."""
+    """fp32, partial sums of squares of what was packed or unpacked; overwritten each time.
+
+    0 for tensors that are absent or empty, NaN for others if the scale is not finite, whatever their values.
+    """
     count: int = 0
     """How many of them were written last."""
 
@@ -36,12 +39,13 @@ class Packing(Protocol):
     """Moves tensors to and from their places on one wire.
 
     Tensors come in the order of the layout, None for one that is absent; they may change from call to call, but
-    not their dtypes, shapes and strides. On a GPU all work is queued on the current stream.
+    not their dtypes, shapes and strides, and another number of them is refused with `ValueError`. On a GPU all work is
+    queued on the current stream.
     """
 
     @property
     def disputed(self) -> bool:
-        """True once `unpack` has met a stamp that was not the own one; on a GPU it shows when the kernel has run."""
+        """True once `unpack` has met a stamp that was not the own one, for ever; on a GPU when the kernel has run."""
         ...
 
     def findings(self) -> Findings:
@@ -69,7 +73,7 @@ class Packing(Protocol):
     ) -> None:
         """Places times `scale` into tensors, or added to them; looks whether the wire's stamp is `stamp`.
 
-        If it is disputed, plain torch writes nothing; a GPU finds out while it writes.
+        Once one was disputed, plain torch writes nothing; a GPU finds out while it writes.
         """
         ...
 
@@ -123,6 +127,7 @@ class TorchPacking:
         self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
     ) -> None:
         """One pass over each tensor, two more with `findings`."""
+        require_as_many(tensors, len(self._like))
         pack(tensors, self._views, scale, *self._watched(findings))
         self._flags.fill_(1)
         for i in (i for i, tensor in enumerate(tensors) if tensor is None):
@@ -144,13 +149,15 @@ class TorchPacking:
         findings: Findings | None = None,
     ) -> None:
         """Looks at the stamp first, and writes nothing where it is disputed."""
-        self.disputed = not torch.equal((self._stamp != 0).cpu(), bits(stamp))
+        require_as_many(tensors, len(self._like))
+        self.disputed = self.disputed or not torch.equal((self._stamp != 0).cpu(), bits(stamp))
         if not self.disputed:
             _, sums = self._watched(findings)
             unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """In fp32, or fp64 for fp64, rounded once."""
+        require_as_many(tensors, len(self._like))
         mix(tensors, self._views_of(received), None if sent is None else self._views_of(sent), weight)
 
     def norm(self, findings: Findings) -> Tensor:

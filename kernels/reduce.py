@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce: add what arrived to what is there, in fp32."""
+"""Reduce: add what arrived to what is there, floats in fp32."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["reduce_into"]
 def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
     """``out = cast(out + received[0] + received[1] + ...)``, added from left to right, rounded once.
 
-    fp64 is added in fp64, everything else in fp32.
+    Floats are added in fp32, but fp64, integers and complex numbers as they are.
     """
     if len(received) == 1:
         out.add_(received[0])  # torch adds two 16-bit floats in fp32 and rounds once
         return
-    total = out.to(torch.promote_types(out.dtype, torch.float32))
+    total = out.to(torch.promote_types(out.dtype, torch.float32)) if out.is_floating_point() else out
     for part in received:
         total = total + part
     out.copy_(total)

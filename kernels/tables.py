@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.layout import GRANULE, Layout
+from commrt.kernels.layout import GRANULE, Layout, require_as_many
 
 __all__ = ["WIDEST_NBYTES", "Tables", "alignment"]
 
@@ -60,7 +60,9 @@ class Tables:
         """Make the tables say where `tensors` are now.
 
         Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since the last time.
+        Raises `ValueError` if they are not as many as the wire's.
         """
+        require_as_many(tensors, len(self._known))
         now = [0 if tensor is None else tensor.data_ptr() or EMPTY for tensor in tensors]
         if now != self._known:
             self._upload(now)

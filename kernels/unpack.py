@@ -23,7 +23,8 @@ def unpack(
 ) -> None:
     """``target = cast(source * scale)`` for each pair, or ``cast(target + source * scale)``; nothing for None.
 
-    In fp32 (fp64 for fp64), rounded once. `sums` [pairs] gets the sums of squares of what is stored, before the cast.
+    In fp32 (fp64 for fp64), rounded once. `sums` [pairs] gets the sums of squares of what is stored, before the cast,
+    as those of `pack`.
     """
     values = [
         None if target is None else _value(source, target, scale, accumulate)
@@ -33,7 +34,7 @@ def unpack(
         if target is not None and value is not None:
             target.copy_(value)
     if sums is not None:
-        square_sums(values, sums)
+        square_sums(values, scale, sums)
 
 
 def _value(source: Tensor, target: Tensor, scale: float, accumulate: bool) -> Tensor:

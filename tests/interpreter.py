@@ -9,23 +9,25 @@ write is an error.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._C import TensorBase
 from triton.runtime import interpreter
 
 from commrt.kernels import dispatch
 from commrt.kernels.device import combine, packing
 
-__all__ = ["BadAccess", "Launches", "Memory", "interpreted_gpu", "watched"]
+__all__ = ["BadAccess", "Launches", "Memory", "interpret", "interpreted_gpu", "watched"]
 
+BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
 
 
@@ -37,23 +39,40 @@ class BadAccess(AssertionError):
 class Memory:
     """What a kernel may touch, and what it has written."""
 
-    spans: list[tuple[int, int]]
-    """Sorted (first byte, one past the last) of every tensor."""
+    spans: set[tuple[int, int]]
+    """(first byte, one past the last) of every tensor."""
     written: set[int] = field(default_factory=set)
     """First bytes of all elements written by earlier stores."""
     rewritable: tuple[int, int] = (0, 0)
     """Where several programs may write the same value."""
     accesses: int = 0
+    _known: int = -1
+    """Of how many spans the bounds are."""
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the parts of memory begin and end that lie apart; the first of them is empty."""
+        if self._known != len(self.spans):
+            self._known, parts = len(self.spans), [(0, 0)]
+            for start, end in sorted(self.spans.copy()):  # other threads may add some
+                last = parts.pop() if start < parts[-1][1] else (start, end)
+                parts.append((last[0], max(last[1], end)))
+            self._starts, self._ends = np.array(parts, np.uint64).T
+        return self._starts, self._ends
+
+    def address_of(self, tensor: Tensor) -> int:
+        """In place of `Tensor.data_ptr`: what somebody knows the address of may be touched."""
+        span = _span(tensor)
+        self.spans.add(span)
+        return span[0]
 
     def check(self, pointers: np.ndarray, mask: np.ndarray, nbytes: int, what: str) -> np.ndarray:
         """The addresses of the active lanes, all of which lie inside a span."""
-        addresses = np.broadcast_to(pointers, mask.shape)[mask.astype(bool)]
+        addresses = np.broadcast_to(pointers, mask.shape)[mask.astype(bool)].astype(np.uint64)
         self.accesses += addresses.size
-        starts = [start for start, _ in self.spans]
-        for address in addresses.tolist():
-            span = bisect_right(starts, address) - 1
-            if span < 0 or address + nbytes > self.spans[span][1]:
-                raise BadAccess(f"{what} of {nbytes} bytes at {address:#x}, outside of all tensors")
+        starts, ends = self.bounds()
+        outside = addresses + np.uint64(nbytes) > ends[np.searchsorted(starts, addresses, side="right") - 1]
+        if outside.any():
+            raise BadAccess(f"{what} of {nbytes} bytes at {addresses[outside][0]:#x}, outside of all tensors")
         return addresses
 
     def store(self, pointers: np.ndarray, mask: np.ndarray, nbytes: int) -> None:
@@ -67,32 +86,41 @@ class Memory:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    start = TensorBase.data_ptr(tensor)
+    return start, start + tensor.numel() * tensor.element_size()
 
 
 @contextmanager
 def watched(tensors: list[Tensor], rewritable: Tensor | None = None) -> Iterator[Memory]:
     """Kernels may touch contiguous `tensors` only, and write each place once, but `rewritable`."""
-    memory = Memory(sorted(_span(tensor) for tensor in tensors if tensor.numel()))
+    memory = Memory({_span(tensor) for tensor in tensors if tensor.numel()})
     if rewritable is not None:
         memory.rewritable = _span(rewritable)
-    builder = interpreter.InterpreterBuilder
-    accesses = {
-        (builder, "create_masked_load"): _load(builder.create_masked_load, memory),
-        (builder, "create_masked_store"): _store(builder.create_masked_store, memory),
-    }
-    with _replaced(_exact() | accesses):
+    store = {(BUILDER, "create_masked_store"): _store(BUILDER.create_masked_store, memory.store)}
+    with _replaced(_exact() | _checked(memory) | store), _silent():
         yield memory
 
 
-def _exact() -> dict[tuple[Any, str], Any]:
-    builder = interpreter.InterpreterBuilder
+def _checked(memory: Memory) -> dict[tuple[Any, str], Any]:
+    """Loads and stores that look where they are."""
     return {
-        (builder, "cast_impl"): _cast(builder.cast_impl),
-        (builder, "create_fp_to_fp"): lambda self, src, to, rounding: self.cast_impl(src, to),
+        (BUILDER, "create_masked_load"): _load(BUILDER.create_masked_load, memory),
+        (BUILDER, "create_masked_store"): _store(BUILDER.create_masked_store, partial(memory.check, what="store")),
+    }
+
+
+def _exact() -> dict[tuple[Any, str], Any]:
+    return {
+        (BUILDER, "cast_impl"): _cast(BUILDER.cast_impl),
+        (BUILDER, "create_fp_to_fp"): lambda self, src, to, rounding: self.cast_impl(src, to),
         (interpreter.ReduceOps, "apply_impl"): _reduce(interpreter.ReduceOps.apply_impl),
         (interpreter.TensorHandle, "set_attr"): _hint(interpreter.TensorHandle.set_attr),
     }
+
+
+def _silent() -> np.errstate:
+    """Overflow and NaN are as silent as on a GPU."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 @contextmanager
@@ -112,19 +140,35 @@ class Launches:
     """A GPU that consists of the interpreter: what was launched on it, in order."""
 
     names: list[str] = field(default_factory=list)
+    memory: Memory = field(default_factory=lambda: Memory(set()))
+    """All tensors whose addresses somebody asked for."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch_of(self, variant: Any, device: torch.device) -> Any:
         """In place of `commrt.kernels.device.launch.launch_of`: runs `variant` with the types it declares."""
-        types, constants = dict(variant.types), dict(variant.constants)
 
         def launch(programs: int, *arguments: int) -> None:
-            typed = {name: _typed(value, kind) for (name, kind), value in zip(types.items(), arguments, strict=True)}
             with self.lock:  # the interpreter has one state for all
                 self.names.append(variant.kernel.fn.__name__)
-                _interpret(variant.kernel.fn, programs, typed | constants)
+                interpret(variant, range(programs), *arguments)
 
         return launch
+
+
+def interpret(variant: Any, programs: Iterable[int], *arguments: int) -> None:
+    """Run some programs of `variant`, with arguments as a driver gets them: addresses as integers."""
+    values = zip(variant.types, arguments, strict=True)
+    typed = {name: _typed(value, kind) for (name, kind), value in values} | dict(variant.constants)
+    kernel = variant.kernel.fn
+    scope = interpreter._patch_lang(kernel)
+    try:
+        for program in programs:
+            interpreter.interpreter_builder.set_grid_dim(program + 1, 1, 1)
+            interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+            with _silent():
+                kernel(**typed)
+    finally:
+        scope.restore()
 
 
 def _typed(value: int, kind: str) -> tl.tensor:
@@ -133,26 +177,16 @@ def _typed(value: int, kind: str) -> tl.tensor:
     return tl.tensor(interpreter.TensorHandle(np.array([value], bits), to), to)
 
 
-def _interpret(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    scope = interpreter._patch_lang(kernel)
-    try:
-        interpreter.interpreter_builder.set_grid_dim(programs, 1, 1)
-        for program in range(programs):
-            interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
-            kernel(**arguments)
-    finally:
-        scope.restore()
-
-
 @contextmanager
 def interpreted_gpu() -> Iterator[Launches]:
-    """CPU tensors count as a GPU's, whose kernels run in the interpreter, with exact casts."""
+    """CPU tensors count as a GPU's, whose kernels run in the interpreter, with exact casts, inside of tensors only."""
     launches = Launches()
     modules = (packing, combine)
     attributes: dict[tuple[Any, str], Any] = {(dispatch, "is_on_gpu"): lambda tensor: True}
+    attributes |= {(Tensor, "data_ptr"): lambda tensor: launches.memory.address_of(tensor)}  # noqa: PLW0108  # or it would not be a method
     attributes |= {(module, "launch_of"): launches.launch_of for module in modules}
     attributes |= {(module, "arch_of"): lambda device: 90 for module in modules}
-    with _replaced(_exact() | attributes):
+    with _replaced(_exact() | attributes | _checked(launches.memory)):
         yield launches
 
 
@@ -164,9 +198,9 @@ def _load(plain: Any, memory: Memory) -> Any:
     return load
 
 
-def _store(plain: Any, memory: Memory) -> Any:
+def _store(plain: Any, note: Callable[..., Any]) -> Any:
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        memory.store(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8)
+        note(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8)
         return plain(self, pointers, value, mask, *rest)
 
     return store

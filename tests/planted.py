@@ -4,6 +4,12 @@
 
 __all__ = ["BUGS"]
 
+NORM = """total = tl.zeros([TILE], tl.float64)
+    first = 0
+    while first < count:  # the interpreter cannot count to an argument
+        index = first + tl.arange(0, TILE)
+        total += tl.load(sums + index, mask=index < count, other=0.0).to(tl.float64)
+"""
 BUGS = {
     "tail off by one": ("pack", "left = whole + tl.arange(0, 8)", "left = whole + 1 + tl.arange(0, 8)"),
     "tail too long": ("pack", "mask=left < count)", "mask=left <= count)"),
@@ -23,8 +29,8 @@ BUGS = {
     "absent tensor read": ("pack", "tl.where(address != 0, whole, 0)", "whole"),
     "unpack: accumulation forgotten in the tail": ("unpack", "            tail += tl.load(target + left, mask=there, other=0.0).to(tl.float32)\n", "            pass\n"),
     "unpack: absent tensor written": ("unpack", "tl.where(address != 0, count, 0)", "count"),
-    "unpack: scale forgotten": ("unpack", "        values *= tl.load(scale)\n", "        pass\n"),
-    "unpack: stamp not looked at": ("unpack", "    dispute(disputed, wire, stamp)\n", ""),
+    "unpack: scale forgotten": ("unpack", "        values *= _factor(scale, count, SUMS)\n", "        pass\n"),
+    "unpack: stamp not looked at": ("unpack", "    dispute(disputed, wire, tl.load(stamp) if HELD else stamp)\n", ""),
     "unpack: sums twice": ("unpack", "total = square_sums(values, VECTOR, WARPS)", "total = 2 * square_sums(values, VECTOR, WARPS)"),
     "mix: absent tensor mixed": ("mix", "tl.where(address != 0, count, 0)", "count"),
     "mix: sent and received swapped": ("mix", "(came - went)", "(went - came)"),
@@ -34,4 +40,10 @@ BUGS = {
     "reduce: rounded after each": ("reduce", "other=0.0).to(tl.float32)\n    return total", "other=0.0).to(tl.float32)\n        total = total.to(own.dtype.element_ty).to(tl.float32)\n    return total"),
     "reduce: tail forgotten": ("reduce", "        tl.store(out + left, tail.to(out.dtype.element_ty), mask=left < count)\n", "        pass\n"),
     "norm: last sums forgotten": ("norm", "while first < count:", "while first + TILE < count:"),
+    "what is not finite looked for before scaling": ("pack", "note_nonfinite(nonfinite, scaled,", "note_nonfinite(nonfinite, values.to(tl.float32),"),
+    "unpack: sums after the cast": ("unpack", "total = square_sums(values, VECTOR, WARPS)", "total = square_sums(values.to(DTYPE).to(tl.float32), VECTOR, WARPS)"),
+    "norm: in fp32": ("norm", NORM, NORM.replace("tl.float64", "tl.float32")),
+    "tiles: tile counted in int32": ("tiles", "tl.load(numbers + tile).to(tl.int64) * TILE", "tl.load(numbers + tile) * TILE"),
+    "tiles: place counted in int32": ("tiles", "tl.load(places + tl.program_id(0)).to(tl.int64) * GRAIN", "tl.load(places + tl.program_id(0)) * GRAIN"),
+    "reduce: tile counted in int32": ("reduce", "tl.program_id(0).to(tl.int64) * TILE", "tl.program_id(0) * TILE"),
 }  # fmt: skip

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import commrt
 from commrt.algorithms import tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.collective import all_reduce
 from commrt.errors import UsageError
 from commrt.executor import bind
 from commrt.program import program
-from commrt.schedule import ADD, Schedule, Step
+from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.local import Fabric
 
@@ -44,6 +46,21 @@ def test_additions_to_overlapping_ranges_happen_in_order_of_sender():
     chunk = run_ranks(4, body)[0][8:16]
     in_order = torch.tensor(0.0) + 1e8 + 1.0 - 1e8
     assert torch.equal(chunk, in_order.expand(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.complex64], ids=str)
+def test_a_star_adds_all_that_arrives_at_once_without_losing_bits(dtype):
+    gather, spread = Step.of([1, 2, 3], 0, 0, 1, ADD), Step.of(0, [1, 2, 3], 0, 1, COPY)
+    star = Schedule("star", 4, 1, lambda: iter([gather, spread]))
+    commrt.prove(star, all_reduce(4, 1))
+    value = 2**20 + 1j if dtype.is_complex else 2**24 + 1
+
+    def body(world):
+        buffer = torch.full((5,), value, dtype=dtype)
+        world.run(star, buffer)
+        return buffer
+
+    assert all(buffer.tolist() == [4 * value] * 5 for buffer in run_ranks(4, body))
 
 
 def test_a_buffer_must_be_one_contiguous_row():

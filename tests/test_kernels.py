@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import triton.language as tl
-from interpreter import watched
+from interpreter import interpret, watched
 from planted import BUGS
 from triton.runtime import interpreter
 
 from commrt.kernels import device
+from commrt.kernels.device import variants
 from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.reduce import reduce_kernel
+from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.layout import layout_of
 from commrt.kernels.mix import mix
@@ -36,6 +39,7 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 PAIRS = list(product(KINDS, KINDS))
 CPU = torch.device("cpu")
 STAMP = 0xF000_0000_0000_0005
+HELD_STAMP = torch.tensor([STAMP], dtype=torch.uint64)
 
 
 def vector(tensor, wire):
@@ -112,21 +116,24 @@ class Case:
         self.layout.flags(wire).copy_(torch.tensor([tensor is not None for tensor in self.tensors]))
         return wire
 
-    def pack(self, scale, *, nonfinite=True, sums=False):
+    def pack(self, scale, *, held=False, nonfinite=True, sums=False):
         factor = torch.tensor([scale])
-        more = {"WARPS": WARPS, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": ""}
-        with watched(self.everything(factor), rewritable=self.flag) as memory:
+        more = {"WARPS": WARPS, "HELD": held, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": ""}
+        stamp = HELD_STAMP if held else STAMP
+        with watched(self.everything(factor, HELD_STAMP), rewritable=self.flag) as memory:
             pack_kernel[(self.tables.tiles,)](
-                *self.tables.columns, self.wire, STAMP, factor, self.flag, self.sums, **self.kinds, **more
+                *self.tables.columns, self.wire, stamp, factor, self.flag, self.sums, **self.kinds, **more
             )
         return memory
 
-    def unpack(self, scale=None, *, accumulate=False, sums=False):
+    def unpack(self, scale=None, *, held=False, accumulate=False, sums=False):
         factor = torch.tensor([scale or 1.0])
-        more = {"WARPS": WARPS, "SCALED": scale is not None, "ACCUMULATE": accumulate, "SUMS": sums, "EVICT": ""}
-        with watched(self.everything(factor), rewritable=self.flag) as memory:
+        more = {"WARPS": WARPS, "HELD": held, "SCALED": scale is not None, "ACCUMULATE": accumulate}
+        more |= {"SUMS": sums, "EVICT": ""}
+        stamp = HELD_STAMP if held else STAMP
+        with watched(self.everything(factor, HELD_STAMP), rewritable=self.flag) as memory:
             unpack_kernel[(self.tables.tiles,)](
-                *self.tables.columns, self.wire, STAMP, self.flag, factor, self.sums, **self.kinds, **more
+                *self.tables.columns, self.wire, stamp, self.flag, factor, self.sums, **self.kinds, **more
             )
         return memory
 
@@ -189,14 +196,21 @@ def test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing
     assert torch.equal(case.tensors[2], case.places()[2].float())
 
 
+def test_a_stamp_in_memory_is_packed_as_one_that_is_passed():
+    case = Case([random(1030, torch.float32, 0)], torch.bfloat16)
+    case.pack(0.5, held=True)
+    assert same(case.wire, case.packed(0.5))
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["passed", "in memory"])
 @pytest.mark.parametrize("wire", KINDS, ids=str)
 @pytest.mark.parametrize("spoil", [None, 0, 31, 63])
-def test_unpack_notices_another_stamp_wherever_it_differs(wire, spoil):
+def test_unpack_notices_another_stamp_wherever_it_differs(wire, spoil, held):
     case = Case([random(1030, torch.float32, 0)], wire)
     case.layout.stamp(case.wire).copy_(bits(STAMP).to(wire) * 64)  # of 64 ranks
     if spoil is not None:
         case.wire[spoil] = float(case.wire[spoil] == 0)
-    case.unpack()
+    case.unpack(held=held)
     assert case.flag.item() == (spoil is not None)
 
 
@@ -296,28 +310,91 @@ def test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run(kernel):
     assert torch.equal(case.sums, first)
 
 
+def test_pack_looks_for_what_is_not_finite_after_scaling():
+    case = Case([torch.full((24,), 1e38)], torch.float32)
+    case.pack(1.0)
+    assert case.flag.item() == 0
+    case.pack(10.0)
+    assert case.flag.item() == 1
+
+
+def test_unpack_adds_up_squares_before_the_cast():
+    value = 1 + 2**-9  # bf16 rounds it to 1
+    case = Case([torch.zeros(64, dtype=torch.bfloat16)], torch.float32)
+    case.wire[:] = value
+    case.unpack(sums=True)
+    assert case.tensors[0].tolist() == [1.0] * 64
+    torch.testing.assert_close(case.sums.sum().item(), 64 * value**2, rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_is_added_up_in_fp64():
+    sums = torch.ones(4096)
+    sums[0] = 2.0**24  # to which fp32 cannot add 1
+    norm = torch.zeros(1)
+    with watched([sums, norm]):
+        norm_kernel[(1,)](sums, sums.numel(), norm, TILE=16)
+    assert norm.item() == torch.tensor((2.0**24 + 4095) ** 0.5).item() == norm_of(sums).item()
+
+
+FAR = 2**31 // TILE + 3
+"""The number of a tile whose first element no int32 can count."""
+
+
+def test_a_tile_and_its_place_are_found_beyond_what_an_int32_can_count():
+    own, received = random(40, torch.float32, 0), random(40, torch.float32, 1)
+    want, place = own.clone(), 2**31 // 16 + 5
+    mix([want], [received], None, 0.3)
+    address = torch.tensor([own.data_ptr() - 4 * FAR * TILE])
+    table = [torch.tensor([number], dtype=torch.int32) for number in (0, FAR, 40, place)]
+    weight = torch.tensor([0.3])
+    variant = replace(variants.mix(torch.float32, torch.float32, 4, Sizes(TILE, 1), sent=False), kernel=mix_kernel)
+    wire = received.data_ptr() - 4 * 16 * place
+    with watched([own, received, address, *table, weight]):
+        interpret(variant, [0], *(t.data_ptr() for t in (address, *table)), wire % 2**64, 0, weight.data_ptr())
+    assert torch.equal(own, want)
+
+
+def test_a_program_of_reduce_finds_what_no_int32_can_count():
+    own, received = random(40, torch.float32, 0), random(40, torch.float32, 1)
+    want = own + received
+    variant = replace(variants.reduce(torch.float32, 1, Sizes(TILE, 1)), kernel=reduce_kernel)
+    first = FAR * TILE
+    bases = [(buffer.data_ptr() - 4 * first) % 2**64 for buffer in (own, received, own)]
+    with watched([own, received]):
+        interpret(variant, [FAR], *bases, 0, first + 40)
+    assert torch.equal(own, want)
+
+
 F32, BF16 = torch.float32, torch.bfloat16
 CHECKS = {
     "pack": [
         lambda: test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(F32, BF16, 0),
         lambda: test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(F32, F32, 1),
         lambda: test_pack_notices_what_is_not_finite_wherever_it_is(float("inf"), 1030),
+        test_pack_looks_for_what_is_not_finite_after_scaling,
         test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing,
     ],
     "unpack": [
         lambda: test_unpack_is_its_definition_bit_by_bit(F32, BF16, 0.3, accumulate=True),
         test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing,
-        lambda: test_unpack_notices_another_stamp_wherever_it_differs(F32, 31),
+        lambda: test_unpack_notices_another_stamp_wherever_it_differs(F32, 31, held=False),
         lambda: test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run("unpack"),
+        test_unpack_adds_up_squares_before_the_cast,
     ],
     "mix": [
         lambda: test_mix_is_its_definition_bit_by_bit(F32, BF16, rounding=True),
         test_an_absent_tensor_is_not_mixed,
     ],
-    "reduce": [lambda: test_reduce_adds_in_fp32_from_left_to_right_and_rounds_once(BF16, 3)],
-    "norm": [lambda: test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run("pack")],
+    "reduce": [
+        test_a_program_of_reduce_finds_what_no_int32_can_count,
+        lambda: test_reduce_adds_in_fp32_from_left_to_right_and_rounds_once(BF16, 3),
+    ],
+    "norm": [
+        test_the_norm_is_added_up_in_fp64,
+        lambda: test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run("pack"),
+    ],
 }
-CHECKS["tiles"] = CHECKS["pack"]
+CHECKS["tiles"] = [test_a_tile_and_its_place_are_found_beyond_what_an_int32_can_count, *CHECKS["pack"]]
 """Which of the tests above look at which module."""
 
 

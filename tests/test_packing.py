@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpreted_gpu
+from interpreter import BadAccess, interpreted_gpu
 from torch import nn
+from triton.runtime.interpreter import InterpreterError
 
 import commrt
 from commrt.buckets import Bucket
@@ -79,6 +80,32 @@ def test_a_stamp_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
     assert packing.disputed
 
 
+def test_what_was_disputed_once_stays_so(backend):
+    tensors = values([5], torch.float32)
+    _, _, packing = wired(tensors, torch.float16)
+    packing.pack(tensors, 1.0, 1)
+    packing.unpack(tensors, 2)
+    packing.unpack(tensors, 1)
+    assert packing.disputed
+
+
+@pytest.mark.parametrize("given", [1, 2, 4])
+def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_moves(backend, given):
+    tensors = values([5, 6, 7], torch.float32)
+    layout, wire, packing = wired(tensors, torch.float32)
+    received = torch.zeros(layout.numel)
+    some = values([5, 6, 7, 8], torch.float32)[:given]
+    for call in (
+        lambda: packing.pack(some, 1.0, 1),
+        lambda: packing.unpack(some, 0),
+        lambda: packing.mix(some, received, None, 0.5),
+    ):
+        with pytest.raises(ValueError, match=rf"{given} tensors for a wire of 3"):
+            call()
+    assert not wire.any()
+    assert all(map(torch.equal, some, values([5, 6, 7, 8], torch.float32)))
+
+
 def test_torch_writes_nothing_where_the_stamp_is_disputed():
     tensors = values([5], torch.float32)
     _, _, packing = wired(tensors, torch.float16)
@@ -137,12 +164,87 @@ def test_an_absent_tensor_travels_as_zeros_whatever_the_scale(backend):
         assert findings.nonfinite.item() == 0
 
 
+NOT_FINITE = [float("inf"), float("-inf"), float("nan")]
+
+
+def found_at(scale, tensors, wire_dtype, *, accumulate):
+    """(finite, the norm) of packing at `scale`, and the norm of unpacking; absent tensors have 9 elements."""
+    _, _, packing = wired([torch.zeros(9) if t is None else t for t in tensors], wire_dtype)
+    findings = packing.findings()
+    packing.pack(tensors, scale, 1, findings)
+    found = findings.nonfinite.item(), packing.norm(findings).item()
+    packing.pack(tensors, 1.0, 1)
+    targets = [None if tensor is None else tensor.clone() for tensor in tensors]
+    packing.unpack(targets, 1, scale=scale, accumulate=accumulate, findings=findings)
+    return (*found, packing.norm(findings).item())
+
+
+@pytest.mark.parametrize("scale", NOT_FINITE)
+def test_in_empty_and_absent_tensors_nothing_is_found_whatever_the_scale(backend, scale):
+    for tensors in ([torch.zeros(0)], [None], [None, torch.zeros(0)]):
+        assert found_at(scale, tensors, torch.float32, accumulate=False) == (0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
+@pytest.mark.parametrize("wire_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", NOT_FINITE)
+@pytest.mark.parametrize("count", [20, 7, 4096])
+def test_with_a_scale_that_is_not_finite_all_that_is_there_has_no_norm(backend, scale, wire_dtype, accumulate, count):
+    tensors = [None, *values([0, count], torch.float32)]
+    found = found_at(scale, tensors, wire_dtype, accumulate=accumulate)
+    assert found == pytest.approx((1, float("nan"), float("nan")), nan_ok=True)
+
+
 def test_what_is_not_finite_is_found(backend):
     tensors = [*values([5], torch.float32), torch.tensor([1.0, float("nan")])]
     _, _, packing = wired(tensors, torch.float16)
     findings = packing.findings()
     packing.pack(tensors, 1.0, 1, findings)
     assert findings.nonfinite.item() == 1
+
+
+@pytest.mark.parametrize("count", [24, 7], ids=["whole", "tail"])
+@pytest.mark.parametrize(("value", "scale"), [(1e38, 10.0), (3e38, 1e-3), (1e-38, 1e30)])
+def test_it_is_after_scaling_that_values_must_be_finite(backend, value, scale, count):
+    tensors = [torch.full((count,), value)]
+    _, _, packing = wired(tensors, torch.bfloat16)
+    findings = packing.findings()
+    packing.pack(tensors, scale, 1, findings)
+    assert findings.nonfinite.item() == (value * scale > torch.finfo(torch.float32).max)
+
+
+@pytest.mark.parametrize("count", [64, 7], ids=["whole", "tail"])
+def test_the_norm_of_what_is_unpacked_is_that_of_values_before_their_cast(backend, count):
+    value = 1 + 2**-9  # bf16 rounds it to 1
+    tensors = [torch.zeros(count, dtype=torch.bfloat16)]
+    _, _, packing = wired(tensors, torch.float32)
+    packing.pack([torch.ones(count, dtype=torch.bfloat16)], 1.0, 1)
+    findings = packing.findings()
+    packing.unpack(tensors, 1, scale=value, findings=findings)
+    assert tensors[0].tolist() == [1.0] * count
+    torch.testing.assert_close(packing.norm(findings).item(), value * count**0.5, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("skew", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_there_is_room_for_what_is_found_in_tensors_at_any_element(backend, dtype, skew):
+    (whole,) = values([9000 + skew], dtype)
+    _, _, packing = wired([whole[skew:]], torch.float32)
+    findings = packing.findings()
+    packing.pack([whole[skew:]], 1.0, 1, findings)
+    packing.unpack([whole[skew:]], 1, scale=0.5, accumulate=True, findings=findings)
+    assert 0 < findings.count <= findings.sums.numel()
+
+
+def test_an_access_outside_of_all_tensors_is_noticed_behind_the_interface_too():
+    with interpreted_gpu() as launches:
+        tensors = values([20], torch.float32)
+        _, _, packing = wired(tensors, torch.float32)
+        packing.pack(tensors, 1.0, 1)
+        packing.tables.addresses[0] = max(end for _, end in launches.memory.spans)
+        with pytest.raises(InterpreterError) as found:
+            packing.pack(tensors, 1.0, 1)
+    assert isinstance(found.value.__cause__, BadAccess)
 
 
 def test_a_buffer_that_begins_at_an_odd_place_is_refused_by_the_kernels():
@@ -199,10 +301,12 @@ def test_what_arrives_is_mixed_in_fp32(backend, dtype):
     assert torch.equal(own, want)
 
 
-def test_integers_are_added_by_torch_wherever_they_are(backend):
-    own = torch.arange(5)
-    dispatch.adding(own, [torch.arange(5)])()
-    assert own.tolist() == [0, 2, 4, 6, 8]
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("received", [1, 2])
+def test_integers_are_added_by_torch_wherever_they_are_and_keep_all_bits(backend, dtype, received):
+    own = torch.arange(5, dtype=dtype) + 2**24
+    dispatch.adding(own, [own.clone() for _ in range(received)])()
+    assert own.tolist() == [(number + 2**24) * (1 + received) for number in range(5)]
 
 
 def test_a_dtype_that_is_not_offered_on_gpus_is_refused_before_anything_is_made():

@@ -21,7 +21,7 @@ __all__ = ["add_launch", "mix_launch"]
 def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
     """``out = cast(out + received[0] + ...)`` in one pass; `received` are evenly spaced in memory.
 
-    Up to 7 of them need 64 registers, 16 need 98.
+    Up to 8 of them need at most 64 registers, 16 need 78.
     """
     require_aligned(out, *received)
     sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))

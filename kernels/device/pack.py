@@ -47,6 +47,8 @@ def pack_kernel(
     source = pointer(address, first, DTYPE, ALIGN)
     target = on_wire(wire, places)
     factor = tl.where(address != 0, tl.load(scale), 0.0)  # or zeros would become -0.0, or NaN
+    if NONFINITE or SUMS:
+        factor = tl.where(count != 0, factor, 0.0)  # in an empty tensor nothing is found
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     readable = tl.where(address != 0, whole, 0)  # one comparison per access, where `and` would be two
@@ -56,7 +58,7 @@ def pack_kernel(
     if NONFINITE:
         note_nonfinite(nonfinite, scaled, VECTOR, WARPS)
     if SUMS:
-        total = square_sums(scaled, VECTOR, WARPS)
+        total = square_sums(scaled, VECTOR, WARPS) + 0.0 * factor  # NaN where it is not finite, in any tile
     if whole < count:
         left = whole + tl.arange(0, 8)
         tail = tl.load(source + left, mask=(left < count) & (address != 0), other=0.0).to(tl.float32) * factor

@@ -58,7 +58,7 @@ class TritonPacking:
     def findings(self) -> Findings:
         """Partial sums are those of warps."""
         device = self._wire.device
-        most = self.tables.tiles * sizes_for(arch_of(device), align=min(ALIGNMENTS)).warps
+        most = self.tables.tiles * sizes_for(arch_of(device), inputs=2, align=min(ALIGNMENTS)).warps
         return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(most, device=device))
 
     def pack(

@@ -32,10 +32,12 @@ def tile_for(arch: int) -> int:
 def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
     """For a kernel that reads `inputs` values per element, of tensors aligned to `align` bytes.
 
-    Twice the warps where a thread would need more than 64 registers: with many inputs, or narrow accesses.
+    Twice or four times the warps where a thread would need more than 64 registers, or spill: with many inputs, or
+    narrow accesses. The bounds are those at which `bench/inspect_kernels.py` found that.
     """
-    sizes = _of(arch)
-    return Sizes(sizes.tile, sizes.warps * 2 if inputs * (16 // align) > 3 else sizes.warps)
+    sizes, accesses = _of(arch), inputs * (16 // align)  # for 16 bytes of each input
+    times = 4 if inputs > 6 or accesses > 12 else 2 if accesses > 3 else 1
+    return Sizes(sizes.tile, sizes.warps * times)
 
 
 def _of(arch: int) -> Sizes:

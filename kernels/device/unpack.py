@@ -43,18 +43,20 @@ def unpack_kernel(
     inside = element < whole
     values = tl.load(source + element, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if SCALED:
-        values *= tl.load(scale)
+        values *= _factor(scale, count, SUMS)
     if ACCUMULATE:
         values += tl.load(target + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + element, values.to(DTYPE), mask=inside)
     if SUMS:
         total = square_sums(values, VECTOR, WARPS)
+        if SCALED:
+            total += 0.0 * _factor(scale, count, SUMS)  # NaN where it is not finite, in any tile
     if whole < count:
         left = whole + tl.arange(0, 8)
         there = left < count
         tail = tl.load(source + left, mask=there, other=0.0).to(tl.float32)
         if SCALED:
-            tail *= tl.load(scale)
+            tail *= _factor(scale, count, SUMS)
         if ACCUMULATE:
             tail += tl.load(target + left, mask=there, other=0.0).to(tl.float32)
         tl.store(target + left, tail.to(DTYPE), mask=there)
@@ -63,3 +65,9 @@ def unpack_kernel(
     if SUMS:
         store_sums(sums, total, WARPS)
     dispute(disputed, wire, tl.load(stamp) if HELD else stamp)
+
+
+@triton.jit
+def _factor(scale, count, SUMS: tl.constexpr):
+    """``scale[0]``; where sums are formed 0 for a tile in which nothing is stored, or its sums would be NaN."""
+    return tl.where(count != 0, tl.load(scale), 0.0) if SUMS else tl.load(scale)
