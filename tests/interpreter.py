@@ -9,7 +9,7 @@ write is an error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +43,6 @@ class Memory:
     """(first byte, one past the last) of every tensor."""
     written: set[int] = field(default_factory=set)
     """First bytes of all elements written by earlier stores."""
-    rewritable: tuple[int, int] = (0, 0)
-    """Where several programs may write the same value."""
     accesses: int = 0
     _known: int = -1
     """Of how many spans the bounds are."""
@@ -78,8 +76,7 @@ class Memory:
     def store(self, pointers: np.ndarray, mask: np.ndarray, nbytes: int) -> None:
         """Note a store; a place that was written before is an error."""
         addresses = self.check(pointers, mask, nbytes, "store")
-        low, high = self.rewritable
-        places = [a for a in addresses.tolist() if not low <= a < high]
+        places = addresses.tolist()
         if len(places) != len(set(places)) or not self.written.isdisjoint(places):
             raise BadAccess("a place was written twice")
         self.written.update(places)
@@ -91,13 +88,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def watched(tensors: list[Tensor], rewritable: Tensor | None = None) -> Iterator[Memory]:
-    """Kernels may touch contiguous `tensors` only, and write each place once, but `rewritable`."""
+def watched(tensors: list[Tensor]) -> Iterator[Memory]:
+    """Kernels may touch contiguous `tensors` only, and write each place once, but for marks."""
     memory = Memory({_span(tensor) for tensor in tensors if tensor.numel()})
-    if rewritable is not None:
-        memory.rewritable = _span(rewritable)
-    store = {(BUILDER, "create_masked_store"): _store(BUILDER.create_masked_store, memory.store)}
-    with _replaced(_exact() | _checked(memory) | store), _silent():
+    with _replaced(_exact() | _checked(memory)), _silent():
         yield memory
 
 
@@ -105,7 +99,7 @@ def _checked(memory: Memory) -> dict[tuple[Any, str], Any]:
     """Loads and stores that look where they are."""
     return {
         (BUILDER, "create_masked_load"): _load(BUILDER.create_masked_load, memory),
-        (BUILDER, "create_masked_store"): _store(BUILDER.create_masked_store, partial(memory.check, what="store")),
+        (BUILDER, "create_masked_store"): _store(BUILDER.create_masked_store, memory),
     }
 
 
@@ -150,6 +144,7 @@ class Launches:
         def launch(programs: int, *arguments: int) -> None:
             with self.lock:  # the interpreter has one state for all
                 self.names.append(variant.kernel.fn.__name__)
+                self.memory.written.clear()
                 interpret(variant, range(programs), *arguments)
 
         return launch
@@ -179,7 +174,7 @@ def _typed(value: int, kind: str) -> tl.tensor:
 
 @contextmanager
 def interpreted_gpu() -> Iterator[Launches]:
-    """CPU tensors count as a GPU's, whose kernels run in the interpreter, with exact casts, inside of tensors only."""
+    """CPU tensors count as a GPU's, whose kernels run in the interpreter, with exact casts, inside of tensors."""
     launches = Launches()
     modules = (packing, combine)
     attributes: dict[tuple[Any, str], Any] = {(dispatch, "is_on_gpu"): lambda tensor: True}
@@ -198,9 +193,13 @@ def _load(plain: Any, memory: Memory) -> Any:
     return load
 
 
-def _store(plain: Any, note: Callable[..., Any]) -> Any:
+def _store(plain: Any, memory: Memory) -> Any:
+    """Whoever finds something sets a mark, which is an int32; everything else is written once."""
+
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        note(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8)
+        kind = pointers.get_element_ty()
+        note = partial(memory.check, what="store") if kind == tl.int32 else memory.store
+        note(pointers.data, mask.data, kind.primitive_bitwidth // 8)
         return plain(self, pointers, value, mask, *rest)
 
     return store

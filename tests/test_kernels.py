@@ -120,7 +120,7 @@ class Case:
         factor = torch.tensor([scale])
         more = {"WARPS": WARPS, "HELD": held, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": ""}
         stamp = HELD_STAMP if held else STAMP
-        with watched(self.everything(factor, HELD_STAMP), rewritable=self.flag) as memory:
+        with watched(self.everything(factor, HELD_STAMP)) as memory:
             pack_kernel[(self.tables.tiles,)](
                 *self.tables.columns, self.wire, stamp, factor, self.flag, self.sums, **self.kinds, **more
             )
@@ -131,7 +131,7 @@ class Case:
         more = {"WARPS": WARPS, "HELD": held, "SCALED": scale is not None, "ACCUMULATE": accumulate}
         more |= {"SUMS": sums, "EVICT": ""}
         stamp = HELD_STAMP if held else STAMP
-        with watched(self.everything(factor, HELD_STAMP), rewritable=self.flag) as memory:
+        with watched(self.everything(factor, HELD_STAMP)) as memory:
             unpack_kernel[(self.tables.tiles,)](
                 *self.tables.columns, self.wire, stamp, self.flag, factor, self.sums, **self.kinds, **more
             )
