@@ -19,7 +19,7 @@ from commrt.transport import clique, nccl
 from commrt.transport.protocol import CPU
 
 SHORT_S = 0.2
-PATIENT_S = 0.7
+PATIENT_S = 1.5
 """As long as a mutant that hangs is waited for."""
 
 ISSUED = """        self._nccl.groupStart()
