@@ -35,7 +35,7 @@ class Gate:
     """Knows whether the gradients at hand were averaged, and by which optimizers they have been used.
 
     A rank that comes to its step without any gradient calls `take_part` first, so that the others get its zeros.
-    `refuse` is called with a parameter that has a gradient which nobody averages.
+    `refuse` is called with a parameter that has a gradient which nobody averages, `require_sound` before each step.
     """
 
     def __init__(
@@ -44,12 +44,14 @@ class Gate:
         params: Sequence[Tensor],
         take_part: Callable[[], None],
         refuse: Callable[[Tensor], None],
+        require_sound: Callable[[], None],
     ) -> None:
         self._optimizers = optimizers
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self._averaged_here = {id(param) for param in params}
         self._take_part = take_part
         self._refuse = refuse
+        self._require_sound = require_sound
         self._held_back = False
         self._closed = False
         self._unused_by: set[int] = set()
@@ -80,6 +82,7 @@ class Gate:
         self._unused_by = {id(optimizer) for optimizer in self._optimizers}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._require_sound()
         self._refuse_strangers(optimizer)
         if self._closed:
             raise UsageError(MIDWAY)

@@ -149,7 +149,8 @@ class Replica:
         self._engine = engine
         self._optimizers = optimizers
         self._params = [named for bucket in engine.buckets for named in bucket.params]
-        self._gate = Gate(optimizers, [param for _, param in self._params], self._come_late, self._refuse)
+        params = [param for _, param in self._params]
+        self._gate = Gate(optimizers, params, self._come_late, self._refuse, self._require_sound)
         self._averaging = Averaging(model, engine, self._gate, cut, broadcast_buffers=broadcast_buffers)
         self._stats = Stats()
         self._is_synchronous = True
@@ -223,6 +224,11 @@ class Replica:
 
     def _come_late(self) -> None:
         self._average(LATE)
+
+    def _require_sound(self) -> None:
+        """Raise what ended a transfer on a GPU after ``backward()`` had returned."""
+        if failure := self._engine.world.untold:
+            raise failure
 
     def _refuse(self, stranger: Tensor) -> None:
         """Raise for a parameter with a gradient that no replica averages."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+import commrt
 from commrt import world as world_module
 from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
 from commrt.lane import Lane
@@ -195,3 +196,16 @@ def test_a_process_that_ends_without_being_told_of_a_failure_warns(monkeypatch):
     monkeypatch.setattr(world_module, "_current", world)
     with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
         world_module._leave()
+
+
+def test_no_optimizer_steps_after_a_gpu_failed_late():
+    with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        commrt.attach(model, optimizer, world=world)
+        model(torch.ones(1, 2)).sum().backward()
+        before = model.weight.tolist()
+        world._on_late_failure(LATE)
+        with pytest.raises(DeadlineExceeded, match="no transfer with ranks"):
+            optimizer.step()
+        assert model.weight.tolist() == before
