@@ -209,3 +209,28 @@ def test_no_optimizer_steps_after_a_gpu_failed_late():
         with pytest.raises(DeadlineExceeded, match="no transfer with ranks"):
             optimizer.step()
         assert model.weight.tolist() == before
+
+
+def test_connecting_a_gpu_gives_the_world_a_transport_and_its_lane_the_gpu_s_streams_once(monkeypatch):
+    class Entered(Recorded):
+        def enter(self):
+            self.story.append("enter")
+
+    gpu, made = torch.device("cuda", 0), []
+    monkeypatch.setattr(world_module, "gpu", lambda device: gpu)
+    monkeypatch.setattr(world_module, "streams_of", lambda device: Entered())
+    monkeypatch.setattr(world_module, "connect_gpu", lambda *given: made.append(given) or Elsewhere())
+
+    def body(world):
+        world.connect("cuda")
+        streams = world.lane.streams
+        world.connect("cuda:0")
+        assert world.lane.streams is streams
+        assert streams.story[0] == "enter"
+        assert world.transport.kind == "elsewhere and local"
+        with pytest.raises(UsageError, match="has one GPU"):
+            world.transport.require_no_other(torch.device("cuda", 1))
+        return world.rank
+
+    assert run_ranks(2, body) == [0, 1]
+    assert sorted((rank, size, device) for _, rank, size, _, device, _ in made) == [(0, 2, gpu), (1, 2, gpu)]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of torch for a GPU's streams; torch's own part is a list of what it was asked."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commrt.streams import DONE, CudaStreams, HostStreams, streams_of
+
+GPU = torch.device("cuda", 3)
+
+
+class Asked(list):
+    """A stand-in for ``torch.cuda`` that writes down what it is asked."""
+
+    def fake(self, monkeypatch):
+        def note(name, answer=None):
+            return lambda *args, **kwargs: self.append((name, *args, *kwargs.items())) or answer
+
+        graph = SimpleNamespace(
+            capture_begin=note("begin"), capture_end=note("end"), replay=note("replay"), collecting=None
+        )
+        current = SimpleNamespace(wait_event=note("wait"))
+        monkeypatch.setattr(torch.cuda, "set_device", note("device"))
+        monkeypatch.setattr(torch.cuda, "set_stream", note("stream"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"{device} {priority} {len(self)}")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=note("record")))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+        monkeypatch.setattr(torch.cuda, "stream", note("aside", "context"))
+        return current
+
+
+@pytest.fixture
+def asked():
+    return Asked()
+
+
+@pytest.fixture
+def current(asked, monkeypatch):
+    return asked.fake(monkeypatch)
+
+
+@pytest.mark.usefixtures("current")
+def test_entering_takes_the_device_and_a_stream_of_its_own_and_keeps_a_second_one(asked):
+    streams = CudaStreams(GPU)
+    streams.enter()
+    first = next(rest for name, *rest in asked if name == "stream")
+    assert asked[0] == ("device", GPU)
+    streams.aside()
+    second = asked[-1][1:]
+    assert second[0].startswith("cuda:3 -1")
+    assert first[0].startswith("cuda:3 -1")
+    assert len(asked) == 3
+
+
+@pytest.mark.usefixtures("current")
+def test_using_a_device_makes_no_stream(asked):
+    CudaStreams(GPU).use()
+    assert asked == [("device", GPU)]
+
+
+def test_a_mark_is_an_event_of_the_current_stream_and_following_waits_for_it(asked, current):
+    streams = CudaStreams(GPU)
+    mark = streams.mark()
+    assert asked == [("record", current)]
+    streams.follow(mark)
+    assert asked[-1] == ("wait", mark)
+
+
+@pytest.mark.usefixtures("current")
+def test_what_is_done_already_is_not_waited_for(asked):
+    CudaStreams(GPU).follow(DONE)
+    assert asked == []
+
+
+@pytest.mark.usefixtures("current")
+def test_a_graph_is_captured_while_others_may_allocate_and_nothing_is_collected(asked):
+    collecting = []
+    replay = CudaStreams(GPU).capture(lambda: collecting.append(gc.isenabled()))
+    assert asked == [("begin", ("capture_error_mode", "thread_local")), ("end",)]
+    assert collecting == [False]
+    assert gc.isenabled()
+    replay()
+    assert asked[-1] == ("replay",)
+
+
+@pytest.mark.usefixtures("current")
+def test_a_capture_that_fails_is_ended_and_things_are_collected_again(asked):
+    with pytest.raises(IndexError):
+        CudaStreams(GPU).capture([].pop)
+    assert asked[-1] == ("end",)
+    assert gc.isenabled()
+
+
+def test_a_cpu_queues_nothing():
+    streams = streams_of(torch.device("cpu"))
+    assert isinstance(streams, HostStreams)
+    assert (streams.queues, streams.current(), streams.mark(), streams.capture(list)) == (False, 0, DONE, None)
+    assert DONE.query()
+    with streams.aside():
+        streams.follow(DONE)
+
+
+def test_a_gpu_s_streams_queue():
+    assert streams_of(GPU).queues
