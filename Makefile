@@ -26,7 +26,7 @@ test: check
 	$(BIN)/pytest -n 2 --dist worksteal
 
 inspect: export PYTHONPATH = $(CURDIR)
-inspect: venv  # compiles every kernel that is offered: a quarter of an hour on two cores
+inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores
 	$(BIN)/python bench/inspect_kernels.py --golden bench/kernels.golden.json
 
 bench: venv

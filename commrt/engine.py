@@ -105,7 +105,7 @@ class Engine:
             self._greet(program(schedule, self.world.rank), step)
 
     def _greet(self, mine: Program, step: int) -> None:
-        """Send something to everybody who is sent to: NCCL connects two ranks when they first meet, in up to 1 s."""
+        """Send to everybody who is sent to: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
         device = self.buckets[0].wire.device
         others = (
             {leg.peer for hop in mine.hops for leg in hop.sends},

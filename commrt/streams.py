@@ -133,7 +133,7 @@ class CudaStreams:
         return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def current(self) -> int:
-        """What Triton asks too: costs 0.1 us, where ``torch.cuda.current_stream`` makes an object."""
+        """What Triton asks too; ``torch.cuda.current_stream`` would make an object."""
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # noqa: SLF001
         return handle
 
@@ -149,7 +149,7 @@ class CudaStreams:
             torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", mark))
 
     def aside(self) -> AbstractContextManager[object]:
-        """See `Streams.aside`; costs the host about 5 us."""
+        """See `Streams.aside`."""
         return torch.cuda.stream(self._second)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:

@@ -122,7 +122,7 @@ class NcclTransport:
         return zeros(numel, dtype, device)
 
     def bind(self, group: Group) -> Exchange:
-        """See `Transport.bind`; costs an exchange about 2 us and 0.5 us per parcel on the host."""
+        """See `Transport.bind`; two sends and two receives cost the host 3.4 us, without what NCCL takes."""
         rest, copies = split_self(group, self.rank, self.ranks)
         for parcel in (*group.sends, *group.recvs):
             self._require_device(parcel.data.device)
