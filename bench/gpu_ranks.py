@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from frugality import allocations, waiting_is_an_error
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -27,10 +28,24 @@ from commrt.schedule import MIX, Algorithm, Schedule, Step
 from commrt.transport.binding import load
 from commrt.world import World
 
-__all__ = ["beside_torch", "fail_and_begin_again", "mix", "reduce", "struck", "swap", "train", "train_by_graphs"]
+__all__ = [
+    "beside_torch",
+    "fail_and_begin_again",
+    "mix",
+    "reduce",
+    "struck",
+    "swap",
+    "thrift",
+    "train",
+    "train_by_graphs",
+]
 
 Tell = Callable[[Any], None]
 CPU = torch.device("cpu")
+LACKING = 4
+"""The step in which rank 0 has no gradients of the first layer."""
+WARM_STEPS = 5
+"""Until buckets are cut, kernels loaded, peers met and graphs made."""
 START_S, STEP_S = 120.0, 60.0
 SHARES_GPUS = 23003
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
@@ -168,8 +183,7 @@ def trained(
     rank: int, algorithm: Algorithm, steps: int, device: torch.device, *, graphs: bool = False
 ) -> tuple[list[Tensor], bool, Carried]:
     """Parameters after `steps`, on the CPU; whether all replicas have the same bits; and how buckets were carried."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    model = untrained(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.1, graphs=graphs)
     host_s = []
@@ -177,12 +191,47 @@ def trained(
         generator = torch.Generator().manual_seed(1000 * step + rank)
         x, y = torch.randn(16, 64, generator=generator), torch.randint(0, 10, (16,), generator=generator)
         optimizer.zero_grad()
-        cross_entropy(model(x.to(device)), y.to(device)).backward()
+        wanted = list(model.parameters())[2 * (step == LACKING and rank == 0) :]
+        cross_entropy(model(x.to(device)), y.to(device)).backward(inputs=wanted)
         optimizer.step()
         host_s += [span.end_s - span.begin_s for span in replica.last.spans]
     equal, carried = replica.replicas_equal(), Carried(median(host_s), sorted(set(replica.why_not_graphs().values())))
     replica.detach()
     return [param.detach().cpu() for param in model.parameters()], equal, carried
+
+
+def untrained(device: torch.device) -> nn.Module:
+    """The same everywhere."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+
+
+def thrift(_: Tell, graphs: bool) -> tuple[int, int]:
+    """Tensors that a backward pass makes with a plain model, and with one that is attached.
+
+    Raises torch's `RuntimeError` if the host waits for the GPU on the way.
+    """
+    device = place()
+    model, x, y = untrained(device), torch.randn(16, 64, device=device), torch.randint(0, 10, (16,), device=device)
+    with opened(device) as world:
+        replica = commrt.attach(model, None, commrt.Ring(), world=world, bucket_cap_mb=0.1, graphs=graphs)
+        for _ in range(WARM_STEPS):
+            made(model, x, y)
+        world.wait()
+        with waiting_is_an_error():
+            attached = made(model, x, y)
+        replica.detach()
+        made(model, x, y)
+        return made(model, x, y), attached
+
+
+def made(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    """Tensors that a backward pass asks the device for."""
+    model.zero_grad()
+    loss = cross_entropy(model(x), y)
+    before = allocations()
+    loss.backward()
+    return allocations() - before
 
 
 def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:

@@ -6,14 +6,12 @@ Without a GPU the definitions are compared with themselves, which shows that thi
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
 import torch
 from contenders import DEVICE
+from frugality import allocations, waiting_is_an_error
 from stopwatch import HAS_GPU
 from torch import Tensor
 from torch.distributed import HashStore
@@ -195,10 +193,11 @@ def test_two_streams_wait_for_each_other_where_they_are_told_to():
 
 
 @needs_gpu
-def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_stamp():
+@pytest.mark.parametrize("skew", [0, 1])
+def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_stamp(skew):
     first = [there(random(count, torch.float32, count)) for count in LENGTHS]
     away, packing, _, _ = wires(layout_of(LENGTHS), torch.bfloat16, first)
-    aligned = packing.aim(first, 0.5, STAMP)
+    packing.load()
 
     def work() -> None:
         packing.pack_aimed()
@@ -206,12 +205,13 @@ def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_s
 
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.synchronize()
-        replay = streams_of(DEVICE).capture(work)
-        second = [there(random(count, torch.float32, count + 1)) for count in LENGTHS]
+        graph = streams_of(DEVICE).capture(work)
+        second = [there(random(count, torch.float32, count + 1), skew) for count in LENGTHS]
         originals = [tensor.clone() for tensor in second]
         torch.cuda.synchronize()
-        assert packing.aim(second, 0.25, STAMP ^ 6) == aligned
-        replay()
+        packing.aim(second, 0.25, STAMP ^ 6)
+        graph.replay()
+        packing.repeated(second)
         torch.cuda.synchronize()
     replayed, quarters = away.cpu(), [tensor.cpu() for tensor in second]
     for tensor, original in zip(second, originals, strict=True):
@@ -241,23 +241,3 @@ def finish() -> None:
     """Wait for the device."""
     if HAS_GPU:
         torch.cuda.synchronize()
-
-
-def allocations() -> int:
-    """Of device memory so far."""
-    return torch.cuda.memory_stats()["allocation.all.allocated"] if HAS_GPU else 0
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Torch raises where it would wait for the device."""
-    if not HAS_GPU:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -64,7 +64,7 @@ def test_training_ends_where_the_cpu_ends(algorithm, size, record_property):
 
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_graphs_end_where_calls_end_and_slices_where_the_cpu_does(size, record_property):
-    steps = 20 if HAS_GPU else 3
+    steps = 20 if HAS_GPU else 1 + gpu_ranks.LACKING
     for run in values(run_processes(size, gpu_ranks.train_by_graphs, steps, limit_s=LIMIT_S)):
         assert run.same
         assert run.sliced_distance < 1e-3
@@ -83,6 +83,13 @@ def test_survivors_of_a_killed_rank_end_by_the_deadline(size, record_property):
     for seconds, said in values(survivors):
         assert seconds < 2 * timeout_s + 10
         record_property(f"survivors of {size} ranks", f"{seconds:.2f} s: {said}")
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["calls", "graphs"])
+def test_a_step_allocates_nothing_and_the_host_does_not_wait(graphs, record_property):
+    for plain, attached in values(run_processes(2, gpu_ranks.thrift, graphs, limit_s=LIMIT_S)):
+        assert attached == plain
+        record_property("tensors that a backward pass makes", attached)
 
 
 def test_a_world_works_beside_torch_s_own_group():

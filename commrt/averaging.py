@@ -114,6 +114,7 @@ class Averaging:
         self.step += 1
         if not (self._order_is_observed or self.joining):
             self._observe_order()
+        self._engine.remember(self.step)
         self._gate.open()
         return report
 

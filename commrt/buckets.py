@@ -91,7 +91,8 @@ class Bucket:
     """These three of each."""
     _nbytes: list[int] = field(init=False)
     _packing: Packing = field(init=False)
-    _repeatable: Repeatable | None = field(init=False)
+    repeatable: Repeatable | None = field(init=False)
+    """Launches that a device can remember; None on a CPU."""
     _stamp: int = field(init=False)
     """What the wire must show after the reduction."""
     _grads: list[Tensor | None] = field(init=False)
@@ -106,7 +107,7 @@ class Bucket:
         self._kinds = [_kind(like) for like in self._like]
         self._nbytes = [like.nbytes for like in self._like]
         self._packing = packing(self.wire, self.layout, self._like)
-        self._repeatable = repeatable(self._packing)
+        self.repeatable = repeatable(self._packing)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,38 +147,28 @@ class Bucket:
         Raises `DisagreementError` if ranks sent different things: before it writes; on a GPU in the next step.
         """
         self._require_unchanged()
-        missing = [i for i, grad in enumerate(self._grads) if grad is None]
-        elsewhere = self._packing.present() if missing else []
-        self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
+        self._make_missing()
         self._packing.unpack([self._made.get(i, grad) for i, grad in enumerate(self._grads)], self._stamp)
         self._require_agreement()
         self._note_own_writes()
 
-    def aim(self, scale: float) -> object | None:
-        """Tell the device what `pack_aimed` and `unpack_aimed` will move, gradients times `scale`.
+    def _make_missing(self) -> None:
+        """Room for what only others had; on a GPU waits for the wire if something is missing here."""
+        missing = [i for i, grad in enumerate(self._grads) if grad is None]
+        elsewhere = self._packing.present() if missing else []
+        self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
 
-        Returns what remembered launches depend on; None if these gradients must be moved by `pack` and `unpack`.
-        """
-        repeatable = self._repeatable
-        if repeatable is None or any(grad is None for grad in self._grads):
-            return None
+    def aim(self, repeatable: Repeatable, scale: float) -> None:
+        """`pack`, for launches that are repeated."""
         self._require_unchanged()
-        return repeatable.aim(self._grads, scale, self._stamp)
+        repeatable.aim(self._grads, scale, self._stamp)
 
-    def pack_aimed(self) -> None:
-        """As `pack`, what was aimed at; only launches."""
-        if self._repeatable is not None:
-            self._repeatable.pack_aimed()
-
-    def unpack_aimed(self) -> None:
-        """As `unpack`, what was aimed at; only launches."""
-        if self._repeatable is not None:
-            self._repeatable.unpack_aimed()
-
-    def repeated(self) -> None:
-        """The launches of both were repeated."""
-        if self._repeatable is not None:
-            self._repeatable.repeated(self._grads)
+    def repeated(self, repeatable: Repeatable) -> None:
+        """`unpack`, after launches were repeated: what they did not know of."""
+        repeatable.repeated(self._grads)
+        self._make_missing()
+        if self._made:
+            self._packing.unpack([self._made.get(i) for i in range(len(self._grads))], self._stamp)
         self._require_agreement()
         self._note_own_writes()
 

@@ -55,7 +55,6 @@ class Engine:
         self._digest = lru_cache(KEPT)(Schedule.digest)
         self._compared: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
         self.replace_buckets(buckets)
-        self._roll = torch.zeros(world.size, device="cpu")
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when everybody takes part; proven."""
@@ -72,8 +71,7 @@ class Engine:
     def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
-        chosen = buckets if self._graphs else ()
-        self._repetitions = {bucket: Repetition(bucket, self.world.transport) for bucket in chosen}
+        self._repetition = Repetition(buckets, self.world.transport) if self._graphs else None
         self._bound = lru_cache(KEPT)(partial(_bind, self.world, buckets, {}))
 
     def release(self) -> None:
@@ -121,18 +119,17 @@ class Engine:
         schedule = self.algorithm.schedule(step, len(self.members))
         with within_range(self.world.recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             self._compare_once(schedule, step)
-            own = bound(self._proven(schedule), self.members)[bucket.index]
-            if not self._repeat(bucket, own, step):
-                self._carry_by_calls(bucket, own, step)
-        return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+            programs = bound(self._proven(schedule), self.members)
+            if not self._repeat(bucket, programs, step):
+                self._carry_by_calls(bucket, programs[bucket.index], step)
+        return Span(bucket.index, begin_s, perf_counter(), programs[bucket.index].nbytes_sent)
 
-    def _repeat(self, bucket: Bucket, own: BoundProgram, step: int) -> bool:
+    def _repeat(self, bucket: Bucket, programs: Sequence[BoundProgram], step: int) -> bool:
         """True if the device knew what to do."""
-        repetition = self._repetitions.get(bucket)
-        if repetition is None:
+        if self._repetition is None:
             return False
         with within_range(self.world.recorder, "graph"):
-            return repetition.carry(own, 1 / len(self.members), Moment(step, bucket.index))
+            return self._repetition.carry(bucket, programs, 1 / len(self.members), Moment(step, bucket.index))
 
     def _carry_by_calls(self, bucket: Bucket, own: BoundProgram, step: int) -> None:
         recorder = self.world.recorder
@@ -144,8 +141,15 @@ class Engine:
 
     def why_not_graphs(self) -> dict[int, str]:
         """The buckets that were not carried by a graph in the latest step, and why."""
-        known = ((bucket.index, repetition.reason) for bucket, repetition in self._repetitions.items())
-        return {index: reason for index, reason in known if reason is not None}
+        return {} if self._repetition is None else dict(self._repetition.reasons)
+
+    def remember(self, step: int) -> None:
+        """Between steps, with nothing in flight: let devices remember what `step` did, if it is time for that."""
+        repetition = self._repetition
+        if repetition is not None and repetition.is_due:
+            moment = Moment(step, "graphs")
+            task = partial(repetition.remember, lambda refused: self._who(refused, self.members, moment))
+            self.world.lane.submit(task).result()
 
     def _compare_once(self, schedule: Schedule, step: int) -> None:
         """Raise `DisagreementError` if members run different schedules.
@@ -170,11 +174,15 @@ class Engine:
         return Span("state", begin_s, perf_counter(), nbytes_sent)
 
     def _call_roll(self, present: bool, step: int) -> None:
-        self._roll.zero_()
-        self._roll[self.world.rank] = float(present)
-        schedule = halving_doubling.all_reduce(self.world.size)
-        self.world.run_now(schedule, self._roll, Moment(step, "roll call"))
-        self.members = tuple(self._roll.nonzero().flatten().tolist())
+        self.members = self._who(present, tuple(range(self.world.size)), Moment(step, "roll call"))
+
+    def _who(self, mine: bool, asked: tuple[int, ...], moment: Moment) -> tuple[int, ...]:
+        """Those `asked` who say yes."""
+        flags = torch.zeros(self.world.size, device="cpu")
+        flags[self.world.rank] = float(mine)
+        schedule = halving_doubling.all_reduce(len(asked)).over(asked, world=self.world.size)
+        self.world.run_now(schedule, flags, moment)
+        return tuple(flags.nonzero().flatten().tolist())
 
 
 def _bind(

@@ -67,8 +67,8 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
     `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
     other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
-    not read them). With `graphs`, an experiment (docs/nccl.md), a GPU remembers what it does for a bucket in the first
-    step of a schedule, and repeats it by one launch from then on; `Replica.why_not_graphs` says where it does not.
+    not read them). With `graphs`, not yet tried on a GPU (docs/nccl.md), a device remembers what it does for a bucket
+    after two steps with a schedule, and repeats it by one launch; `Replica.why_not_graphs` says where it does not.
     Collective. The hooks live as long as the model, or until `Replica.detach`.
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-__all__ = ["DONE", "CudaStreams", "HostStreams", "Mark", "Streams", "streams_of"]
+__all__ = ["DONE", "CudaStreams", "Graph", "HostStreams", "Mark", "Streams", "streams_of"]
 
 
 class Mark(Protocol):
@@ -26,6 +26,18 @@ class Mark(Protocol):
 
     def synchronize(self) -> None:
         """Wait on the host until it is."""
+        ...
+
+
+class Graph(Protocol):
+    """Work that a device remembers."""
+
+    def replay(self) -> None:
+        """Queue it on the thread's current stream."""
+        ...
+
+    def reset(self) -> None:
+        """Forget it, if it is running, when it has ended; never waits."""
         ...
 
 
@@ -59,10 +71,11 @@ class Streams(Protocol):
         """What is queued in the body goes to a second stream of the thread that called `enter`."""
         ...
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
-        """Remember what `work` queues, without doing it, and return what queues it again; None if that cannot be.
+    def capture(self, work: Callable[[], None]) -> Graph | None:
+        """Remember what `work` queues, without doing it; None if that cannot be.
 
-        `work` only queues: it neither allocates nor waits.
+        `work` only queues: it neither allocates nor waits. Meanwhile no other thread may use the device's random
+        numbers: torch would take its call for a part of the graph.
         """
         ...
 
@@ -105,7 +118,7 @@ class HostStreams:
         """It is done at once."""
         return nullcontext()
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:  # nothing is done with it
+    def capture(self, work: Callable[[], None]) -> Graph | None:  # nothing is done with it
         """Nothing is queued."""
         return None
 
@@ -152,7 +165,7 @@ class CudaStreams:
         """See `Streams.aside`."""
         return torch.cuda.stream(self._second)
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
+    def capture(self, work: Callable[[], None]) -> Graph | None:
         """See `Streams.capture`: a CUDA graph. Other threads may allocate meanwhile; nothing is collected."""
         graph = torch.cuda.CUDAGraph()
         with _uncollected():  # what a collector frees would end the capture (triton#10712)
@@ -161,8 +174,7 @@ class CudaStreams:
                 work()
             finally:
                 graph.capture_end()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return cast("Graph", graph)
 
 
 @contextmanager

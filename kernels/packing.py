@@ -89,23 +89,24 @@ class Packing(Protocol):
 class Repeatable(Packing, Protocol):
     """A `Packing` whose launches a device can remember, and repeat without being told where anything lies."""
 
-    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> object:
-        """Tell the device what the next `pack_aimed` and `unpack_aimed` move.
+    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
+        """Tell the device what the next `pack_aimed` and `unpack_aimed` move; absent tensors are sent as zeros."""
+        ...
 
-        Returns what remembered launches depend on: where it changes, they must be made anew.
-        """
+    def load(self) -> None:
+        """Compile and load what the next two launch, which a device that remembers cannot do."""
         ...
 
     def pack_aimed(self) -> None:
-        """As `pack`; only launches, which may be remembered."""
+        """As `pack`; only launches, always the same, which may be remembered."""
         ...
 
     def unpack_aimed(self) -> None:
-        """As `unpack`, unscaled; only launches, which may be remembered."""
+        """As `unpack`, unscaled; only launches, always the same, which may be remembered."""
         ...
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
-        """Let autograd know that an `unpack_aimed` wrote to `tensors`."""
+        """An `unpack_aimed` wrote to `tensors`, the ones aimed at; autograd is told."""
         ...
 
 

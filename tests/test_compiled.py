@@ -92,7 +92,7 @@ def launch_everything(dtype, wire_dtype, skew):
     moved.norm(findings)
     moved.mix(tensors, wire, None, 0.5)
     moved.mix(tensors, wire, wire, 0.5)
-    dispatch.repeatable(moved).aim(tensors, 0.5, 1)
+    dispatch.repeatable(moved).load()
     rows = torch.zeros(8, 16, dtype=dtype)
     dispatch.mixing(rows[0], rows[1], 0.5)
     for received in range(1, 8):

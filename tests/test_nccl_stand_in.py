@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from commrt.testing import nccl
+from commrt.testing.graphs import record
 
 PATIENT_S, SHORT_S = 20.0, 0.2
 
@@ -250,3 +252,41 @@ def test_after_a_refused_call_nothing_of_its_group_is_posted(ranks):
     swapped_on_both = on_all(pair, lambda c: swapped(c, torch.full((2,), 3.0), target))
     assert swapped_on_both == [None, None]
     assert target.tolist() == [3.0, 3.0]
+
+
+@pytest.fixture
+def recorded(ranks):
+    """Two ranks, what each sends and receives, and two graphs of that exchange for each."""
+    pair = ranks(2)
+    data = [(torch.full((3,), float(rank)), torch.zeros(3)) for rank in range(2)]
+    graphs = [[record(partial(swapped, rank, *own)) for _ in range(2)] for rank, own in zip(pair, data, strict=True)]
+    yield pair, data, graphs
+    for graph in (*graphs[0], *graphs[1]):
+        graph.reset()
+
+
+def test_what_is_recorded_happens_in_each_replay(recorded):
+    _, data, graphs = recorded
+    assert data[1][1].tolist() == [0.0] * 3
+    for value in (4.0, 7.0):
+        data[0][0].fill_(value)
+        assert on_all([first for first, _ in graphs], lambda graph: graph.replay()) == [None, None]
+        assert data[1][1].tolist() == [value] * 3
+
+
+def test_a_replay_must_meet_the_replay_of_what_was_recorded_with_it(recorded):
+    pair, data, graphs = recorded
+    for other in (graphs[1][1].replay, partial(swapped, pair[1], *data[1])):
+        errors = on_all([graphs[0][0].replay, other], lambda call: call())
+        assert [str(error) for error in errors] == ["NCCL_ERROR_INTERNAL_ERROR"] * 2
+
+
+def test_a_communicator_waits_for_its_graphs_when_it_is_freed(ranks):
+    communicator = ranks(2)[0]
+    graph = record(partial(swapped, communicator, torch.zeros(3), torch.zeros(3)))
+    freed = threading.Thread(target=communicator.abort)
+    freed.start()
+    assert freed.is_alive()
+    graph.reset()
+    freed.join(20)
+    assert not freed.is_alive()

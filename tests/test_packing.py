@@ -328,6 +328,30 @@ def test_a_gradient_on_another_device_than_its_bucket_is_refused():
         bucket.take(Claim(0, 1, 0, 0, 0, 0), lambda name: True)
 
 
+class OnGpu(torch.Tensor):
+    """As if on one; says on which streams it is used."""
+
+    is_cuda = property(lambda self: True)
+    used_on = ()
+
+    def record_stream(self, stream):
+        self.used_on = (*self.used_on, stream)
+
+
+def test_a_gradient_that_was_made_on_the_lane_s_stream_is_not_freed_under_the_reader_s(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the reader's on {device}")
+    param = nn.Parameter(torch.zeros(3))
+    layout = layout_of([3])
+    bucket = Bucket(0, [("w", param)], layout, torch.zeros(layout.numel), model=1)
+    bucket.take(Claim(0, 1, 0, 0, 0, 0), lambda name: False)
+    bucket.pack(1.0)
+    layout.flags(bucket.wire).fill_(1)  # another rank had it
+    bucket.unpack()
+    bucket._made = {0: bucket._made[0].as_subclass(OnGpu)}
+    bucket.settle()
+    assert param.grad.used_on == ("the reader's on cpu",)
+
+
 def small_model():
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,69 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket's step remembered by its device: the same bits as call by call, whatever changes between steps.
 
-A tape stands for the CUDA graph: while it records, launches of kernels and calls of NCCL are noted instead of made, and
-host code runs once. Replaying makes the noted calls again, with their arguments as they were.
+`commrt.testing.graphs` stands for CUDA graphs: while a thread records, launches of kernels and calls of NCCL are noted
+instead of made, and host code runs once. Replaying makes the noted calls again, with their arguments as they were.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from interpreter import interpreted_gpu
 from torch import nn
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 import commrt
+from commrt.asking import within
 from commrt.buckets import build_buckets
+from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
-from commrt.repeating import FIRST, KEPT, NOT_HERE, NOTHING_QUEUED, Repetition
+from commrt.repeating import BY_CALLS, FIRST, KEPT, NOT_HERE, NOTHING_QUEUED, Repetition
 from commrt.stamp import Claim, stamp
 from commrt.streams import DONE
-from commrt.testing import nccl as stand_in
+from commrt.testing import graphs, nccl
 from commrt.testing.ranks import run_ranks
 from commrt.transport import nccl as transport_module
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, Moment
+from commrt.transport.protocol import CPU, Group, Moment, Parcel
 
 
-class Tape(threading.local):
-    """What the calling thread's device remembers."""
+class Remembered(threading.local):
+    """What the calling thread's device was made to remember."""
 
-    notes = None
-    replays = 0
+    def __init__(self):
+        self.graphs = []
 
-    def make(self, call):
-        """Make `call`, or note it."""
-        if self.notes is None:
-            call()
-        else:
-            self.notes.append(call)
-
-    def record(self, work):
-        """What `work` asks the device to do, to be done by calling this."""
-        self.notes = notes = []
-        try:
-            work()
-        finally:
-            self.notes = None
-
-        def replay():
-            self.replays += 1
-            for call in notes:
-                call()
-
-        return replay
+    @property
+    def replays(self):
+        return sum(graph.replays for graph in self.graphs)
 
 
-tape = Tape()
+remembered = Remembered()
 
 
 class Streams:
@@ -78,43 +64,21 @@ class Streams:
         return 0
 
     def mark(self):
-        assert tape.notes is None  # or nobody could ask whether it was reached
+        assert graphs.recording() is None  # or nobody could ask whether it was reached
         return DONE
 
     def follow(self, mark):
         pass
 
     def capture(self, work):
-        return tape.record(work)
+        remembered.graphs.append(graphs.record(work))
+        return remembered.graphs[-1]
 
 
-class TapedCommunicator:
-    def __init__(self, *arguments):
-        self._inner = stand_in.NcclCommunicator(*arguments)
-        self.abort, self.destroy = self._inner.abort, self._inner.destroy
-        self.check_async_error = self._inner.check_async_error
-
-    def send(self, *arguments):
-        tape.make(partial(self._inner.send, *arguments))
-
-    def recv(self, *arguments):
-        tape.make(partial(self._inner.recv, *arguments))
-
-
-TAPED = SimpleNamespace(
-    **{
-        **vars(stand_in),
-        "NcclCommunicator": TapedCommunicator,
-        "groupStart": lambda: tape.make(stand_in.groupStart),
-        "groupEnd": lambda: tape.make(stand_in.groupEnd),
-    }
-)
-
-
-def over_taped_nccl(store, ranks, timeout_s):
+def over_nccl(store, ranks, timeout_s):
     shelf = PrefixStore("nccl", store)
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: NcclTransport(shelf, rank, ranks, timeout_s, CPU, TAPED), range(ranks)))
+        return list(pool.map(lambda rank: NcclTransport(shelf, rank, ranks, timeout_s, CPU, nccl), range(ranks)))
 
 
 @pytest.fixture
@@ -123,63 +87,218 @@ def gpu(monkeypatch):
     monkeypatch.setattr(transport_module, "streams_of", lambda device: Streams())
     with interpreted_gpu() as launches:
         for module in (packing, combine):
-            monkeypatch.setattr(module, "launch_of", partial(taped_launch, launches))
+            monkeypatch.setattr(module, "launch_of", partial(noted_launch, launches))
         yield launches
 
 
-def taped_launch(launches, variant, device):
+def noted_launch(launches, variant, device):
     launch = launches.launch_of(variant, device)
-    return lambda *arguments: tape.make(partial(launch, *arguments))
+    return lambda *arguments: graphs.ask(partial(launch, *arguments))
 
 
 UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
-STEPS = 6
+STEPS = 7
 
 
-def trained(world, graphs, wire=None, steps=STEPS):
+RING = commrt.Ring()
+
+
+def plain_backward(world, step, model, loss):
+    loss.backward()
+
+
+def trained(world, graphs, wire=None, backward=plain_backward, algorithm=RING):
     model = deepcopy(UNTRAINED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=wire, bucket_cap_mb=1e-5, graphs=graphs)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=1e-5, graphs=graphs)
     reasons, kept = [], []
-    for step in range(steps):
+    for step in range(STEPS):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + world.rank))
         kept.append([param.grad for param in model.parameters()])  # so that the next ones lie elsewhere
         optimizer.zero_grad()
-        model(x).square().sum().backward()
+        backward(world, step, model, model(x).square().sum())
         optimizer.step()
         reasons.append(set(replica.why_not_graphs().values()))
-    replays = world.lane.submit(lambda: tape.replays).result()
+    replays = world.lane.submit(lambda: remembered.replays).result()
     return [param.tolist() for param in model.parameters()], reasons, replays, len(replica.buckets)
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, wire):
-    by_graphs = run_ranks(2, lambda world: trained(world, True, wire), connect=over_taped_nccl)
-    by_calls = run_ranks(2, lambda world: trained(world, False, wire), connect=over_taped_nccl)
+def require_same(ranks, **options):
+    """Graphs give the same bits as calls, and were used from the first step that could."""
+    by_graphs = run_ranks(ranks, lambda world: trained(world, True, **options), connect=over_nccl)
+    by_calls = run_ranks(ranks, lambda world: trained(world, False, **options), connect=over_nccl)
     assert [params for params, *_ in by_graphs] == [params for params, *_ in by_calls]
     for _, reasons, replays, buckets in by_graphs:
-        assert reasons == [{FIRST}, *[set()] * (STEPS - 1)]
-        assert replays == (STEPS - 1) * buckets > STEPS
-    assert [replays for _, _, replays, _ in by_calls] == [0, 0]
+        assert reasons == [{FIRST}] * BY_CALLS + [set()] * (STEPS - BY_CALLS)
+        assert replays == (STEPS - BY_CALLS) * buckets > STEPS
+    assert {replays for _, _, replays, _ in by_calls} == {0}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, wire, ranks):
+    require_same(ranks, wire=wire)
+
+
+def without_some(world, step, model, loss):
+    """Gradients that some ranks, or all, do not have in this step."""
+    lacking = {3: [0], 4: [0, 1], 5: [1]}.get(step, [])
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    loss.backward(inputs=last if world.rank in lacking else first + last)
+
+
+def test_gradients_that_some_ranks_lack_do_not_keep_anybody_from_graphs(gpu):
+    require_same(2, backward=without_some)
+
+
+def off_the_grid(world, step, model, loss):
+    """Rank 0's gradients lie where nothing is aligned, in some steps."""
+    if world.rank == 0 and step % 2:
+        for param in model.parameters():
+            param.grad = torch.zeros(param.numel() + 1)[1:].view_as(param)
+    loss.backward()
+
+
+def test_gradients_that_one_rank_has_at_odd_addresses_do_not_keep_anybody_from_graphs(gpu):
+    require_same(2, backward=off_the_grid)
+
+
+def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatch):
+    asked = []
+
+    def refuse(streams, work):
+        asked.append(graphs.record(work))
+        if len(asked) == 3:
+            asked[-1].reset()
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return asked[-1]
+
+    monkeypatch.setattr(Streams, "capture", refuse)
+    outcomes = run_ranks(2, lambda world: (world.rank, trained(world, True)), connect=over_nccl)
+    last = {rank: reasons[-1] for rank, (_, reasons, _, _) in outcomes}
+    said = sorted(reason for reasons in last.values() for reason in reasons)
+    refused = next(rank for rank, reasons in last.items() if "operation not permitted" in str(reasons))
+    assert said == [
+        f"the device of rank {refused} refused: ask that rank why",
+        "the device refused: operation not permitted when stream is capturing",
+    ]
+    assert sum(graph.replays for graph in asked) == 0
+
+
+def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
+    """torch's random numbers of the device belong to the graph while one is made."""
+    busy, made = [False, False], []
+
+    def capture(streams, work):
+        made.append(list(busy))
+        return graphs.record(work)
+
+    def backward(world, step, model, loss):
+        busy[world.rank] = True
+        hooks = [param.register_post_accumulate_grad_hook(partial(ready, world.rank)) for param in model.parameters()]
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+
+    missing = [len(list(UNTRAINED.parameters()))] * 2
+
+    def ready(rank, param):
+        missing[rank] -= 1
+        if not missing[rank]:
+            missing[rank], busy[rank] = len(list(UNTRAINED.parameters())), False
+
+    monkeypatch.setattr(Streams, "capture", capture)
+    run_ranks(2, lambda world: trained(world, True, backward=backward), connect=over_nccl)
+    assert made == [[False, False]] * len(made) != []
+
+
+class Alternating:
+    """Another schedule in every other step, as objects that stay."""
+
+    def __init__(self):
+        self.schedules = {}
+
+    def __repr__(self):
+        return "Alternating()"
+
+    def schedule(self, step, ranks):
+        if (key := (step % 2, ranks)) not in self.schedules:
+            inner = (commrt.Ring(), commrt.HalvingDoubling())[step % 2]
+            self.schedules[key] = inner.schedule(0, ranks)
+        return self.schedules[key]
+
+
+def test_each_schedule_is_remembered_after_it_has_come_twice(gpu):
+    (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True, algorithm=Alternating()), connect=over_nccl)
+    assert reasons == [{FIRST}] * (STEPS - 3) + [set()] * 3
 
 
 def test_where_transfers_are_waited_for_the_reason_is_said():
     (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True))
-    assert reasons == [{FIRST}, *[{NOT_HERE}] * (STEPS - 1)]
+    assert reasons == [{NOT_HERE}] * STEPS
+
+
+@contextmanager
+def two_transports():
+    """Of two ranks, with a graph of one exchange each."""
+    store = HashStore()
+    transports = over_nccl(store, 2, 10.0)
+    try:
+        yield transports, [exchange_by_graph(transport) for transport in transports]
+    finally:
+        for transport in transports:
+            transport.abort()
+
+
+def exchange_by_graph(transport):
+    ours, theirs = torch.zeros(4), torch.zeros(4)
+    peer = 1 - transport.rank
+    group = Group([Parcel(peer, ours)], [Parcel(peer, theirs)])
+    exchange = transport.bind(group)
+    return transport.capture(partial(exchange, Moment(0, 0)), group)
+
+
+def test_a_graph_that_is_not_used_any_more_is_forgotten(gpu):
+    with two_transports() as (_, exchanges):
+        known = [weakref.ref(exchange) for exchange in exchanges]
+        made = remembered.graphs[-2:]
+        exchanges.clear()
+        gc.collect()
+        assert [reference() for reference in known] == [None, None]
+        assert [graph._calls for graph in made] == [[], []]
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkeypatch):
+    monkeypatch.setattr(transport_module, "FREE_S", 60.0)
+    with two_transports() as (transports, exchanges), ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda exchange: exchange(Moment(1, 0)), exchanges))
+        for ended in [pool.submit(getattr(transport, how)) for transport in transports]:
+            ended.result(20)
+        with pytest.raises(TransportClosed):
+            exchanges[0](Moment(2, 0))
+
+
+def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu):
+    with two_transports() as (transports, exchanges):
+        for transport in transports:
+            within(20, transport._abandon)  # which is called then, and when it is collected
+            assert transport._communicator.comm == 0
+        assert len(exchanges) == 2
 
 
 class Counted:
     """A transport that remembers, and counts how often it is asked to."""
 
-    def __init__(self, refusal=None):
-        self.captures, self._refusal = 0, refusal
+    def __init__(self, refusal=None, queues=True):
+        self.captures, self._refusal, self._queues = 0, refusal, queues
 
     def capture(self, work, group):
         self.captures += 1
         if self._refusal is not None:
             raise self._refusal
-        replay = tape.record(work)
-        return lambda moment: replay()
+        graph = graphs.record(work)
+        return (lambda moment: graph.replay()) if self._queues else None
 
 
 class Program:
@@ -206,71 +325,72 @@ def take(bucket, step, skew=0):
     return stamp(claim)
 
 
-def test_what_is_repeated_has_the_step_s_own_stamp_scale_and_gradients(bucket):
-    repetition = Repetition(bucket, Counted())
-    program, layout = Program(), layout_of([40, 33])
-    for step, scale in enumerate([0.5, 0.5, 0.25, 2.0]):
-        word = take(bucket, step)
-        expected = [param.grad * scale for _, param in bucket.params]
-        versions = [param.grad._version for _, param in bucket.params]
-        if not repetition.carry(program, scale, Moment(step, 0)):
-            bucket.pack(scale)
-            bucket.unpack()
-        bucket.settle()
-        assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
-        assert torch.equal(layout.stamp(bucket.wire) != 0, bits(word))
-        assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
-    assert repetition.reason is None
+def agree(refused):
+    """As all ranks, of which this is the only one."""
+    return [0] if refused else []
 
 
-def carried(repetition, bucket, program, step, skew=0):
-    take(bucket, step, skew)
-    done = repetition.carry(program, 1.0, Moment(step, 0))
+def step_of(bucket, repetition, programs, step, scale=1.0):
+    """One step; True if it was repeated."""
+    done = repetition.carry(bucket, programs, scale, Moment(step, 0))
     if not done:
-        bucket.pack(1.0)
+        bucket.pack(scale)
         bucket.unpack()
     bucket.settle()
+    if repetition.is_due:
+        repetition.remember(agree)
     return done
 
 
-def test_gradients_that_lie_less_aligned_are_remembered_anew(bucket):
-    transport = Counted()
-    repetition, program = Repetition(bucket, transport), Program()
-    done = [carried(repetition, bucket, program, step, skew) for step, skew in enumerate([0, 0, 1, 1, 0])]
-    assert done == [False, True, True, True, True]
-    assert transport.captures == 3
+def test_what_is_repeated_has_the_step_s_own_stamp_scale_and_gradients(bucket):
+    repetition, programs = Repetition([bucket], Counted()), [Program()]
+    layout = layout_of([40, 33])
+    for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
+        word = take(bucket, step, skew)
+        expected = [param.grad * scale for _, param in bucket.params]
+        versions = [param.grad._version for _, param in bucket.params]
+        repeated = step_of(bucket, repetition, programs, step, scale)
+        assert repeated == (step >= BY_CALLS)
+        assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
+        assert torch.equal(layout.stamp(bucket.wire) != 0, bits(word))
+        assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
+    assert repetition.reasons == {}
+
+
+def carried(repetition, bucket, programs, step):
+    take(bucket, step)
+    return step_of(bucket, repetition, programs, step)
 
 
 def test_each_program_is_first_carried_call_by_call_and_the_oldest_is_forgotten(bucket):
     transport = Counted()
-    repetition, programs = Repetition(bucket, transport), [Program() for _ in range(KEPT + 1)]
-    for step, program in enumerate(programs):
-        assert not carried(repetition, bucket, program, step)
+    repetition, programs = Repetition([bucket], transport), [[Program()] for _ in range(KEPT + 1)]
+    for step in range(2 * len(programs)):
+        assert not carried(repetition, bucket, programs[step // 2], step)
     assert carried(repetition, bucket, programs[-1], 100)
     assert not carried(repetition, bucket, programs[0], 101)
-    assert repetition.reason == FIRST
+    assert repetition.reasons == {0: FIRST}
+    assert transport.captures == len(programs)
 
 
-def test_a_missing_gradient_is_carried_call_by_call_and_the_next_step_repeats(bucket):
-    repetition, program = Repetition(bucket, Counted()), Program()
-    assert [carried(repetition, bucket, program, step) for step in range(2)] == [False, True]
-    bucket.params[0][1].grad = None
-    bucket.take(Claim(0, 1, 0, 2, 0, 0), lambda name: False)
-    assert not repetition.carry(program, 1.0, Moment(2, 0))
-    assert repetition.reason == NOT_HERE
-    assert carried(repetition, bucket, program, 3)
+def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
+    transport = Counted()
+    repetition = Repetition([bucket], transport)
+    assert not any(carried(repetition, bucket, [Program()], step) for step in range(4))
+    assert transport.captures == 0
 
 
 def test_a_device_that_refuses_is_asked_once_and_its_reason_is_kept(bucket):
     transport = Counted(RuntimeError("operation not permitted when stream is capturing"))
-    repetition, program = Repetition(bucket, transport), Program()
-    assert not any(carried(repetition, bucket, program, step) for step in range(4))
+    repetition, programs = Repetition([bucket], transport), [Program()]
+    assert not any(carried(repetition, bucket, programs, step) for step in range(5))
     assert transport.captures == 1
-    assert repetition.reason == "the device refused: operation not permitted when stream is capturing"
+    assert repetition.reasons == {0: "the device refused: operation not permitted when stream is capturing"}
 
 
 def test_a_transport_that_queues_nothing_is_asked_once(bucket):
-    transport = SimpleNamespace(capture=lambda work, group: None)
-    repetition, program = Repetition(bucket, transport), Program()
-    assert not any(carried(repetition, bucket, program, step) for step in range(3))
-    assert repetition.reason == NOTHING_QUEUED
+    transport = Counted(queues=False)
+    repetition, programs = Repetition([bucket], transport), [Program()]
+    assert not any(carried(repetition, bucket, programs, step) for step in range(5))
+    assert transport.captures == 1
+    assert repetition.reasons == {0: NOTHING_QUEUED}

@@ -22,7 +22,7 @@ class Asked(list):
             return lambda *args, **kwargs: self.append((name, *args, *kwargs.items())) or answer
 
         graph = SimpleNamespace(
-            capture_begin=note("begin"), capture_end=note("end"), replay=note("replay"), collecting=None
+            capture_begin=note("begin"), capture_end=note("end"), replay=note("replay"), reset=note("reset")
         )
         current = SimpleNamespace(wait_event=note("wait"))
         monkeypatch.setattr(torch.cuda, "set_device", note("device"))
@@ -81,12 +81,13 @@ def test_what_is_done_already_is_not_waited_for(asked):
 @pytest.mark.usefixtures("current")
 def test_a_graph_is_captured_while_others_may_allocate_and_nothing_is_collected(asked):
     collecting = []
-    replay = CudaStreams(GPU).capture(lambda: collecting.append(gc.isenabled()))
+    graph = CudaStreams(GPU).capture(lambda: collecting.append(gc.isenabled()))
     assert asked == [("begin", ("capture_error_mode", "thread_local")), ("end",)]
     assert collecting == [False]
     assert gc.isenabled()
-    replay()
-    assert asked[-1] == ("replay",)
+    graph.replay()
+    graph.reset()
+    assert asked[-2:] == [("replay",), ("reset",)]
 
 
 @pytest.mark.usefixtures("current")

@@ -12,7 +12,11 @@ It keeps NCCL's rules, and is stricter only where NCCL leaves open what happens:
 * after a refused call nothing of its group is posted, and ``groupEnd`` says so again; a communicator that could not be
   made leaves a group open in its thread (seen with NCCL 2.28.9);
 * one thread at a time uses a communicator; here a second one gets ``NCCL_ERROR_INVALID_USAGE``;
-* ``abort`` ends what waits in the own communicator, and tells nobody else: peers wait on.
+* ``abort`` ends what waits in the own communicator, and tells nobody else: peers wait on;
+* a group that a thread records (`commrt.testing.graphs`) is posted by each replay. Of those that two ranks recorded
+  with each other, the k-th of one must meet the k-th of the other; NCCL leaves open what happens otherwise, here both
+  ends get ``NCCL_ERROR_INTERNAL_ERROR``;
+* ``abort`` and ``destroy`` return when all graphs with the communicator's calls are forgotten.
 
 Memory is given by raw addresses. There are no streams: work is done when the call that posts it returns.
 """
@@ -26,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+from commrt.testing.graphs import Graph, recording
 
 __all__ = [
     "NCCL_BFLOAT16",
@@ -98,6 +104,8 @@ class _Side:
     """All that one rank does with one peer in one group, in order."""
 
     calls: list[_Call]
+    number: int = 0
+    """Among those recorded with this peer, from 1 on; 0 if it was not."""
     done: bool = False
     status: int = 0
 
@@ -187,6 +195,7 @@ class NcclCommunicator:
         if not 0 <= rank < ndev:
             raise _not_made(INVALID_ARGUMENT)
         self._rank, self._id, self._users = rank, commId, 0
+        self._recorded, self._graphs = [0] * ndev, 0
         self.comm = next(self._numbers)
         with _changed:
             self._clique = _cliques.setdefault(commId, _Clique(ndev))
@@ -231,6 +240,7 @@ class NcclCommunicator:
             for peer in range(self._clique.ranks):  # or it would read and write memory that is not ours any more
                 self._clique.posted.pop((self._rank, peer), None)
             _changed.notify_all()
+            _changed.wait_for(lambda: not self._graphs)
 
     destroy = abort
 
@@ -248,9 +258,35 @@ class NcclCommunicator:
 
 
 def _run(calls: list[_Call]) -> None:
+    """Let a whole group happen, in a recording later."""
+    if (graph := recording()) is None:
+        _happen(calls, {})
+    else:
+        with _changed, _exclusively({call.communicator for call in calls}):
+            numbers = {end: _recorded(graph, *end) for end in _sides(calls)}
+        graph.note(lambda: _happen(calls, numbers))
+
+
+def _recorded(graph: Graph, communicator: NcclCommunicator, peer: int) -> int:
+    """Which of the groups that were recorded with `peer` this is."""
+
+    def forget() -> None:
+        with _changed:
+            communicator._graphs -= 1  # noqa: SLF001  # of this module
+            _changed.notify_all()
+
+    communicator._graphs += 1  # noqa: SLF001
+    graph.on_reset(forget)
+    communicator._recorded[peer] += 1  # noqa: SLF001
+    return communicator._recorded[peer]  # noqa: SLF001
+
+
+def _happen(calls: list[_Call], numbers: dict[tuple[NcclCommunicator, int], int]) -> None:
     """Post a whole group and wait until it has happened."""
     with _changed, _exclusively({call.communicator for call in calls}):
         sides = _sides(calls)
+        for end, side in sides.items():
+            side.number = numbers.get(end, 0)
         for (communicator, peer), side in sides.items():
             _post(communicator._clique, communicator.rank_id(), peer, side)  # noqa: SLF001  # of this module
         while not all(side.done or not communicator.comm for (communicator, _), side in sides.items()):
@@ -276,26 +312,28 @@ def _exclusively(communicators: set[NcclCommunicator]) -> Iterator[None]:
 
 
 def _sides(calls: list[_Call]) -> dict[tuple[NcclCommunicator, int], _Side]:
-    """The calls of a group by communicator and peer, those with oneself done already."""
+    """The calls of a group by communicator and peer."""
     sides: dict[tuple[NcclCommunicator, int], _Side] = {}
     for call in calls:
         sides.setdefault((call.communicator, call.peer), _Side([])).calls.append(call)
-    for (communicator, peer), side in list(sides.items()):
-        if peer == communicator.rank_id():
-            side.done, side.status = True, _transfer(side.calls, side.calls) and INVALID_USAGE
     return sides
 
 
 def _post(clique: _Clique, rank: int, peer: int, side: _Side) -> None:
-    """Meet what `peer` waits with for this rank, or wait to be met."""
-    if side.done:
+    """Meet what `peer` waits with for this rank, or wait to be met; oneself is met at once."""
+    if peer == rank:
+        side.done, side.status = True, _transfer(side.calls, side.calls) and INVALID_USAGE
         return
     other = clique.posted.get((peer, rank))
     if other is None or not (_faces(side, other) or _faces(other, side)):
         clique.posted[rank, peer] = side
         return
     del clique.posted[peer, rank]
-    side.status = other.status = _transfer(side.calls, other.calls) or _transfer(other.calls, side.calls)
+    side.status = other.status = (
+        INTERNAL_ERROR
+        if side.number != other.number
+        else _transfer(side.calls, other.calls) or _transfer(other.calls, side.calls)
+    )
     side.done = other.done = True
     _changed.notify_all()
 

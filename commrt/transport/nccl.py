@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.asking import within
+from commrt.asking import begun, within
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
-from commrt.streams import DONE, Mark, streams_of
-from commrt.transport.binding import Binding, load
+from commrt.streams import DONE, Graph, Mark, streams_of
+from commrt.transport.binding import Binding, Communicator, load
 from commrt.transport.clique import join
 from commrt.transport.departures import Departures
+from commrt.transport.graphs import Graphs
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel, split_self, zeros
 from commrt.transport.watchdog import Watchdog
 
@@ -42,6 +43,9 @@ FREE_S = 10.0
 """How long freeing the communicator may take: other ranks of this host must come, and what is queued must end."""
 BUSY_S = 0.2
 """How long the communicator may be in use before it is aborted all the same: a first exchange may wait inside."""
+
+CAPTURE = Moment(-1, "graph")
+"""In errors, what is not carried yet."""
 
 
 class _Call(NamedTuple):
@@ -111,7 +115,8 @@ class NcclTransport:
         self._told = False
         self._capturing = False
         self._communicator = join(store, rank, ranks, timeout_s, self.device, self._streams, self._nccl)
-        self._abandon = weakref.finalize(self, self._communicator.abort)  # CuPy's own way to free it waits for others
+        self._graphs = Graphs()
+        self._abandon = weakref.finalize(self, _abandon, self._graphs, self._communicator)
         self._watchdog = Watchdog(self._look, self._streams.use)
         _OPEN.add(self)
 
@@ -146,8 +151,7 @@ class NcclTransport:
             self._watched(lambda: self._issue(calls), group, moment)
 
     def _watched(self, queue: Callable[[], None], group: Group, moment: Moment) -> None:
-        flight = _Flight(group, moment, monotonic(), self.timeout_s, self._numbered(group))
-        self._flights.append(flight)
+        flight = self._begun(group, moment)
         try:
             with self._in_use:
                 queue()
@@ -157,6 +161,11 @@ class NcclTransport:
         finally:
             flight.end = flight.end or DONE
 
+    def _begun(self, group: Group, moment: Moment) -> _Flight:
+        flight = _Flight(group, moment, monotonic(), self.timeout_s, self._numbered(group))
+        self._flights.append(flight)
+        return flight
+
     def _numbered(self, group: Group) -> dict[int, int]:
         for peer in (peers := _peers(group)):
             self._exchanges[peer] += 1
@@ -164,18 +173,26 @@ class NcclTransport:
 
     def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
         """See `Transport.capture`: one CUDA graph, whose end is watched as that of one exchange with all peers."""
+        self._require_open(Place(self.rank, hop=group.hop))
+        flight = self._begun(group, CAPTURE)  # NCCL may wait for the others here
         self._capturing = True
         try:
-            replay = self._streams.capture(work)
+            with self._in_use:
+                graph = self._streams.capture(work)
+        except RuntimeError as error:
+            if self._failure is not None or self._closed:
+                raise self._explained(error, flight) from error
+            raise
         finally:
-            self._capturing = False
-        if replay is None:
-            return None
+            self._capturing, flight.end = False, DONE
+        return None if graph is None else self._replaying(graph, group)
 
+    def _replaying(self, graph: Graph, group: Group) -> Exchange:
         def exchange(moment: Moment) -> None:
             self._require_open(Place(self.rank, None, *moment, group.hop))
-            self._watched(replay, group, moment)
+            self._watched(graph.replay, group, moment)
 
+        self._graphs.keep(graph, exchange)
         return exchange
 
     def _issue(self, calls: Sequence[_Call]) -> None:
@@ -279,10 +296,12 @@ class NcclTransport:
         if self._is_mine():
             self._departures.tell(None)
             idle = self._in_use.acquire(timeout=BUSY_S)
-            with suppress(TimeoutError):
-                within(FREE_S, self._communicator.abort)
-            if idle:
+            freed = begun(self._communicator.abort)  # ends what another thread waits for inside
+            if idle or self._in_use.acquire(timeout=FREE_S):
+                self._graphs.drop_all()
                 self._in_use.release()
+            with suppress(TimeoutError):
+                freed.result(FREE_S)
 
     def wait(self) -> None:
         """Wait until all that was queued has happened; raises what ended an exchange and nobody was told of."""
@@ -305,6 +324,7 @@ class NcclTransport:
             self._closed = True
             if self._is_mine():
                 self._departures.tell(self._exchanges)  # who waits for this rank would not come to free its own
+                self._graphs.drop_all()
                 with suppress(TimeoutError):  # a rank of this host does not come: a thread is left to wait for it
                     within(FREE_S, self._communicator.destroy)
 
@@ -326,6 +346,12 @@ class NcclTransport:
 
 
 _OPEN: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
+
+
+def _abandon(graphs: Graphs, communicator: Communicator) -> None:
+    """CuPy's own way to free a communicator that is collected waits for others."""
+    graphs.drop_all()
+    communicator.abort()
 
 
 def _after_fork() -> None:

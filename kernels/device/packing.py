@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.device.variants import DTYPES, Variant
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import Findings
-from commrt.kernels.tables import Tables
+from commrt.kernels.tables import WIDEST_NBYTES, Tables
 
 __all__ = ["TritonPacking"]
 
@@ -41,7 +41,9 @@ class TritonPacking:
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
         self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a stamp
-        self._aimed: tuple[_Made, ...] = ()
+        self._aimed: tuple[_Made, _Made] | None = None
+        self._stages: dict[int, Tensor] = {}  # by place, for tensors that once were not aligned
+        self._staged: dict[int, Tensor] = {}  # those in use
         mark = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
@@ -92,32 +94,54 @@ class TritonPacking:
         factor = self._scale.at(scale) if scale != 1.0 else 0
         sums = self._watched(findings, made.warps)[1]
         made.launch(self.tables.tiles, *self._fixed, stamp, self._mark, factor, sums)
-        self.repeated(tensors)
+        _note_written(tensors)
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
         """See `Repeatable.repeated`."""
-        increment_version([tensor for tensor in tensors if tensor is not None])
+        staged, self._staged = self._staged, {}
+        for place, stage in staged.items():
+            cast("Tensor", tensors[place]).copy_(stage)
+        _note_written(tensor for place, tensor in enumerate(tensors) if place not in staged)
 
-    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> object:
-        """See `Repeatable.aim`; one launch for the stamp, and what `pack` sends for the rest."""
-        self.tables.point_at(tensors)
+    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
+        """See `Repeatable.aim`; one launch for the stamp, and what `pack` sends for the rest.
+
+        A remembered launch reads 16 bytes at once, so tensors less aligned are copied, here and back by `repeated`.
+        """
+        self._staged = {
+            place: self._stage(place, tensor)
+            for place, tensor in enumerate(tensors)
+            if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES
+        }
+        self.tables.point_at([self._staged.get(place, tensor) for place, tensor in enumerate(tensors)])
         self._scale.at(scale)
         self._held.fill_(stamp - (1 << 64) if stamp >> 63 else stamp)
-        align = self.tables.align
-        self._aimed = (
-            self._made(variants.pack, align, held=True, nonfinite=False, sums=False),
-            self._made(variants.unpack, align, held=True, scaled=False, accumulate=False, sums=False),
-        )
-        return align
+
+    def _stage(self, place: int, tensor: Tensor) -> Tensor:
+        if place not in self._stages:
+            self._stages[place] = torch.empty_like(tensor)
+        return self._stages[place].copy_(tensor)
+
+    def load(self) -> None:
+        """See `Repeatable.load`."""
+        self._held_kernels()
+
+    def _held_kernels(self) -> tuple[_Made, _Made]:
+        if self._aimed is None:
+            self._aimed = (
+                self._made(variants.pack, WIDEST_NBYTES, held=True, nonfinite=False, sums=False),
+                self._made(variants.unpack, WIDEST_NBYTES, held=True, scaled=False, accumulate=False, sums=False),
+            )
+        return self._aimed
 
     def pack_aimed(self) -> None:
         """One launch."""
-        made = self._aimed[0]
+        made = self._held_kernels()[0]
         made.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address, 0, 0)
 
     def unpack_aimed(self) -> None:
         """One launch."""
-        made = self._aimed[1]
+        made = self._held_kernels()[1]
         made.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._mark, 0, 0)
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
@@ -127,7 +151,7 @@ class TritonPacking:
         made = self._made(variants.mix, self.tables.align, inputs=2 + (sent is not None), sent=sent is not None)
         wires = received.data_ptr(), 0 if sent is None else sent.data_ptr()
         made.launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
-        self.repeated(tensors)
+        _note_written(tensors)
 
     def norm(self, findings: Findings) -> Tensor:
         """One launch, by one program."""
@@ -149,6 +173,10 @@ class TritonPacking:
             variant = make(self._dtype, self._wire.dtype, align, sizes, **options)
             made = self._kept[key] = _Made(launch_of(variant, self._wire.device), sizes.warps)
         return made
+
+
+def _note_written(tensors: Iterable[Tensor | None]) -> None:
+    increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 class _Made(NamedTuple):
