@@ -26,7 +26,7 @@ from inspect_kernels import ARCHS, SHORT, cases, chosen  # noqa: E402
 
 GOLDEN = BENCH / "kernels.golden.json"
 FINDINGS = json.loads(GOLDEN.read_text())["findings"]
-EVERY = 31
+EVERY = 28
 """Every how many-th kernel is compiled here; `make inspect` compiles all, in a quarter of an hour."""
 KERNELS = ("pack", "unpack", "mix", "reduce", "norm")
 NBITS = {short: 8 * dtype.itemsize for dtype, short in SHORT.items()}

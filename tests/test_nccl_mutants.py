@@ -29,6 +29,7 @@ ISSUED = """        self._nccl.groupStart()
         finally:
             self._nccl.groupEnd()  # or all later calls of this thread would only be gathered
 """
+ABOVE_6 = "CuPy has no word for NCCL's statuses above 6\n            "
 EACH = "        for issue, address, nbytes, peer in calls:\n"
 CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)\n"
 
@@ -51,10 +52,14 @@ MUTANTS = {
     "peers mixed up": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.nbytes, max(parcel.peer - 1, 0)"),
     "empty transfers sent": (nccl, "= split_self(group, self.rank, self.ranks)", "= group, []"),
     "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
-    "errors swallowed": (nccl, "raise self._explained(error, flight) from error", "self._explained(error, flight)"),
+    "errors swallowed": (
+        nccl,
+        f"{ABOVE_6}raise self._explained(error, flight) from error",
+        f"{ABOVE_6}self._explained(error, flight)",
+    ),
     "no deadline": (nccl, "age_s > flight.timeout_s", "False"),
     "a deadline of its own": (nccl, "monotonic(), self.timeout_s,", "monotonic(), 300.0,"),
-    "a late communicator not aborted": (nccl, "within(FREE_S, self._communicator.abort)", "pass"),
+    "a late communicator not aborted": (nccl, "begun(self._communicator.abort)", "begun(int)"),
     "the others not told": (nccl, "self._departures.tell(None)", "pass"),
     "the others not asked": (nccl, "self._left(flight) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
