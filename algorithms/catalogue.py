@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm
 
-__all__ = ["ALGORITHMS", "by_name"]
+__all__ = ["ALGORITHMS", "GOSSIP", "by_name"]
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
     "halving_doubling": HalvingDoubling,
     "torus2d": Torus2D,
 }
-"""Name to constructor; each works without arguments."""
+"""All-reduces: name to constructor; each works without arguments."""
+
+GOSSIP = "gossip"
 
 
 def by_name(name: str) -> Algorithm:
@@ -27,6 +30,7 @@ def by_name(name: str) -> Algorithm:
     >>> by_name("torus2d")
     Torus2D(grid=None, both_ways=False)
     """
-    if name not in ALGORITHMS:
-        raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(ALGORITHMS))}")
-    return ALGORITHMS[name]()
+    offered = {**ALGORITHMS, GOSSIP: Gossip}
+    if name not in offered:
+        raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}")
+    return offered[name]()

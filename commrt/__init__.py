@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commrt.algorithms.gossip import Gossip
     from commrt.algorithms.halving_doubling import HalvingDoubling
     from commrt.algorithms.ring import Ring
     from commrt.algorithms.sliced import Sliced
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "commrt.algorithms.gossip": ("Gossip",),
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
     "commrt.algorithms.ring": ("Ring",),
     "commrt.algorithms.sliced": ("Sliced",),
@@ -69,6 +71,7 @@ __all__ = [
     "CommrtError",
     "DeadlineExceeded",
     "DisagreementError",
+    "Gossip",
     "HalvingDoubling",
     "PeerLost",
     "Replica",

@@ -8,7 +8,7 @@ schedule and checks it against one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -41,7 +41,7 @@ class Kind(Enum):
     AVERAGE = "average"
     """Each contribution of the goal with weight 1/count, no other."""
     DOUBLY_STOCHASTIC = "doubly stochastic"
-    """Weights are not negative; they sum to 1 over origins for each rank, and over ranks for each origin."""
+    """Weights are not negative; they sum to the total over origins for each rank, and over ranks for each origin."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +56,8 @@ class Collective:
     """[ranks, chunks] index into `families`, or ANYTHING."""
     families: tuple[tuple[int, ...], ...]
     """Sets of ranks whose contributions a cell must end with."""
+    total: int = 1
+    """What doubly stochastic weights sum to; whoever runs the schedule divides by it."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,9 +76,9 @@ def average(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Co
     return _over_members("average", Kind.AVERAGE, (ranks, chunks), members)
 
 
-def doubly_stochastic(ranks: int, chunks: int) -> Collective:
-    """One round of mixing that keeps the mean over all ranks: rows and columns of the weights sum to 1."""
-    return _over_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None)
+def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
+    """Mixing that keeps the mean over all ranks, after division by `total`: rows and columns of weights sum to it."""
+    return replace(_over_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None), total=total)
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:

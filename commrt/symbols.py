@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,14 +108,13 @@ class Masks:
 
 
 class Weights:
-    """Exact rows of weights over the origin ranks, as fractions [cells, ranks]."""
+    """Exact shares of the origin ranks, per cell {origin: share}; most are absent after a few steps of gossip."""
 
     def __init__(self, defined: NDArray[np.bool_]) -> None:
         ranks, chunks = defined.shape
-        self._chunks = chunks
+        self._ranks, self._chunks = ranks, chunks
         self._defined = defined.reshape(-1).copy()
-        self._rows = np.full((ranks * chunks, ranks), Fraction(0), dtype=object)
-        self._rows[np.arange(ranks * chunks), np.repeat(np.arange(ranks), chunks)] = Fraction(1)
+        self._rows = [{cell // chunks: Fraction(1)} for cell in range(ranks * chunks)]
 
     def apply(self, cells: Cells, refute: Refute) -> None:
         """Move all `cells` at once; refutes undefined sources and targets."""
@@ -124,40 +124,55 @@ class Weights:
         blank = ~self._defined[cells.dst] & (cells.combine != COPY)
         if blank.any():
             refute("combines into this chunk before it holds a value", int(cells.dst[blank][0]))
-        incoming = self._rows[cells.src]
-        for wave in _waves(cells.dst):
-            self._combine(cells.where(wave), incoming[wave])
+        incoming = [self._rows[cell] for cell in cells.src.tolist()]
+        columns = (cells.dst.tolist(), incoming, cells.combine.tolist(), cells.weight.tolist())
+        for dst, row, combine, weight in zip(*columns, strict=True):  # new rows, as others may read the old ones
+            self._rows[dst] = row if combine == COPY else _combined(self._rows[dst], row, combine, weight)
         self._defined[cells.dst] = True
-
-    def _combine(self, cells: Cells, incoming: NDArray[np.object_]) -> None:
-        own = self._rows[cells.dst]
-        exact = [Fraction(weight) for weight in cells.weight.tolist()]
-        share = np.array(exact, dtype=object)[:, None]
-        code = cells.combine[:, None]
-        moved = np.where(code == ADD, own + incoming, own + share * (incoming - own))
-        self._rows[cells.dst] = np.where(code == COPY, incoming, moved)
 
     def first_wrong(self, goal: IntArray, collective: Collective) -> tuple[int, str] | None:
         """The first cell whose weights are not what the collective's kind asks for, and what they are."""
         if collective.kind is Kind.DOUBLY_STOCHASTIC:
-            return self._first_not_stochastic()
-        wanted = np.full((len(collective.families), self._rows.shape[1]), Fraction(0), dtype=object)
-        for row, family in enumerate(collective.families):
-            share = Fraction(1, len(family)) if collective.kind is Kind.AVERAGE else Fraction(1)
-            wanted[row, list(family)] = share
-        wrong = np.flatnonzero((self._rows != wanted[goal]).any(axis=1) & (goal != ANYTHING))
-        return (int(wrong[0]), self._row(wrong[0])) if len(wrong) else None
+            return self._first_not_stochastic(collective.total)
+        wanted = [_even(family, collective.kind) for family in collective.families]
+        for cell, family in enumerate(goal.tolist()):
+            if family != ANYTHING and _without_zeros(self._rows[cell]) != wanted[family]:
+                return cell, self._row(cell)
+        return None
 
-    def _first_not_stochastic(self) -> tuple[int, str] | None:
-        bad_rows = np.flatnonzero((self._rows.sum(axis=1) != 1) | (self._rows < 0).any(axis=1))
-        if len(bad_rows):
-            return int(bad_rows[0]), self._row(bad_rows[0])
-        shares = self._rows.reshape(-1, self._chunks, self._rows.shape[1]).sum(axis=0)
-        for chunk, origin in np.argwhere(shares != 1):
-            held = f"{shares[chunk, origin]} of this rank's value over all ranks together"
-            return int(origin * self._chunks + chunk), held
+    def _first_not_stochastic(self, total: int) -> tuple[int, str] | None:
+        held = [[Fraction(0)] * self._ranks for _ in range(self._chunks)]
+        for cell, row in enumerate(self._rows):
+            if sum(row.values()) != total or min(row.values()) < 0:
+                return cell, self._row(cell)
+            for origin, share in row.items():
+                held[cell % self._chunks][origin] += share
+        for chunk, origin in product(range(self._chunks), range(self._ranks)):
+            if held[chunk][origin] != total:
+                what = f"{held[chunk][origin]} of this rank's value over all ranks together"
+                return origin * self._chunks + chunk, what
         return None
 
     def _row(self, cell: int) -> str:
         row = self._rows[cell]
-        return "weights {" + ", ".join(f"{i}: {row[i]}" for i in range(len(row)) if row[i]) + "}"
+        return "weights {" + ", ".join(f"{i}: {row[i]}" for i in sorted(row) if row[i]) + "}"
+
+
+Row = dict[int, Fraction]
+
+
+def _combined(own: Row, incoming: Row, combine: int, weight: float) -> Row:
+    keep, take = (Fraction(1), Fraction(1)) if combine == ADD else (1 - Fraction(weight), Fraction(weight))
+    row = {origin: keep * share for origin, share in own.items()}
+    for origin, share in incoming.items():
+        row[origin] = row.get(origin, Fraction(0)) + take * share
+    return row
+
+
+def _even(family: tuple[int, ...], kind: Kind) -> Row:
+    share = Fraction(1, len(family)) if kind is Kind.AVERAGE else Fraction(1)
+    return dict.fromkeys(family, share)
+
+
+def _without_zeros(row: Row) -> Row:
+    return {origin: share for origin, share in row.items() if share}

@@ -62,7 +62,7 @@ def test_verify_can_show_the_schedule():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("verify", "tree"), "no algorithm is called 'tree': choose one of halving_doubling, ring, torus2d"),
+        (("verify", "tree"), "no algorithm is called 'tree': choose one of gossip, halving_doubling, ring, torus2d"),
         (("verify", "torus2d", "--grid", "3x3"), "does not fit 4 ranks"),
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),

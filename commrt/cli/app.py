@@ -33,7 +33,7 @@ class Wire(StrEnum):
 
 @app.command()
 def verify(
-    algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling or torus2d.")],
+    algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling, torus2d or gossip.")],
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="How many ranks take part.")] = 4,
     grid: Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")] = None,
     both_ways: Annotated[

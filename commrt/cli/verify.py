@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 
 from commrt.algorithms.catalogue import by_name
+from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
+from commrt.mixing import Mixing, meetings, mixing, promise
 from commrt.proof import Proof, verify
 from commrt.schedule import Algorithm
 
@@ -28,6 +31,8 @@ def choose(name: str, grid: str | None, both_ways: bool) -> Algorithm:
 
 def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     """Verify the schedule of `algorithm` on `ranks` ranks, print the outcome, return whether it holds."""
+    if isinstance(algorithm, Gossip):
+        return _run_gossip(algorithm, ranks, show, as_json)
     schedule = algorithm.schedule(0, ranks)
     proof = verify(schedule, all_reduce(ranks, schedule.chunks))
     if as_json:
@@ -37,6 +42,42 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
         print(schedule)
     print(_sentence(proof))
     return proof.ok
+
+
+PERIODS = 2
+"""As it begins, and after partners have changed places."""
+MOST_MEETINGS = 100_000
+"""Steps."""
+
+
+def _run_gossip(algorithm: Gossip, ranks: int, show: bool, as_json: bool) -> bool:
+    """Two periods step by step, and what a period does as a whole."""
+    schedules = [algorithm.schedule(step, ranks) for step in range(PERIODS * algorithm.period(ranks))]
+    proofs = [verify(schedule, promise(algorithm, schedule)) for schedule in schedules]
+    worst = next((proof for proof in proofs if not proof.ok), proofs[0])
+    report = mixing(schedules[: algorithm.period(ranks)], algorithm.within)
+    met = meetings(algorithm, ranks, MOST_MEETINGS) if algorithm.rotate else None
+    if as_json:
+        period = {"period": algorithm.period(ranks), "met_all_after": met}
+        print(json.dumps(_record(worst, algorithm) | period | asdict(report)))
+        return worst.ok
+    if show:
+        print(*schedules, sep="\n")
+    print(_sentence(worst))
+    if worst.ok:
+        print(_period(report, algorithm.period(ranks), met))
+    return worst.ok
+
+
+def _period(report: Mixing, steps: int, met: int | None) -> str:
+    """What becomes of differences, and who hears of whom."""
+    exact = report.smallest == report.largest == 1
+    holds = "exactly the mean" if exact else f"{report.smallest:.3g} to {report.largest:.3g} times its share of each"
+    meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
+    return (
+        f"after {steps} step{'s' * (steps != 1)} every rank holds {holds}; {report.second_singular_value:.3g} of the "
+        f"differences between ranks is left at most; ranks {meet}"
+    )
 
 
 def _grid(text: str) -> tuple[int, int]:

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gossip as schedules: who meets whom, what that keeps, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import random
+from fractions import Fraction
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import commrt
+from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, places
+from commrt.cli.app import app
+from commrt.errors import UsageError
+from commrt.mixing import meetings, mixing, promise
+from commrt.program import program
+from commrt.proof import check_pairing, prove
+from commrt.schedule import traffic
+
+SIZES = [*range(1, 65), 128]
+POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
+
+ROUND = {5: (0.202, 0.625, 1.25), 6: (0.217, 0.75, 1.5), 12: (0.209, 0.75, 1.5), 24: (0.207, 0.75, 1.5)}
+ROUND |= {48: (0.207, 0.75, 1.5), 100: (0.192, 0.781, 1.5625)}
+"""Ranks to second singular value, smallest and largest share times ranks, after a period."""
+
+
+def one_period(algorithm, ranks, number=0):
+    steps = algorithm.period(ranks)
+    return [algorithm.schedule(step, ranks) for step in range(number * steps, (number + 1) * steps)]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_every_step_keeps_the_mean_and_pairs_up(ranks):
+    algorithm = Gossip()
+    for schedule in (*one_period(algorithm, ranks), *one_period(algorithm, ranks, 3)):
+        prove(schedule, promise(algorithm, schedule))
+        assert check_pairing([program(schedule, rank) for rank in range(ranks)]) is None
+
+
+@pytest.mark.parametrize("ranks", POWERS)
+@pytest.mark.parametrize("topology", ["dissemination", "hypercube"])
+def test_after_a_period_a_power_of_two_ranks_hold_the_exact_mean(ranks, topology):
+    report = mixing(one_period(Gossip(topology), ranks, 5))
+    assert (report.smallest, report.largest) == (1.0, 1.0)
+    assert report.second_singular_value < 1e-9
+
+
+@pytest.mark.parametrize("ranks", ROUND)
+def test_other_sizes_come_as_near_as_the_rule_says(ranks):
+    report = mixing(one_period(Gossip(), ranks))
+    found = report.second_singular_value, report.smallest, report.largest
+    assert found == pytest.approx(ROUND[ranks], abs=6e-4)
+
+
+@given(st.integers(2, 200), st.integers(0, 10_000))
+def test_a_step_costs_one_partner_and_one_buffer_however_many_ranks_there_are(ranks, step):
+    cost = traffic(Gossip().schedule(step, ranks))
+    assert (cost.steps, cost.transfers, cost.bytes_per_rank) == (1, ranks, Fraction(1))
+    assert cost.max_peers <= 2
+
+
+@pytest.mark.parametrize(("ranks", "about"), [(8, 41), (16, 76), (32, 212), (64, 449), (128, 1040)])
+def test_with_rotation_all_meet_directly_in_about_as_many_steps_as_drawing_lots_takes(ranks, about):
+    found = median(meetings(Gossip(seed=seed), ranks, 10_000) for seed in range(9))
+    assert about / 2 < found < 2 * about
+
+
+def test_without_rotation_a_rank_only_meets_as_many_as_a_period_has_steps():
+    assert meetings(Gossip(rotate=False), 8, 1000) is None
+    met = {int(step.src[step.dst == 0][0]) for s in range(30) for step in Gossip(rotate=False).schedule(s, 8).steps()}
+    assert len(met) == period(8) == 3
+
+
+@given(st.integers(1, 100), st.integers(0, 50), st.integers(0, 2**31))
+def test_places_are_a_permutation_that_follows_from_seed_and_period_alone(ranks, number, seed):
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    where = places(ranks, number, seed)
+    places.cache_clear()
+    assert sorted(where.tolist()) == [*range(ranks)]
+    assert where.tolist() == places(ranks, number, seed).tolist()
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
+
+
+def test_partners_change_places_after_a_period_and_otherwise_with_another_seed():
+    ranks, algorithm = 16, Gossip()
+    digests = [algorithm.schedule(step, ranks).digest() for step in range(3 * period(ranks))]
+    assert len(set(digests)) == len(digests)
+    assert Gossip(seed=1).schedule(0, ranks).digest() == digests[0]
+    assert Gossip(seed=1).schedule(period(ranks), ranks).digest() != digests[period(ranks)]
+    assert Gossip(rotate=False).schedule(period(ranks), ranks).digest() == digests[0]
+
+
+def test_the_same_schedule_is_the_same_object_so_that_what_was_made_of_it_is_kept():
+    assert Gossip(rotate=False).schedule(0, 8) is Gossip(rotate=False).schedule(3, 8)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 40), st.sampled_from([0, 1]))
+def test_gossip_of_rows_keeps_the_mean_and_a_row_sends_each_byte_once(within, rows, step, staleness):
+    algorithm = Gossip(within=within, staleness=staleness)
+    ranks = within * rows
+    schedule = algorithm.schedule(step, ranks)
+    prove(schedule, promise(algorithm, schedule))
+    sent = [Fraction(0)] * rows
+    for hop in schedule.steps():
+        for src, dst, lo, hi in zip(*(column.tolist() for column in hop.columns[:4]), strict=True):
+            if src // within != dst // within:
+                sent[src // within] += Fraction(hi - lo, schedule.chunks)
+    assert sent == [Fraction(rows > 1)] * rows
+
+
+def test_rows_agree_and_mix_like_so_many_ranks():
+    algorithm = Gossip(within=3)
+    rows = mixing(one_period(algorithm, 18), algorithm.within)
+    ranks = mixing(one_period(Gossip(), 6))
+    assert (rows.smallest, rows.largest) == pytest.approx((ranks.smallest, ranks.largest))
+    assert rows.second_singular_value == pytest.approx(ranks.second_singular_value)
+
+
+def test_a_late_message_counts_a_quarter():
+    assert (Gossip().share, Gossip(staleness=1).share, Gossip(staleness=1, weight=0.375).share) == (0.5, 0.25, 0.375)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"topology": "star"}, "choose one of dissemination, hypercube"),
+        ({"payload": "loss"}, "choose one of weights, gradients"),
+        ({"staleness": 2}, "two diverge"),
+        ({"staleness": 1, "weight": 0.5}, "below 1/2, as late messages with 1/2 swing for ever"),
+        ({"staleness": 1, "payload": "gradients"}, "a late gradient belongs to weights that are gone"),
+        ({"weight": 0.0}, "must be above 0 and at most 1/2"),
+        ({"weight": 0.6}, "must be above 0 and at most 1/2"),
+        ({"within": 0}, "give the number of ranks in a row"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_reason(settings, words):
+    with pytest.raises(UsageError, match=words):
+        Gossip(**settings)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (Gossip("hypercube"), "use the topology 'dissemination'"),
+        (Gossip(within=4), "within=4 does not divide 6 ranks"),
+    ],
+)
+def test_rank_counts_that_do_not_fit_are_refused_with_the_reason(algorithm, words):
+    with pytest.raises(UsageError, match=words):
+        algorithm.schedule(0, 6)
+
+
+def test_a_round_is_what_the_paper_says():
+    (step,) = dissemination(5, 1).steps()
+    assert [*zip(step.src.tolist(), step.dst.tolist(), strict=True)] == [(0, 2), (1, 3), (2, 4), (3, 0), (4, 1)]
+    (step,) = hypercube(4, 1).steps()
+    assert [*zip(step.src.tolist(), step.dst.tolist(), strict=True)] == [(0, 2), (1, 3), (2, 0), (3, 1)]
+
+
+def verified(*args):
+    result = CliRunner().invoke(app, ["verify", "gossip", *map(str, args)])
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_command_proves_gossip_and_reports_how_it_mixes(ranks):
+    said = json.loads(verified("--ranks", ranks, "--json"))
+    assert said["ok"]
+    assert said["period"] == period(ranks)
+    assert (said["smallest"] == 1.0) == (ranks in POWERS)
+    assert said["met_all_after"] >= ranks - 1
+
+
+def test_the_command_says_it_in_words():
+    words = verified("--ranks", 5)
+    assert "is a correct doubly_stochastic" in words
+    assert "after 3 steps every rank holds 0.625 to 1.25 times its share of each; 0.202 of the differences" in words
+
+
+def test_gossip_is_public():
+    assert commrt.Gossip is Gossip
