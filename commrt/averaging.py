@@ -20,8 +20,9 @@ from commrt.ready import LaunchOrder
 from commrt.recording import within_range
 from commrt.report import Span, StepReport
 from commrt.roster import Roster
+from commrt.row import Row
 from commrt.stamp import WIDTHS, Claim
-from commrt.state import flatten, restore, unread_buffers
+from commrt.state import unread_buffers
 
 __all__ = ["BY_HAND", "LATE", "Averaging", "Cut"]
 
@@ -51,6 +52,8 @@ class Averaging:
         self._alone = engine.world.size == 1
         self._broadcast_buffers = broadcast_buffers and not self._alone
         self._buffer_kinds = _kinds(model.buffers())
+        carries = self._broadcast_buffers and self._buffer_kinds
+        self._row = Row([*model.buffers()], engine.world.transport.allocate) if carries else None
         self._roster = Roster(model)
         self._order = LaunchOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
@@ -101,14 +104,14 @@ class Averaging:
         begin_s = perf_counter()
         self._submit(self._order.rest())
         buffers = self._unchanged_buffers() if self._broadcast_buffers else []
-        flat = self._submit_buffers(buffers)
+        self._submit_buffers(buffers)
         if self._roll_call:
             self._roll_call.result()  # first: if it failed, the others only know that something did
         with within_range(self._engine.world.recorder, "wait", step=self.step):
             spans = tuple(answer.result() for answer in self._in_flight)
         self._settle()
-        if buffers:
-            restore(flat, buffers, unread_buffers(self._model))
+        if buffers and self._row is not None:
+            self._row.empty(buffers, unread_buffers(self._model))
         report = StepReport(self.step, self._engine.members, perf_counter() - begin_s, spans)
         self._number = None
         self.step += 1
@@ -132,12 +135,11 @@ class Averaging:
             )
         return buffers
 
-    def _submit_buffers(self, buffers: list[Tensor]) -> Tensor:
+    def _submit_buffers(self, buffers: list[Tensor]) -> None:
         """Behind the gradients: buffers may change until the backward pass has ended."""
-        flat = flatten(buffers) if buffers else torch.empty(0, device="cpu")
-        if buffers:
-            self._in_flight.append(self._engine.submit_broadcast(flat, self.step))
-        return flat
+        if buffers and self._row is not None:
+            self._row.fill(buffers)
+            self._in_flight.append(self._engine.submit_broadcast(self._row.flat, self.step))
 
     def _observe_order(self) -> None:
         """Cut the buckets anew, in the order in which rank 0's gradients became ready in this pass."""

@@ -53,7 +53,6 @@ class Engine:
         """Who takes part in the step; changes only by a roll call."""
         self._proven = lru_cache(KEPT)(_proven)
         self._digest = lru_cache(KEPT)(Schedule.digest)
-        self._compared: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
         self.replace_buckets(buckets)
 
     def schedule(self, step: int) -> Schedule:
@@ -71,8 +70,13 @@ class Engine:
     def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
-        self._repetition = Repetition(buckets, self.world.transport) if self._graphs else None
-        self._bound = lru_cache(KEPT)(partial(_bind, self.world, buckets, {}))
+        self.forget()
+
+    def forget(self) -> None:
+        """What was kept of the latest steps: ranks that took part in different ones would keep different things."""
+        self._compared: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
+        self._repetition = Repetition(self.buckets, self.world.transport) if self._graphs else None
+        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, {}))
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight; nothing more can be carried."""
@@ -126,7 +130,7 @@ class Engine:
 
     def _repeat(self, bucket: Bucket, programs: Sequence[BoundProgram], step: int) -> bool:
         """True if the device knew what to do."""
-        if self._repetition is None:
+        if self._repetition is None or self.world.joined is not None:  # there not all ranks see the same steps
             return False
         with within_range(self.world.recorder, "graph"):
             return self._repetition.carry(bucket, programs, 1 / len(self.members), Moment(step, bucket.index))
@@ -140,7 +144,7 @@ class Engine:
             bucket.unpack()
 
     def why_not_graphs(self) -> dict[int, str]:
-        """The buckets that were not carried by a graph in the latest step, and why."""
+        """The buckets that were not carried by a graph in the latest step outside of ``join()``, and why."""
         return {} if self._repetition is None else dict(self._repetition.reasons)
 
     def remember(self, step: int) -> None:
@@ -159,6 +163,7 @@ class Engine:
         key = self._digest(schedule), self.members
         if key not in self._compared and key != self._attached():
             self.world.require_same_now(*key, step)
+            self._greet(program(schedule.over(self.members, world=self.world.size), self.world.rank), step)
         self._compared[key] = None
         self._compared.move_to_end(key)
         if len(self._compared) > COMPARISONS_KEPT:

@@ -277,6 +277,7 @@ class Replica:
         finally:
             self._averaging.joining = False
             self._engine.world.joined = None
+            self._engine.forget()
             self._engine.members = tuple(range(self._engine.world.size))
 
     def _outlast(self, also: Sequence[Stateful]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -167,14 +167,34 @@ class CudaStreams:
 
     def capture(self, work: Callable[[], None]) -> Graph | None:
         """See `Streams.capture`: a CUDA graph. Other threads may allocate meanwhile; nothing is collected."""
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         with _uncollected():  # what a collector frees would end the capture (triton#10712)
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says why
+                    self._end(graph, pool)
+                raise
+            self._end(graph, pool)
         return cast("Graph", graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._recover(pool)
+            raise
+
+    def _recover(self, pool: Any) -> None:
+        """Where CUDA has ended a capture, torch stays in it: its allocator, and the random numbers of the device."""
+        for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # noqa: SLF001
+            with suppress(RuntimeError):  # done already
+                leave(self._device.index, pool)
+        again = torch.cuda.CUDAGraph()
+        with suppress(RuntimeError):
+            again.capture_begin(capture_error_mode="thread_local")
+            again.capture_end()
 
 
 @contextmanager

@@ -78,10 +78,10 @@ class Queue:
     """A stream on which things happen when the test says so."""
 
     def __init__(self):
-        self.reached = threading.Event()
+        self.reached, self.users = threading.Event(), []
 
     def use(self):
-        pass
+        self.users.append(threading.current_thread().name)
 
     enter = use
 
@@ -99,7 +99,7 @@ class Silent:
     available = True
 
     def __init__(self, queue):
-        self.queue, self.calls, self.trouble = queue, [], None
+        self.queue, self.calls, self.polls, self.trouble = queue, [], [], None
 
     def get_version(self):
         return 22809
@@ -125,6 +125,7 @@ class Silent:
         self.calls.append(("recv", *arguments))
 
     def check_async_error(self):
+        self.polls.append(threading.current_thread().name)
         if self.trouble is not None:
             raise self.trouble
 
@@ -277,11 +278,78 @@ def test_an_abort_waits_while_calls_are_being_issued(queued):
         issuing = pool.submit(exchange, NOW)
         inside.wait(PATIENT_S)
         aborting = pool.submit(queued.transport.abort)
+        assert not threading.Event().wait(transport_module.BUSY_S / 2)
         assert "abort" not in queued.binding.calls
         go_on.set()
         issuing.exception(PATIENT_S)
         aborting.result(PATIENT_S)
     assert queued.binding.calls.index("end") < queued.binding.calls.index("abort")
+
+
+def test_who_comes_while_the_communicator_is_freed_does_not_use_it(queued):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def abort():
+        inside.set()
+        go_on.wait(PATIENT_S)
+        queued.queue.reached.set()
+        queued.binding.calls.append("freed")
+
+    queued.binding.abort = queued.transport._communicator.abort = abort
+    exchange = swap(queued.transport)
+    with ThreadPoolExecutor(2) as pool:
+        aborting = pool.submit(queued.transport.abort)
+        inside.wait(PATIENT_S)
+        queued.transport._closed = False  # as it was when the other thread looked
+        issuing = pool.submit(exchange, NOW)
+        assert not threading.Event().wait(0.1)
+        queued.transport._closed = True
+        go_on.set()
+        aborting.result(PATIENT_S)
+        with pytest.raises(TransportClosed):
+            issuing.result(PATIENT_S)
+    assert queued.binding.calls == ["freed"]
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "_abandon"])
+def test_errors_are_not_asked_for_while_the_communicator_is_freed(queued, how):
+    names = []
+
+    def freeing():
+        names.append(threading.current_thread().name)
+        queued.transport._complaint()
+
+    queued.binding.abort = queued.binding.destroy = freeing
+    getattr(queued.transport, how)()
+    assert names == ["commrt-asking"]
+    assert "commrt-asking" not in queued.binding.polls
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_errors_are_not_asked_for_after_the_communicator_was_freed(queued, closed):
+    if closed:
+        queued.transport._closed = True
+    queued.transport._complaint()
+    assert (threading.current_thread().name in queued.binding.polls) == (not closed)
+
+
+def test_errors_are_not_asked_for_while_calls_are_being_issued(queued):
+    with queued.transport._in_use:
+        queued.transport._complaint()
+    assert threading.current_thread().name not in queued.binding.polls
+
+
+def test_the_watchdog_and_who_makes_the_communicator_use_the_gpu_of_this_rank(queued):
+    assert {"commrt-watchdog", "commrt-asking"} <= set(queued.queue.users)
+
+
+def test_a_stream_that_something_else_holds_up_is_waited_for_until_the_deadline(queued, monkeypatch):
+    monkeypatch.setattr(transport_module, "FREE_S", 0.1)
+    queued.transport._watchdog.stop()
+    queued.transport.timeout_s = 0.2
+    swap(queued.transport)(NOW)
+    with pytest.raises(DeadlineExceeded, match="held up by something else"):
+        queued.transport.wait()
 
 
 def test_a_rank_0_without_an_id_is_named_by_the_others_at_once():

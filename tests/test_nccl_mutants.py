@@ -59,7 +59,7 @@ MUTANTS = {
     ),
     "no deadline": (nccl, "age_s > flight.timeout_s", "False"),
     "a deadline of its own": (nccl, "monotonic(), self.timeout_s,", "monotonic(), 300.0,"),
-    "a late communicator not aborted": (nccl, "begun(self._communicator.abort)", "begun(int)"),
+    "a late communicator not aborted": (nccl, "begun(communicator.abort)", "begun(int)"),
     "the others not told": (nccl, "self._departures.tell(None)", "pass"),
     "the others not asked": (nccl, "self._left(flight) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),

@@ -212,6 +212,42 @@ def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
     assert made == [[False, False]] * len(made) != []
 
 
+def leaving_early(world, graphs):
+    """Five full steps, three in which rank 2 has no data, and five full ones; in each whether it was by graph."""
+    model = deepcopy(UNTRAINED)
+    replica = commrt.attach(model, None, commrt.Ring(), world=world, bucket_cap_mb=1e-5, graphs=graphs)
+
+    def step(number):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + world.rank))
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    before = world.lane.submit(lambda: remembered.replays)
+    for number in range(5):
+        step(number)
+    with replica.join():
+        for number in range(0 if world.rank == 2 else 3):
+            step(5 + number)
+    inside = world.lane.submit(lambda: remembered.replays).result() - before.result()
+    for number in range(5):
+        step(8 + number)
+    after = world.lane.submit(lambda: remembered.replays).result() - inside
+    return [param.grad.tolist() for param in model.parameters()], inside, after - before.result()
+
+
+def test_ranks_that_saw_different_steps_in_join_use_graphs_together_afterwards(gpu):
+    by_graphs = run_ranks(3, lambda world: leaving_early(world, True), connect=over_nccl)
+    by_calls = run_ranks(3, lambda world: leaving_early(world, False), connect=over_nccl)
+    assert [grads for grads, *_ in by_graphs] == [grads for grads, *_ in by_calls]
+    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(5 - BY_CALLS) * 4}
+
+
+def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
+    monkeypatch.setattr(Streams, "capture", lambda streams, work: {}[8])
+    for _, reasons, *_ in run_ranks(2, lambda world: trained(world, True), connect=over_nccl):
+        assert reasons[-1] == {"the device refused: 8"}
+
+
 class Alternating:
     """Another schedule in every other step, as objects that stay."""
 
@@ -256,6 +292,11 @@ def exchange_by_graph(transport):
     group = Group([Parcel(peer, ours)], [Parcel(peer, theirs)])
     exchange = transport.bind(group)
     return transport.capture(partial(exchange, Moment(0, 0)), group)
+
+
+def test_capturing_is_no_exchange(gpu):
+    with two_transports() as (transports, _):
+        assert [transport._exchanges for transport in transports] == [{0: 0, 1: 0}] * 2
 
 
 def test_a_graph_that_is_not_used_any_more_is_forgotten(gpu):

@@ -12,6 +12,7 @@ import torch
 from commrt.streams import DONE, CudaStreams, HostStreams, streams_of
 
 GPU = torch.device("cuda", 3)
+POOL, MODE = (7, 8), ("capture_error_mode", "thread_local")
 
 
 class Asked(list):
@@ -31,6 +32,9 @@ class Asked(list):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
         monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=note("record")))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, note(name))
         monkeypatch.setattr(torch.cuda, "stream", note("aside", "context"))
         return current
 
@@ -82,7 +86,7 @@ def test_what_is_done_already_is_not_waited_for(asked):
 def test_a_graph_is_captured_while_others_may_allocate_and_nothing_is_collected(asked):
     collecting = []
     graph = CudaStreams(GPU).capture(lambda: collecting.append(gc.isenabled()))
-    assert asked == [("begin", ("capture_error_mode", "thread_local")), ("end",)]
+    assert asked == [("begin", POOL, MODE), ("end",)]
     assert collecting == [False]
     assert gc.isenabled()
     graph.replay()
@@ -96,6 +100,23 @@ def test_a_capture_that_fails_is_ended_and_things_are_collected_again(asked):
         CudaStreams(GPU).capture([].pop)
     assert asked[-1] == ("end",)
     assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize("raises", [True, False], ids=["the work failed too", "only the end"])
+def test_where_cuda_has_ended_a_capture_torch_leaves_it_too_and_the_first_error_is_raised(asked, monkeypatch, raises):
+    graph, ends = torch.cuda.CUDAGraph(), [RuntimeError("invalidated"), None]
+
+    def end():
+        asked.append(("end",))
+        if (error := ends.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(graph, "capture_end", end)
+    with pytest.raises(IndexError if raises else RuntimeError):
+        CudaStreams(GPU).capture([].pop if raises else list)
+    left = [("_cuda_endAllocateToPool", 3, POOL), ("_cuda_releasePool", 3, POOL)]
+    assert asked == [("begin", POOL, MODE), ("end",), *left, ("begin", MODE), ("end",)]
 
 
 def test_a_cpu_queues_nothing():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from time import monotonic
 
 from torch.distributed import Store
 
@@ -17,6 +18,9 @@ from commrt.asking import ANSWER_S, ask, begun
 from commrt.errors import TransportError
 
 __all__ = ["Departures"]
+
+AGAIN_S = 0.5
+"""Between two questions: a GPU that is behind its host is not late, and all ranks ask one store."""
 
 Counts = dict[int, int] | None
 """Exchanges with each peer; None for a rank that gave up."""
@@ -29,6 +33,7 @@ class Departures:
         self._store, self._rank = _of_our_own(store), rank
         self._known: dict[int, Counts] = {}
         self._question: Answer[dict[int, Counts]] | None = None
+        self._again_s = 0.0
 
     def tell(self, counts: Mapping[int, int] | None) -> None:
         """This rank goes, after so many exchanges with each peer; None if it gives up. Waits `ANSWER_S` at most."""
@@ -37,9 +42,11 @@ class Departures:
             ask(lambda: self._store.set(f"left/{self._rank}", said), ANSWER_S)
 
     def known(self, peers: Collection[int]) -> dict[int, Counts]:
-        """Which of `peers` have left, as far as the store has said; never waits, and asks again."""
+        """Which of `peers` have left, as far as the store has said; never waits, and asks again after `AGAIN_S`."""
         if self._question is None:
-            self._question = begun(lambda: self._read(peers))
+            if monotonic() >= self._again_s:
+                self._again_s = monotonic() + AGAIN_S
+                self._question = begun(lambda: self._read(peers))
         elif self._question.given:
             with suppress(RuntimeError):
                 self._known |= self._question.result()

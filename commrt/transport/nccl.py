@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,8 @@ __all__ = ["NcclTransport"]
 
 LOOK_S = 0.1
 """How old an exchange is before the store is asked who has left."""
+WAIT_S = 0.0005
+"""Between two looks of who waits."""
 FREE_S = 10.0
 """How long freeing the communicator may take: other ranks of this host must come, and what is queued must end."""
 BUSY_S = 0.2
@@ -116,8 +118,8 @@ class NcclTransport:
         self._capturing = False
         self._communicator = join(store, rank, ranks, timeout_s, self.device, self._streams, self._nccl)
         self._graphs = Graphs()
-        self._abandon = weakref.finalize(self, _abandon, self._graphs, self._communicator)
         self._watchdog = Watchdog(self._look, self._streams.use)
+        self._abandon = weakref.finalize(self, _abandon, self._watchdog, self._in_use, self._graphs, self._communicator)
         _OPEN.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -151,9 +153,10 @@ class NcclTransport:
             self._watched(lambda: self._issue(calls), group, moment)
 
     def _watched(self, queue: Callable[[], None], group: Group, moment: Moment) -> None:
-        flight = self._begun(group, moment)
+        flight = self._begun(group, moment, self._numbered(group))
         try:
             with self._in_use:
+                self._require_open(self._place(flight))  # it may have been given up since
                 queue()
             flight.end = self._streams.mark()
         except (RuntimeError, KeyError) as error:  # CuPy has no word for NCCL's statuses above 6
@@ -161,8 +164,8 @@ class NcclTransport:
         finally:
             flight.end = flight.end or DONE
 
-    def _begun(self, group: Group, moment: Moment) -> _Flight:
-        flight = _Flight(group, moment, monotonic(), self.timeout_s, self._numbered(group))
+    def _begun(self, group: Group, moment: Moment, numbers: dict[int, int]) -> _Flight:
+        flight = _Flight(group, moment, monotonic(), self.timeout_s, numbers)
         self._flights.append(flight)
         return flight
 
@@ -173,16 +176,16 @@ class NcclTransport:
 
     def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
         """See `Transport.capture`: one CUDA graph, whose end is watched as that of one exchange with all peers."""
-        self._require_open(Place(self.rank, hop=group.hop))
-        flight = self._begun(group, CAPTURE)  # NCCL may wait for the others here
+        flight = self._begun(group, CAPTURE, {})  # NCCL may wait for the others here
         self._capturing = True
         try:
             with self._in_use:
+                self._require_open(self._place(flight))
                 graph = self._streams.capture(work)
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:
             if self._failure is not None or self._closed:
                 raise self._explained(error, flight) from error
-            raise
+            raise RuntimeError(str(error)) from error
         finally:
             self._capturing, flight.end = False, DONE
         return None if graph is None else self._replaying(graph, group)
@@ -258,7 +261,8 @@ class NcclTransport:
         """What is wrong; raises what NCCL says."""
         if self._in_use.acquire(blocking=False):  # or it is being used, and says so itself
             try:
-                self._communicator.check_async_error()
+                if self._failure is None and not self._closed:
+                    self._communicator.check_async_error()
             finally:
                 self._in_use.release()
         flight = self._flights[0] if self._flights else None
@@ -295,24 +299,26 @@ class NcclTransport:
     def _give_up(self) -> None:
         if self._is_mine():
             self._departures.tell(None)
-            idle = self._in_use.acquire(timeout=BUSY_S)
-            freed = begun(self._communicator.abort)  # ends what another thread waits for inside
-            if idle or self._in_use.acquire(timeout=FREE_S):
-                self._graphs.drop_all()
-                self._in_use.release()
-            with suppress(TimeoutError):
-                freed.result(FREE_S)
+            _abort(self._in_use, self._graphs, self._communicator)
 
     def wait(self) -> None:
         """Wait until all that was queued has happened; raises what ended an exchange and nobody was told of."""
         try:
             for flight in tuple(self._flights):
-                if flight.end is not None:
-                    flight.end.synchronize()
+                self._wait_for(flight)
         except RuntimeError as error:
             self._fail(TransportError(f"the GPU failed ({error}): look at the output of all ranks", self._oldest()))
         if self._failure is not None and not self._told:
             raise self._told_failure(self._failure)
+
+    def _wait_for(self, flight: _Flight) -> None:
+        """The watchdog keeps its deadline; what is left then is not the transport's."""
+        end_s = flight.begin_s + flight.timeout_s + 2 * FREE_S
+        while not flight.is_over:
+            if monotonic() > end_s:
+                what = "the stream is held up by something else: is another library's collective waiting on this GPU"
+                raise DeadlineExceeded(what, self._place(flight))
+            sleep(WAIT_S)
 
     def close(self) -> None:
         """`wait`, then free the communicator in any case."""
@@ -324,8 +330,8 @@ class NcclTransport:
             self._closed = True
             if self._is_mine():
                 self._departures.tell(self._exchanges)  # who waits for this rank would not come to free its own
-                self._graphs.drop_all()
-                with suppress(TimeoutError):  # a rank of this host does not come: a thread is left to wait for it
+                with self._in_use, suppress(TimeoutError):  # a rank of this host does not come: a thread waits for it
+                    self._graphs.drop_all()
                     within(FREE_S, self._communicator.destroy)
 
     def abort(self) -> None:
@@ -348,10 +354,24 @@ class NcclTransport:
 _OPEN: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
 
 
-def _abandon(graphs: Graphs, communicator: Communicator) -> None:
+def _abandon(watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
     """CuPy's own way to free a communicator that is collected waits for others."""
-    graphs.drop_all()
-    communicator.abort()
+    watchdog.stop()
+    _abort(in_use, graphs, communicator)
+
+
+def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
+    """Nobody else uses the communicator until it is freed, but for who waits inside and is ended by this."""
+    idle = in_use.acquire(timeout=BUSY_S)
+    freed = begun(communicator.abort)
+    if not idle:
+        idle = in_use.acquire(timeout=FREE_S)
+    if idle:
+        graphs.drop_all()
+    with suppress(TimeoutError):
+        freed.result(FREE_S)
+    if idle:
+        in_use.release()
 
 
 def _after_fork() -> None:

@@ -44,7 +44,7 @@ class TritonPacking:
         self._aimed: tuple[_Made, _Made] | None = None
         self._stages: dict[int, Tensor] = {}  # by place, for tensors that once were not aligned
         self._staged: dict[int, Tensor] = {}  # those in use
-        mark = torch.zeros(1, dtype=torch.int32, pin_memory=wire.is_cuda)  # written by the GPU, read here
+        mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)  # written by the GPU, read here
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
         self._kept: dict[tuple[object, ...], _Made] = {}
