@@ -28,8 +28,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     path = item.config.getoption("--outcomes")
     if path and (report.when == "call" or report.outcome != "passed"):
         why = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longreprtext
-        outcome = {"test": item.name, "outcome": report.outcome, "why": why, "figures": dict(report.user_properties)}
-        append(path, outcome)
+        figures: dict[str, list[object]] = {}
+        for name, value in report.user_properties:
+            figures.setdefault(name, []).append(value)
+        append(path, {"test": item.name, "outcome": report.outcome, "why": why, "figures": figures})
     return report
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
-from statistics import median
+from statistics import quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.algorithms.catalogue import by_name
 from commrt.errors import CommrtError
+from commrt.program import program
 from commrt.schedule import MIX, Algorithm, Schedule, Step
 from commrt.transport.binding import load
 from commrt.world import World
@@ -33,6 +34,7 @@ __all__ = [
     "fail_and_begin_again",
     "mix",
     "reduce",
+    "sound",
     "struck",
     "swap",
     "thrift",
@@ -55,8 +57,8 @@ ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE"
 class Carried(NamedTuple):
     """How the buckets of a run were carried."""
 
-    host_s: float
-    """The median of what one bucket cost the host."""
+    host_s: list[float]
+    """What one bucket cost the host: the 20th, 50th and 80th percentile."""
     why_not: list[str]
     """Why not by graphs, in the last step."""
 
@@ -68,9 +70,11 @@ class ByGraphs(NamedTuple):
     """Are the parameters, bit by bit?"""
     sliced_distance: float
     """Of training in slices, to the CPU's."""
-    calls_s: float
-    graphs_s: float
-    """Of the host, for one bucket."""
+    calls_s: list[float]
+    graphs_s: list[float]
+    """Of the host, for one bucket: percentiles."""
+    launches: int
+    """Pack, groups, additions, unpack."""
     why_not: list[str]
 
 
@@ -170,8 +174,10 @@ def train_by_graphs(_: Tell, steps: int) -> ByGraphs:
         by_graphs, _, graphs = trained(world.rank, ring, steps, device, graphs=True)
         in_slices, _, _ = trained(world.rank, sliced, steps, device)
         on_cpu, _, _ = trained(world.rank, sliced, steps, CPU)
+    hops = [hop for hop in program(ring.schedule(0, world.size), world.rank).hops if not hop.idle]
+    launches = 2 + sum(1 + bool(hop.combined) for hop in hops)
     same = all(map(torch.equal, by_calls, by_graphs))
-    return ByGraphs(same, distance(in_slices, on_cpu), calls.host_s, graphs.host_s, graphs.why_not)
+    return ByGraphs(same, distance(in_slices, on_cpu), calls.host_s, graphs.host_s, launches, graphs.why_not)
 
 
 def distance(there: list[Tensor], here: list[Tensor]) -> float:
@@ -195,7 +201,9 @@ def trained(
         cross_entropy(model(x.to(device)), y.to(device)).backward(inputs=wanted)
         optimizer.step()
         host_s += [span.end_s - span.begin_s for span in replica.last.spans]
-    equal, carried = replica.replicas_equal(), Carried(median(host_s), sorted(set(replica.why_not_graphs().values())))
+    equal = replica.replicas_equal()
+    late = host_s[len(host_s) // 2 :]  # the first steps load kernels, and are not carried by graphs
+    carried = Carried([quantiles(late, n=10)[i] for i in (1, 4, 7)], sorted(set(replica.why_not_graphs().values())))
     replica.detach()
     return [param.detach().cpu() for param in model.parameters()], equal, carried
 
@@ -203,11 +211,12 @@ def trained(
 def untrained(device: torch.device) -> nn.Module:
     """The same everywhere."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    layers = (nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(*layers).to(device)
 
 
-def thrift(_: Tell, graphs: bool) -> tuple[int, int]:
-    """Tensors that a backward pass makes with a plain model, and with one that is attached.
+def thrift(_: Tell, graphs: bool) -> tuple[int, int, list[str]]:
+    """Tensors that a backward pass makes with a plain model, and with one that is attached; and why not by graphs.
 
     Raises torch's `RuntimeError` if the host waits for the GPU on the way.
     """
@@ -220,9 +229,18 @@ def thrift(_: Tell, graphs: bool) -> tuple[int, int]:
         world.wait()
         with waiting_is_an_error():
             attached = made(model, x, y)
+        why_not = sorted(set(replica.why_not_graphs().values()))
         replica.detach()
         made(model, x, y)
-        return made(model, x, y), attached
+        return made(model, x, y), attached, why_not
+
+
+def sound(_: Tell) -> list[str]:
+    """Some steps of training, the last ones by graphs; why not."""
+    device = place()
+    with opened(device) as world:
+        _, _, carried = trained(world.rank, commrt.Ring(), 1 + LACKING, device, graphs=True)
+    return carried.why_not
 
 
 def made(model: nn.Module, x: Tensor, y: Tensor) -> int:
@@ -238,11 +256,11 @@ def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:
     """The last rank asks to be killed in the middle of training; seconds that the others needed to notice, and how."""
     device = place()
     with opened(device) as world:
-        world.transport.timeout_s = timeout_s
         schedule, buffer = by_name("ring").schedule(0, world.size), torch.ones(1 << 16, device=device)
         for _ in range(3):
             world.run(schedule, buffer)
         waited(device)
+        world.transport.timeout_s = timeout_s
         begin_s = perf_counter()
         if world.rank == world.size - 1:
             tell("kill me")

@@ -20,6 +20,7 @@ from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, TorchPacking
 from commrt.streams import streams_of
+from commrt.transport.binding import load
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import Group, Moment, Parcel
 
@@ -221,6 +222,57 @@ def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_s
     assert same(away, replayed)
     assert all(map(same, second, quarters))
     assert not packing.disputed
+
+
+@needs_gpu
+@pytest.mark.parametrize("by_graph", [False, True], ids=["calls", "graph"])
+def test_nccl_moves_bytes_from_a_rank_to_itself(by_graph):
+    """The transport copies them instead; this is the binding, on one rank."""
+    nccl = load()
+    communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    source, target = there(random(1009, torch.float32, 0)), torch.zeros(1009, device=DEVICE)
+    streams = streams_of(DEVICE)
+
+    def swap() -> None:
+        nccl.groupStart()
+        communicator.send(source.data_ptr(), source.nbytes, nccl.NCCL_INT8, 0, streams.current())
+        communicator.recv(target.data_ptr(), target.nbytes, nccl.NCCL_INT8, 0, streams.current())
+        nccl.groupEnd()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        swap()
+        if by_graph:
+            torch.cuda.synchronize()
+            graph = streams.capture(swap)
+            source.mul_(2)
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(source, target)
+    if by_graph:
+        graph.reset()
+    communicator.destroy()
+
+
+@needs_gpu
+def test_after_a_capture_that_was_refused_the_device_works_as_before():
+    state, value = (torch.zeros(8, device=DEVICE) for _ in range(2))
+
+    def forbidden() -> None:
+        state.add_(1)
+        torch.cuda.synchronize()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError):
+            streams_of(DEVICE).capture(forbidden)
+    assert torch.nn.functional.dropout(torch.ones(1000, device=DEVICE)).sum() > 0
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        streams_of(DEVICE).capture(lambda: torch.add(value, 1, out=value)).replay()
+        torch.cuda.synchronize()
+        assert (value == 1).all()
 
 
 @needs_gpu

@@ -343,6 +343,20 @@ def test_the_watchdog_and_who_makes_the_communicator_use_the_gpu_of_this_rank(qu
     assert {"commrt-watchdog", "commrt-asking"} <= set(queued.queue.users)
 
 
+def test_no_more_exchanges_are_queued_than_nccl_has_room_for(queued, monkeypatch):
+    monkeypatch.setattr(transport_module, "IN_FLIGHT", 3)
+    exchange = swap(queued.transport)
+    for _ in range(3):
+        exchange(NOW)
+    with ThreadPoolExecutor(1) as pool:
+        fourth = pool.submit(exchange, NOW)
+        assert not threading.Event().wait(0.1)
+        assert queued.binding.calls.count("start") == 3
+        queued.queue.reached.set()
+        fourth.result(PATIENT_S)
+    assert queued.binding.calls.count("start") == 4
+
+
 def test_a_stream_that_something_else_holds_up_is_waited_for_until_the_deadline(queued, monkeypatch):
     monkeypatch.setattr(transport_module, "FREE_S", 0.1)
     queued.transport._watchdog.stop()
