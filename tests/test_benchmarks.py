@@ -51,4 +51,4 @@ def test_the_check_of_a_gpu_writes_one_record(tmp_path):
     record = json.loads(path.read_text())
     (stage,) = record["stages"]
     assert (record["device"], stage["passed"], stage["failed"], stage["trouble"]) == ("CPU", 1, [], None)
-    assert len(stage["figures"][0]["seconds per exchange of 1 MiB"]) == 10
+    assert len(stage["figures"][0]["seconds per exchange of 1 MiB"][0]) == 10

@@ -135,12 +135,12 @@ class NcclTransport:
         rest, copies = split_self(group, self.rank, self.ranks)
         for parcel in (*group.sends, *group.recvs):
             self._require_device(parcel.data.device)
-        self._require_open(Place(self.rank, hop=group.hop))
+        self._require_open(group)
         calls = [_call(self._communicator.send, parcel) for parcel in rest.sends]
         calls += [_call(self._communicator.recv, parcel) for parcel in rest.recvs]
 
         def exchange(moment: Moment) -> None:
-            self._require_open(Place(self.rank, None, *moment, rest.hop))
+            self._require_open(rest, moment)
             for source, target in copies:
                 target.copy_(source)
             if calls:
@@ -159,7 +159,7 @@ class NcclTransport:
         try:
             self._await_room()
             with self._in_use:
-                self._require_open(self._place(flight))  # it may have been given up since
+                self._require_open(group, moment)  # it may have been given up since
                 queue()
             flight.end = self._streams.mark()
         except (RuntimeError, KeyError) as error:  # CuPy has no word for NCCL's statuses above 6
@@ -187,7 +187,7 @@ class NcclTransport:
         self._capturing = True
         try:
             with self._in_use:
-                self._require_open(self._place(flight))
+                self._require_open(group)
                 graph = self._streams.capture(work)
         except (RuntimeError, KeyError) as error:
             if self._failure is not None or self._closed:
@@ -199,7 +199,7 @@ class NcclTransport:
 
     def _replaying(self, graph: Graph, group: Group) -> Exchange:
         def exchange(moment: Moment) -> None:
-            self._require_open(Place(self.rank, None, *moment, group.hop))
+            self._require_open(group, moment)
             self._watched(graph.replay, group, moment)
 
         self._graphs.keep(graph, exchange)
@@ -234,11 +234,12 @@ class NcclTransport:
         first = (*flight.group.recvs, *flight.group.sends)[0]
         return Place(self.rank, first.peer, *flight.moment, flight.group.hop, first.data.nbytes)
 
-    def _require_open(self, place: Place) -> None:
+    def _require_open(self, group: Group, moment: Moment | None = None) -> None:
         if self._failure is not None:
             raise self._told_failure(self._failure)
         if self._closed:
-            raise TransportClosed("the transport was closed", place)
+            where = Place(self.rank, None, *moment, group.hop) if moment else Place(self.rank, hop=group.hop)
+            raise TransportClosed("the transport was closed", where)
 
     def _require_device(self, device: torch.device) -> None:
         if device != self.device:
