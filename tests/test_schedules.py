@@ -404,7 +404,7 @@ def test_the_tree_broadcasts_from_every_root_in_a_logarithmic_number_of_steps(ra
 
 
 def test_the_catalogue_lists_its_names_when_asked_for_another():
-    with pytest.raises(UsageError, match="no algorithm is called 'tours2d': choose one of gossip, halving_doubling, ring, tor"):
+    with pytest.raises(UsageError, match="is called 'tours2d': choose one of gossip, halving_doubling, ring, torus2d"):
         by_name("tours2d")
 
 
