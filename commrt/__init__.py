@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.ring import Ring
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
+    from commrt.attaching import attach
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from commrt.proof import prove, verify
-    from commrt.replica import Replica, attach
+    from commrt.replica import Replica
     from commrt.report import Stats, StepReport
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
     from commrt.world import World, init
@@ -55,7 +56,8 @@ _HOMES = {
         "TransportError",
         "UsageError",
     ),
-    "commrt.replica": ("Replica", "attach"),
+    "commrt.attaching": ("attach",),
+    "commrt.replica": ("Replica",),
     "commrt.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
     "commrt.proof": ("prove", "verify"),

@@ -7,11 +7,12 @@ if it refers back. So hooks refer weakly, and what they need hangs on the module
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
-__all__ = ["Anchor", "drop", "hold"]
+__all__ = ["Anchor", "Hook", "drop", "hold"]
 
 PLACE = "_commrt"
 
@@ -27,6 +28,27 @@ class Anchor:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+class Hook:
+    """A hook of a module that does nothing on a copy of the module, nor after a pickle."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """As given."""
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        return nothing
+
+    def __reduce__(self) -> str:
+        return "nothing"
+
+
+def nothing(*args: Any) -> None:
+    """What a hook does on a copy."""
 
 
 def hold(kept: object, modules: Iterable[nn.Module]) -> None:

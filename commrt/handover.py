@@ -4,46 +4,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from commrt.answer import Answer
 from commrt.buckets import MIB
-from commrt.engine import Engine
+from commrt.report import Span
 from commrt.state import Stateful, batches, dump, flatten, load, restore, unread_buffers
+from commrt.world import World
 
-__all__ = ["overwrite_buffers", "overwrite_model", "overwrite_states"]
+__all__ = ["Broadcasting", "overwrite_buffers", "overwrite_model", "overwrite_states"]
 
 
-def overwrite_model(engine: Engine, model: nn.Module, step: int) -> None:
+class Broadcasting(Protocol):
+    """Who sends state, from the first of its members to the others."""
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        ...
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Those that take part."""
+        ...
+
+    def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
+        """Overwrite `flat` with the first member's."""
+        ...
+
+
+def overwrite_model(lane: Broadcasting, model: nn.Module, step: int) -> None:
     """Parameters and buffers; collective."""
-    _overwrite(engine, [*model.parameters(), *model.buffers()], unread_buffers(model), step)
+    _overwrite(lane, [*model.parameters(), *model.buffers()], unread_buffers(model), step)
 
 
-def overwrite_buffers(engine: Engine, model: nn.Module, step: int) -> None:
+def overwrite_buffers(lane: Broadcasting, model: nn.Module, step: int) -> None:
     """Buffers alone; collective."""
-    _overwrite(engine, list(model.buffers()), unread_buffers(model), step)
+    _overwrite(lane, list(model.buffers()), unread_buffers(model), step)
 
 
-def _overwrite(engine: Engine, tensors: Sequence[Tensor], unread: frozenset[int], step: int) -> None:
+def _overwrite(lane: Broadcasting, tensors: Sequence[Tensor], unread: frozenset[int], step: int) -> None:
     for batch in batches(tensors, 25 * MIB):
         flat = flatten(batch)
-        engine.submit_broadcast(flat, step).result()
+        lane.submit_broadcast(flat, step).result()
         restore(flat, batch, unread)
 
 
-def overwrite_states(engine: Engine, owners: Sequence[Stateful], step: int) -> None:
+def overwrite_states(lane: Broadcasting, owners: Sequence[Stateful], step: int) -> None:
     """The state of `owners`, which the others may not have yet; collective.
 
     The first member loads its own as well: it then fails where the others fail.
     """
-    if not owners or engine.world.size == 1:
+    if not owners or lane.world.size == 1:
         return
-    first = engine.members[0] == engine.world.rank
+    first = lane.members[0] == lane.world.rank
     flat = dump(owners) if first else torch.empty(0, dtype=torch.uint8, device="cpu")
     nbytes = torch.tensor([flat.numel()], device="cpu")
-    engine.submit_broadcast(nbytes, step).result()
+    lane.submit_broadcast(nbytes, step).result()
     flat = flat if first else flat.new_empty(int(nbytes))
     if flat.numel():
-        engine.submit_broadcast(flat, step).result()
+        lane.submit_broadcast(flat, step).result()
     load(flat, owners)

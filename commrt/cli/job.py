@@ -17,13 +17,13 @@ from torch.distributed import PrefixStore
 from torch.nn.functional import cross_entropy
 
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
 from commrt.launch import is_timeout
 from commrt.recording import within_range
-from commrt.replica import attach
 from commrt.state import fingerprint
 from commrt.world import World, init
 

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door for custom training loops: a model becomes one replica of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commrt.admission import (
+    check_kinds,
+    check_model,
+    check_optimizers,
+    check_wire,
+    describe,
+    describe_buffers,
+    describe_optimizers,
+    have_state,
+    listed,
+)
+from commrt.algorithms.torus import Torus2D
+from commrt.buckets import MIB, Named, build_buckets
+from commrt.engine import Engine
+from commrt.errors import UsageError
+from commrt.handover import overwrite_states
+from commrt.replica import Replica, attached
+from commrt.schedule import Algorithm
+from commrt.synchronous import Synchronous
+from commrt.world import World, current
+
+__all__ = ["attach"]
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def attach(  # noqa: PLR0913  # each says one thing, and has its default
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
+    *,
+    world: World | None = None,
+    wire: torch.dtype | None = None,
+    bucket_cap_mb: float = 25.0,
+    broadcast_buffers: bool = True,
+    graphs: bool = False,
+) -> Replica:
+    """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over all ranks.
+
+    Parameters and buffers are overwritten with rank 0's. During each backward pass buckets leave on the
+    world's lane as their gradients become ready; ``backward()`` returns when all are averaged, in place in
+    ``param.grad``; until then they must be left alone. With `optimizer` (one, or all that step this model), ``step``
+    refuses gradients that were never averaged, settings are compared between ranks, now and in each step, and
+    state that is there already is overwritten with rank 0's.
+
+    `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
+    to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
+    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
+    other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
+    not read them). With `graphs`, not yet tried on a GPU (docs/nccl.md), a device remembers what it does for a bucket
+    after two steps with a schedule, and repeats it by one launch; `Replica.why_not_graphs` says where it does not.
+    Collective. The hooks live as long as the model, or until `Replica.detach`.
+    Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
+    its promise, `DisagreementError` if ranks differ.
+    """
+    world = _checked(world)
+    world.require_all_ranks("attach()")
+    check_kinds(model, algorithm)
+    optimizers = listed(optimizer)
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    check_wire(wire, bucket_cap_mb)
+    check_model(model, params)
+    check_optimizers(optimizers, params)
+    _require_unattached(params)
+    if (device := params[0][1].device).type == "cuda":
+        world.connect(device)
+    world.attached += 1
+    cap_nbytes, allocate = int(bucket_cap_mb * MIB), world.transport.allocate
+    cut = partial(build_buckets, wire=wire, cap_nbytes=cap_nbytes, model=world.attached, allocate=allocate)
+    engine = Engine(world, algorithm, cut(params[::-1]), graphs=graphs)
+    _agree(engine, model, broadcast_buffers, describe_optimizers(optimizers, params))
+    replica = Synchronous(model, optimizers, engine, cut, broadcast_buffers=broadcast_buffers)
+    try:
+        replica.overwrite_with_first()
+        if have_state(optimizers):
+            overwrite_states(engine, optimizers, 0)
+        engine.submit_preparation(0).result()
+    except BaseException:
+        replica.detach()
+        raise
+    return replica
+
+
+def _checked(world: World | None) -> World:
+    if world is not None and not isinstance(world, World):
+        raise UsageError(f"world={world!r} is no world: pass what commrt.init() returned, or leave it out")
+    return current() if world is None else world
+
+
+def _require_unattached(params: Sequence[Named]) -> None:
+    for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
+        if taken:
+            raise UsageError(f"{name} is attached already: detach() the first replica before attaching again")
+
+
+def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool, optimizers: str) -> None:
+    """Invariant 1: what runs was verified, and is the same everywhere."""
+    engine.world.agree(
+        "attach",
+        model=str(engine.world.attached),
+        algorithm=describe(repr(engine.algorithm)),
+        schedule=engine.schedule(0).digest(),
+        buckets="; ".join(bucket.description() for bucket in engine.buckets),
+        broadcast_buffers=str(broadcast_buffers),
+        buffers=describe_buffers(model),
+        optimizer=optimizers,
+    )

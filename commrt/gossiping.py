@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica that gossips: after each optimizer step its weights leave for one partner, under the next forward pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from commrt.anchor import Hook
+from commrt.autograd import on_gradient
+from commrt.buckets import Named
+from commrt.bundles import Bundle, held_by
+from commrt.errors import UsageError
+from commrt.handover import overwrite_buffers
+from commrt.recording import within_range
+from commrt.replica import Replica
+from commrt.report import Span, StepReport
+from commrt.roster import Roster
+from commrt.rounds import Rounds, mean_of
+from commrt.stamp import WIDTHS, Claim
+from commrt.state import Stateful
+
+__all__ = ["Gossiping"]
+
+
+class Gossiping(Replica):
+    """Near the others, and never waiting for more than one of them.
+
+    A step is a backward pass outside of `no_sync`. When all optimizers have stepped after it, the values of parameters
+    and of floating point buffers leave; each module's come back mixed before it next runs forward. If no optimizer
+    steps, as under a `GradScaler` that met an infinity, they leave before that.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Named],
+        optimizers: Sequence[Optimizer],
+        rounds: Rounds,
+        bundles: Sequence[Bundle],
+        number: int,
+    ) -> None:
+        super().__init__(model, params, rounds.algorithm, rounds)
+        self.bundles = bundles
+        """In the order in which they leave."""
+        self._rounds, self._optimizers, self._number = rounds, optimizers, number
+        self._roster = Roster(model)
+        self._step = 0
+        self._is_due = False
+        self._is_synchronous = True
+        self._waiting_for: set[int] = set()  # optimizers that have not stepped since the backward pass
+        self._exposed_s = 0.0
+        self._spans: deque[Span] = deque()
+        self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
+
+    @property
+    def step(self) -> int:
+        """Steps so far."""
+        return self._step
+
+    def _go_on_at(self, step: int) -> None:
+        self.drain()
+        self._step = step
+
+    def _on_modules(self) -> Iterator[RemovableHandle]:
+        weakly = ref(self)
+        places = {id(held.module): (held.module, set[int]()) for bundle in self.bundles for held in bundle.held}
+        for bundle in self.bundles:
+            for held in bundle.held:
+                places[id(held.module)][1].add(bundle.index)
+
+        def before_forward(module: nn.Module, _: Any) -> None:
+            replica = weakly()
+            if replica is not None:
+                replica._before_forward(sorted(places[id(module)][1]))  # noqa: SLF001  # its own
+
+        def before_saving(*_: Any) -> None:
+            replica = weakly()
+            if replica is not None:
+                replica.drain()
+
+        for module, _ in places.values():
+            yield module.register_forward_pre_hook(Hook(before_forward))
+        yield self.model.register_state_dict_pre_hook(Hook(before_saving))  # type: ignore[no-untyped-call]
+
+    def _on_parameters(self) -> Iterator[RemovableHandle]:
+        weakly = ref(self)
+
+        def ready(_: Tensor) -> None:
+            replica = weakly()
+            if replica is not None and replica._is_synchronous:
+                replica._end_of_pass()
+
+        return (on_gradient(param, ready) for _, param in self._params)
+
+    def _on_optimizers(self) -> Iterator[RemovableHandle]:
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step)
+            yield optimizer.register_step_post_hook(self._after_step)
+
+    def _end_of_pass(self) -> None:
+        """A gradient has come: what the step exchanges is due when the optimizers have stepped."""
+        if not self._is_due:
+            self._is_due = True
+            self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
+
+    def _before_step(self, *_: Any) -> None:
+        if failure := self._rounds.world.untold:
+            raise failure
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._waiting_for.discard(id(optimizer))
+        if self._is_due and not self._waiting_for:
+            self._launch()
+
+    def _before_forward(self, indices: Sequence[int]) -> None:
+        if self._is_due and torch.is_grad_enabled() and self.model.training:
+            self._launch()  # no optimizer has stepped
+        for index in indices:
+            self._mix(self.bundles[index], self._rounds.algorithm.staleness)
+
+    def _launch(self) -> None:
+        """Send the weights as they are."""
+        self._is_due = False
+        if change := self._roster.difference():
+            raise UsageError(f"the model has changed since attach(), {change}: detach() and attach() again")
+        if len(self._rounds.members) > 1:
+            for bundle in self.bundles:
+                self._mix(bundle, self._rounds.algorithm.staleness)
+            self._report()
+            for bundle in self.bundles:
+                claim = Claim(0, self._number, 0, self._step, bundle.index, 0)
+                message = bundle.send(claim)
+                message.answer = self._rounds.submit(message, bundle.index, self._step)
+        self._step += 1
+
+    def _mix(self, bundle: Bundle, allowed: int) -> None:
+        """Take what has come, until no more than `allowed` exchanges are under way."""
+        while len(bundle.under_way) > allowed:
+            begin_s = perf_counter()
+            with within_range(self._rounds.world.recorder, "wait", number=bundle.index):
+                span = bundle.mix()
+            self._exposed_s += perf_counter() - begin_s
+            if span is not None:
+                self._spans.append(span)
+
+    def _report(self) -> None:
+        if self._spans:
+            spans, self._spans = tuple(self._spans), deque()
+            self.last = StepReport(self._step - 1, self._rounds.members, self._exposed_s, spans)
+            self._stats = self._stats.plus(self.last)
+            self._exposed_s = 0.0
+
+    def drain(self) -> None:
+        """Wait for all that is under way, and mix it; before weights are saved or looked at."""
+        for bundle in self.bundles:
+            self._mix(bundle, 0)
+        self._report()
+
+    def average(self) -> None:
+        """See `Replica.average`: the weights as they are, now."""
+        if self._is_synchronous:
+            self._launch()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Replica.no_sync`: a step is a backward pass outside of it."""
+        before, self._is_synchronous = self._is_synchronous, False
+        try:
+            yield
+        finally:
+            self._is_synchronous = before
+
+    def join(self, *also: Stateful) -> AbstractContextManager[None]:
+        """Not yet."""
+        raise UsageError("join() is not there for gossip yet: give all ranks the same number of batches")
+
+    def consolidate(self) -> None:
+        """See `Replica.consolidate`; other buffers become rank 0's."""
+        self.drain()
+        tensors = [held.tensor() for held in held_by(self.model)]
+        if len(self._rounds.members) > 1:
+            for tensor, mean in zip(tensors, mean_of(self._rounds, tensors, self._step), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
+            overwrite_buffers(self._rounds, self.model, self._step)
+
+    def disagreement(self) -> float:
+        """How far the farthest rank is from the mean of all, relative to the mean's norm; collective.
+
+        Costs two all-reduces, one of them of all parameters.
+        """
+        self.drain()
+        own = [param.detach() for _, param in self._params]
+        means = mean_of(self._rounds, own, self._step)
+        pairs = [(tensor.reshape(-1).double(), mean.double()) for tensor, mean in zip(own, means, strict=True)]
+        apart = sum(((tensor - mean).square().sum().item() for tensor, mean in pairs), 0.0)
+        norm = sum((mean.square().sum().item() for _, mean in pairs), 0.0)
+        every = torch.zeros(self._rounds.world.size, dtype=torch.float64, device="cpu")
+        every[self._rounds.world.rank] = (apart / norm) ** 0.5 * len(self._rounds.members)
+        self._rounds.submit_mean(every, self._step).result()
+        return float(every.max())
+
+    def state_dict(self) -> dict[str, int | str]:
+        """See `Replica.state_dict`; waits for all that is under way. Each rank saves a model of its own."""
+        self.drain()
+        return super().state_dict()
+
+    def detach(self) -> None:
+        """See `Replica.detach`; what is under way is not mixed any more."""
+        super().detach()
+        for bundle in self.bundles:
+            bundle.under_way.clear()
+        self._rounds.release()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries messages of gossip: to the partner of a step and from another, on the world's lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from commrt.algorithms import halving_doubling
+from commrt.algorithms.gossip import Gossip
+from commrt.answer import Answer
+from commrt.bundles import Message
+from commrt.errors import DisagreementError
+from commrt.executor import bind
+from commrt.kernels.layout import STAMP_NUMEL
+from commrt.mixing import promise
+from commrt.program import Program, program
+from commrt.proof import prove
+from commrt.recording import within_range
+from commrt.report import Span
+from commrt.schedule import Schedule
+from commrt.stamp import complaint
+from commrt.transport.protocol import Exchange, Group, Moment, Parcel
+from commrt.world import World
+
+__all__ = ["Rounds"]
+
+KEPT = 64
+"""Programs and exchanges that are kept, of the steps and partners used last."""
+
+
+class Rounds:
+    """Everything here runs on the lane, in order of submission."""
+
+    def __init__(self, world: World, algorithm: Gossip) -> None:
+        self.world, self.algorithm = world, algorithm
+        self.members = tuple(range(world.size))
+        """Who takes part."""
+        self._program = lru_cache(KEPT)(self._proven_program)
+        self._bound = lru_cache(KEPT)(self._bind)
+
+    def schedule(self, step: int) -> Schedule:
+        """The exchange of `step`, proven."""
+        schedule = self.algorithm.schedule(step, len(self.members))
+        prove(schedule, promise(self.algorithm, schedule))
+        return schedule
+
+    def submit(self, message: Message, bundle: int, step: int) -> Answer[Span]:
+        """Exchange `message`."""
+        return self.world.lane.submit(lambda: self._carry(message, bundle, step))
+
+    def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
+        """Overwrite `flat` with the first member's."""
+        return self.world.lane.submit(lambda: self._broadcast(flat, step))
+
+    def submit_mean(self, flat: Tensor, step: int) -> Answer[None]:
+        """The mean of all members' `flat`, everywhere the same bits."""
+        return self.world.lane.submit(lambda: self._mean(flat, step))
+
+    def release(self) -> None:
+        """Let go of all memory once nothing is in flight."""
+        self._bound.cache_clear()
+        self._program.cache_clear()
+
+    def _carry(self, message: Message, bundle: int, step: int) -> Span:
+        begin_s = perf_counter()
+        mine = self._program(self.algorithm.schedule(step, len(self.members)))
+        nbytes_sent = 0
+        with within_range(self.world.recorder, "bundle", number=bundle, step=step, algorithm="gossip"):
+            if mine.hops:
+                run, nbytes_sent, message.share = self._bound(mine, message)
+                run(Moment(step, bundle))
+                _require_same_claim(message, bundle)
+        return Span(bundle, begin_s, perf_counter(), nbytes_sent)
+
+    def _proven_program(self, schedule: Schedule) -> Program:
+        prove(schedule, promise(self.algorithm, schedule))
+        return program(schedule.over(self.members, world=self.world.size), self.world.rank)
+
+    def _bind(self, mine: Program, message: Message) -> tuple[Exchange, int, float]:
+        """What runs the exchange, the bytes that it sends, and the share with which what it brings counts."""
+        return self._in_rows(mine, message) if self.algorithm.within > 1 else self._with_partner(mine, message)
+
+    def _with_partner(self, mine: Program, message: Message) -> tuple[Exchange, int, float]:
+        """What arrives is kept apart: mixed on the wire, it would be rounded to the wire."""
+        (hop,) = mine.hops
+        sends = [Parcel(leg.peer, message.sent) for leg in hop.sends]
+        recvs = [Parcel(leg.peer, message.received) for leg in hop.recvs]
+        exchange = self.world.transport.bind(Group(sends, recvs))
+        return exchange, len(sends) * message.sent.nbytes, hop.recvs[0].weight
+
+    def _in_rows(self, mine: Program, message: Message) -> tuple[Exchange, int, float]:
+        """What is received is what the row and its partner make of what was sent."""
+        bound = bind(mine, message.received, self.world.transport, None, self.world.lane.streams)
+
+        def run(moment: Moment) -> None:
+            torch.mul(message.sent, 1 / self.algorithm.within, out=message.received)
+            bound.run(moment, self.world.recorder)
+
+        return run, bound.nbytes_sent, 1.0
+
+    def _broadcast(self, flat: Tensor, step: int) -> Span:
+        begin_s = perf_counter()
+        nbytes_sent = self.world.broadcast_now(flat, self.members, Moment(step, "state"))
+        return Span("state", begin_s, perf_counter(), nbytes_sent)
+
+    def _mean(self, flat: Tensor, step: int) -> None:
+        flat.div_(len(self.members))
+        schedule = halving_doubling.all_reduce(len(self.members)).over(self.members, world=self.world.size)
+        self.world.run_now(schedule, flat, Moment(step, "mean"))
+
+
+def _require_same_claim(message: Message, bundle: int) -> None:
+    """Raise `DisagreementError` if the partner is elsewhere; not on a GPU, where it would have to be waited for."""
+    if message.received.is_cuda:
+        return
+    ours, theirs = message.sent[:STAMP_NUMEL], message.received[:STAMP_NUMEL]
+    if not torch.equal(ours != 0, theirs != 0):
+        raise DisagreementError(f"bundle {bundle} met another one of a partner: {complaint(ours + theirs)}")
+
+
+def mean_of(rounds: Rounds, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
+    """The mean of all members' `tensors`, in fp32 (fp64 for fp64), as long rows."""
+    flat = torch.cat([tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors])
+    rounds.submit_mean(flat, step).result()
+    return list(torch.split(flat, [tensor.numel() for tensor in tensors]))
