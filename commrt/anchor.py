@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["Anchor", "Hook", "drop", "hold"]
@@ -37,17 +38,22 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """As given."""
-        self._call(*args)
+        """As given; not where torch compiles, which would break its graph here."""
+        if not torch.compiler.is_compiling():
+            self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
-        return nothing
+        return _nothing
 
-    def __reduce__(self) -> str:
-        return "nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _silent, ()
 
 
-def nothing(*args: Any) -> None:
+def _silent() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*args: Any) -> None:
     """What a hook does on a copy."""
 
 

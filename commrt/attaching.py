@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,13 +23,17 @@ from commrt.admission import (
     have_state,
     listed,
 )
+from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets import MIB, Named, build_buckets
+from commrt.bundles import Bundle, build_bundles, held_by
 from commrt.engine import Engine
 from commrt.errors import UsageError
-from commrt.handover import overwrite_states
+from commrt.gossiping import Gossiping
+from commrt.handover import Broadcasting, overwrite_states
 from commrt.replica import Replica, attached
-from commrt.schedule import Algorithm
+from commrt.rounds import Rounds
+from commrt.schedule import Algorithm, Schedule
 from commrt.synchronous import Synchronous
 from commrt.world import World, current
 
@@ -77,20 +83,90 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     if (device := params[0][1].device).type == "cuda":
         world.connect(device)
     world.attached += 1
-    cap_nbytes, allocate = int(bucket_cap_mb * MIB), world.transport.allocate
-    cut = partial(build_buckets, wire=wire, cap_nbytes=cap_nbytes, model=world.attached, allocate=allocate)
+    chosen = _Chosen(world, model, params, optimizers, wire, int(bucket_cap_mb * MIB))
+    if isinstance(algorithm, Gossip) and algorithm.payload == "weights":
+        return _gossiping(chosen, algorithm)
+    return _synchronous(chosen, algorithm, broadcast_buffers and not isinstance(algorithm, Gossip), graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What was given to `attach`, checked."""
+
+    world: World
+    model: nn.Module
+    params: Sequence[Named]
+    optimizers: Sequence[Optimizer]
+    wire: torch.dtype | None
+    cap_nbytes: int
+
+    def agree(self, algorithm: Algorithm, schedule: Schedule, buckets: Sequence[Described], **more: str) -> None:
+        """Invariant 1: what runs was verified, and is the same everywhere."""
+        self.world.agree(
+            "attach",
+            model=str(self.world.attached),
+            algorithm=describe(repr(algorithm)),
+            schedule=schedule.digest(),
+            buckets="; ".join(bucket.description() for bucket in buckets),
+            buffers=describe_buffers(self.model),
+            optimizer=describe_optimizers(self.optimizers, self.params),
+            **more,
+        )
+
+    def begin(self, replica: Replica, lane: Broadcasting, prepare: Callable[[], object]) -> Replica:
+        """All begin where rank 0 is."""
+        try:
+            replica.overwrite_with_first()
+            if have_state(self.optimizers):
+                overwrite_states(lane, self.optimizers, 0)
+            prepare()
+        except BaseException:
+            replica.detach()
+            raise
+        return replica
+
+
+class Described(Protocol):
+    """A bucket or a bundle."""
+
+    def description(self) -> str:
+        """All that must agree between ranks, as text."""
+        ...
+
+
+def _synchronous(chosen: _Chosen, algorithm: Algorithm, broadcast_buffers: bool, graphs: bool) -> Replica:
+    world, params = chosen.world, chosen.params
+    cut = partial(
+        build_buckets,
+        wire=chosen.wire,
+        cap_nbytes=chosen.cap_nbytes,
+        model=world.attached,
+        allocate=world.transport.allocate,
+    )
     engine = Engine(world, algorithm, cut(params[::-1]), graphs=graphs)
-    _agree(engine, model, broadcast_buffers, describe_optimizers(optimizers, params))
-    replica = Synchronous(model, optimizers, engine, cut, broadcast_buffers=broadcast_buffers)
-    try:
-        replica.overwrite_with_first()
-        if have_state(optimizers):
-            overwrite_states(engine, optimizers, 0)
-        engine.submit_preparation(0).result()
-    except BaseException:
-        replica.detach()
-        raise
-    return replica
+    chosen.agree(algorithm, engine.schedule(0), engine.buckets, broadcast_buffers=str(broadcast_buffers))
+    replica = Synchronous(chosen.model, chosen.optimizers, engine, cut, broadcast_buffers=broadcast_buffers)
+    return chosen.begin(replica, engine, lambda: engine.submit_preparation(0).result())
+
+
+def _gossiping(chosen: _Chosen, algorithm: Gossip) -> Replica:
+    world = chosen.world
+    rounds = Rounds(world, algorithm)
+    bundles = build_bundles(
+        held_by(chosen.model), chosen.wire, chosen.cap_nbytes, algorithm.staleness + 1, world.transport.allocate
+    )
+    _check_wire_of_rows(algorithm, bundles)
+    chosen.agree(algorithm, rounds.schedule(0), bundles)
+    replica = Gossiping(chosen.model, chosen.params, chosen.optimizers, rounds, bundles, world.attached)
+    return chosen.begin(replica, rounds, int)
+
+
+def _check_wire_of_rows(algorithm: Gossip, bundles: Sequence[Bundle]) -> None:
+    if algorithm.within > 1 and any(bundle.rounds for bundle in bundles):
+        raise UsageError(
+            "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
+            "leave wire out"
+        )
 
 
 def _checked(world: World | None) -> World:
@@ -103,17 +179,3 @@ def _require_unattached(params: Sequence[Named]) -> None:
     for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
         if taken:
             raise UsageError(f"{name} is attached already: detach() the first replica before attaching again")
-
-
-def _agree(engine: Engine, model: nn.Module, broadcast_buffers: bool, optimizers: str) -> None:
-    """Invariant 1: what runs was verified, and is the same everywhere."""
-    engine.world.agree(
-        "attach",
-        model=str(engine.world.attached),
-        algorithm=describe(repr(engine.algorithm)),
-        schedule=engine.schedule(0).digest(),
-        buckets="; ".join(bucket.description() for bucket in engine.buckets),
-        broadcast_buffers=str(broadcast_buffers),
-        buffers=describe_buffers(model),
-        optimizer=optimizers,
-    )

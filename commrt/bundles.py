@@ -94,6 +94,11 @@ class Bundle:
     def __post_init__(self) -> None:
         self._kinds = [_kind(held.tensor()) for held in self.held]
 
+    @property
+    def rounds(self) -> bool:
+        """True if the wire is narrower than the values."""
+        return self.free[0].sent.dtype != self._kinds[0][0]
+
     def description(self) -> str:
         """All that must agree between ranks, as text."""
         wire = str(self.free[0].sent.dtype)[6:]

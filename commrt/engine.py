@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
+from commrt.algorithms.gossip import Gossip
 from commrt.answer import Answer
 from commrt.buckets import Bucket
-from commrt.collective import all_reduce
+from commrt.collective import Collective, all_reduce
 from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
+from commrt.mixing import promise
 from commrt.program import Program, program
 from commrt.proof import prove
 from commrt.recording import within_range
@@ -51,13 +53,27 @@ class Engine:
         self.algorithm = algorithm
         self.members = tuple(range(world.size))
         """Who takes part in the step; changes only by a roll call."""
-        self._proven = lru_cache(KEPT)(_proven)
+        self._gossips = isinstance(algorithm, Gossip)
+        self._proven = lru_cache(KEPT)(self._prove)
         self._digest = lru_cache(KEPT)(Schedule.digest)
         self.replace_buckets(buckets)
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when everybody takes part; proven."""
         return self._proven(self.algorithm.schedule(step, self.world.size))
+
+    def _prove(self, schedule: Schedule) -> Schedule:
+        prove(schedule, self._promise(schedule))
+        return schedule
+
+    def _promise(self, schedule: Schedule) -> Collective:
+        if isinstance(self.algorithm, Gossip):
+            return promise(self.algorithm, schedule)
+        return all_reduce(schedule.ranks, schedule.chunks)
+
+    def _scale(self) -> float:
+        """By which a rank's gradients count in what the schedule adds."""
+        return 1 / (self.algorithm.within if isinstance(self.algorithm, Gossip) else len(self.members))
 
     def require_any_members(self) -> None:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
@@ -133,12 +149,12 @@ class Engine:
         if self._repetition is None or self.world.joined is not None:  # there not all ranks see the same steps
             return False
         with within_range(self.world.recorder, "graph"):
-            return self._repetition.carry(bucket, programs, 1 / len(self.members), Moment(step, bucket.index))
+            return self._repetition.carry(bucket, programs, self._scale(), Moment(step, bucket.index))
 
     def _carry_by_calls(self, bucket: Bucket, own: BoundProgram, step: int) -> None:
         recorder = self.world.recorder
         with within_range(recorder, "pack"):
-            bucket.pack(1 / len(self.members))
+            bucket.pack(self._scale())
         own.run(Moment(step, bucket.index), recorder)
         with within_range(recorder, "unpack"):
             bucket.unpack()
@@ -160,6 +176,8 @@ class Engine:
 
         Remembered by what moves and who takes part, never by object: all members must find the same comparisons due.
         """
+        if self._gossips:  # another schedule in each step, which follows from what was compared when it was attached
+            return
         key = self._digest(schedule), self.members
         if key not in self._compared and key != self._attached():
             self.world.require_same_now(*key, step)
@@ -205,8 +223,3 @@ def _bind(
             scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
     transport, streams = world.transport, world.lane.streams
     return [bind(mine, bucket.wire, transport, scratch[bucket.wire.dtype], streams) for bucket in buckets]
-
-
-def _proven(schedule: Schedule) -> Schedule:
-    prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-    return schedule

@@ -18,15 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from commrt.anchor import Hook
 from commrt.autograd import on_gradient
 from commrt.buckets import Named
-from commrt.bundles import Bundle, held_by
+from commrt.bundles import Bundle
 from commrt.errors import UsageError
-from commrt.handover import overwrite_buffers
 from commrt.recording import within_range
 from commrt.replica import Replica
 from commrt.report import Span, StepReport
 from commrt.roster import Roster
-from commrt.rounds import Rounds, mean_of
-from commrt.stamp import WIDTHS, Claim
+from commrt.rounds import Rounds
+from commrt.stamp import Claim
 from commrt.state import Stateful
 
 __all__ = ["Gossiping"]
@@ -58,6 +57,8 @@ class Gossiping(Replica):
         self._is_due = False
         self._is_synchronous = True
         self._waiting_for: set[int] = set()  # optimizers that have not stepped since the backward pass
+        self._is_blocking = any(map(_is_compiled, model.modules()))
+        self._has_run_forward = True
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
@@ -97,8 +98,8 @@ class Gossiping(Replica):
 
         def ready(_: Tensor) -> None:
             replica = weakly()
-            if replica is not None and replica._is_synchronous:
-                replica._end_of_pass()
+            if replica is not None:
+                replica._end_of_pass()  # noqa: SLF001  # its own
 
         return (on_gradient(param, ready) for _, param in self._params)
 
@@ -109,7 +110,7 @@ class Gossiping(Replica):
 
     def _end_of_pass(self) -> None:
         """A gradient has come: what the step exchanges is due when the optimizers have stepped."""
-        if not self._is_due:
+        if self._is_synchronous and not self._is_due:
             self._is_due = True
             self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
 
@@ -125,6 +126,7 @@ class Gossiping(Replica):
     def _before_forward(self, indices: Sequence[int]) -> None:
         if self._is_due and torch.is_grad_enabled() and self.model.training:
             self._launch()  # no optimizer has stepped
+        self._has_run_forward = True
         for index in indices:
             self._mix(self.bundles[index], self._rounds.algorithm.staleness)
 
@@ -141,7 +143,16 @@ class Gossiping(Replica):
                 claim = Claim(0, self._number, 0, self._step, bundle.index, 0)
                 message = bundle.send(claim)
                 message.answer = self._rounds.submit(message, bundle.index, self._step)
+            self._mix_now_if_nobody_will()
         self._step += 1
+
+    def _mix_now_if_nobody_will(self) -> None:
+        """A compiled forward pass calls no hooks: then the exchange is waited for here."""
+        self._is_blocking = self._is_blocking or not self._has_run_forward
+        self._has_run_forward = False
+        if self._is_blocking:
+            for bundle in self.bundles:
+                self._mix(bundle, self._rounds.algorithm.staleness)
 
     def _mix(self, bundle: Bundle, allowed: int) -> None:
         """Take what has come, until no more than `allowed` exchanges are under way."""
@@ -161,7 +172,7 @@ class Gossiping(Replica):
             self._exposed_s = 0.0
 
     def drain(self) -> None:
-        """Wait for all that is under way, and mix it; before weights are saved or looked at."""
+        """See `Replica.drain`."""
         for bundle in self.bundles:
             self._mix(bundle, 0)
         self._report()
@@ -184,31 +195,6 @@ class Gossiping(Replica):
         """Not yet."""
         raise UsageError("join() is not there for gossip yet: give all ranks the same number of batches")
 
-    def consolidate(self) -> None:
-        """See `Replica.consolidate`; other buffers become rank 0's."""
-        self.drain()
-        tensors = [held.tensor() for held in held_by(self.model)]
-        if len(self._rounds.members) > 1:
-            for tensor, mean in zip(tensors, mean_of(self._rounds, tensors, self._step), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
-            overwrite_buffers(self._rounds, self.model, self._step)
-
-    def disagreement(self) -> float:
-        """How far the farthest rank is from the mean of all, relative to the mean's norm; collective.
-
-        Costs two all-reduces, one of them of all parameters.
-        """
-        self.drain()
-        own = [param.detach() for _, param in self._params]
-        means = mean_of(self._rounds, own, self._step)
-        pairs = [(tensor.reshape(-1).double(), mean.double()) for tensor, mean in zip(own, means, strict=True)]
-        apart = sum(((tensor - mean).square().sum().item() for tensor, mean in pairs), 0.0)
-        norm = sum((mean.square().sum().item() for _, mean in pairs), 0.0)
-        every = torch.zeros(self._rounds.world.size, dtype=torch.float64, device="cpu")
-        every[self._rounds.world.rank] = (apart / norm) ** 0.5 * len(self._rounds.members)
-        self._rounds.submit_mean(every, self._step).result()
-        return float(every.max())
-
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; waits for all that is under way. Each rank saves a model of its own."""
         self.drain()
@@ -220,3 +206,7 @@ class Gossiping(Replica):
         for bundle in self.bundles:
             bundle.under_way.clear()
         self._rounds.release()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001  # torch has no word for it

@@ -9,13 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from commrt.algorithms import halving_doubling
 from commrt.answer import Answer
 from commrt.buckets import MIB
 from commrt.report import Span
 from commrt.state import Stateful, batches, dump, flatten, load, restore, unread_buffers
+from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Broadcasting", "overwrite_buffers", "overwrite_model", "overwrite_states"]
+__all__ = ["Broadcasting", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
 
 
 class Broadcasting(Protocol):
@@ -68,3 +70,15 @@ def overwrite_states(lane: Broadcasting, owners: Sequence[Stateful], step: int) 
     if flat.numel():
         lane.submit_broadcast(flat, step).result()
     load(flat, owners)
+
+
+def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
+    """The mean of all members' `tensors`, in fp32 (fp64 for fp64), everywhere the same bits; collective."""
+    world, members = lane.world, lane.members
+    wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
+    schedule = halving_doubling.all_reduce(len(members)).over(members, world=world.size)
+    world.lane.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"))).result()
+    return [
+        part.view(like.shape) for part, like in zip(torch.split(flat, [t.numel() for t in wide]), wide, strict=True)
+    ]

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commrt.anchor import drop, hold
 from commrt.buckets import Named
 from commrt.errors import UsageError
-from commrt.handover import Broadcasting, overwrite_buffers, overwrite_model
+from commrt.handover import Broadcasting, mean, overwrite_buffers, overwrite_model
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint
@@ -73,8 +74,38 @@ class Replica(ABC):
         """Let ranks run out of data at different times; collective, around the whole loop."""
 
     @abstractmethod
+    def drain(self) -> None:
+        """Wait for all that is under way, and use it; before weights are saved or looked at. Not collective."""
+
     def consolidate(self) -> None:
-        """Make all replicas bitwise equal now: the mean of parameters and buffers, everywhere; collective."""
+        """Make all replicas bitwise equal now: the mean of what is floating point, rank 0's of the rest; collective.
+
+        Optimizers keep what each rank's have gathered.
+        """
+        self.drain()
+        buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
+        tensors = [param for _, param in self._params] + [*buffers]
+        with torch.no_grad():
+            for tensor, value in zip(tensors, mean(self._lane, tensors, self.step), strict=True):
+                tensor.copy_(value)
+        overwrite_buffers(self._lane, self.model, self.step)
+
+    def disagreement(self) -> float:
+        """How far the farthest replica is from the mean of all, relative to the mean's norm; collective.
+
+        Costs two all-reduces, one of them of all parameters in fp32.
+        """
+        self.drain()
+        own = [param.detach() for _, param in self._params]
+        pairs = [
+            (tensor.double(), value.double())
+            for tensor, value in zip(own, mean(self._lane, own, self.step), strict=True)
+        ]
+        apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
+        norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
+        every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
+        every[self._lane.world.rank] = (apart / norm) ** 0.5 * len(self._lane.members)
+        return float(mean(self._lane, [every], self.step)[0].max())
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective, not inside `join`."""

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from commrt.algorithms import halving_doubling
 from commrt.algorithms.gossip import Gossip
 from commrt.answer import Answer
 from commrt.bundles import Message
@@ -56,10 +54,6 @@ class Rounds:
     def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
         """Overwrite `flat` with the first member's."""
         return self.world.lane.submit(lambda: self._broadcast(flat, step))
-
-    def submit_mean(self, flat: Tensor, step: int) -> Answer[None]:
-        """The mean of all members' `flat`, everywhere the same bits."""
-        return self.world.lane.submit(lambda: self._mean(flat, step))
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight."""
@@ -108,11 +102,6 @@ class Rounds:
         nbytes_sent = self.world.broadcast_now(flat, self.members, Moment(step, "state"))
         return Span("state", begin_s, perf_counter(), nbytes_sent)
 
-    def _mean(self, flat: Tensor, step: int) -> None:
-        flat.div_(len(self.members))
-        schedule = halving_doubling.all_reduce(len(self.members)).over(self.members, world=self.world.size)
-        self.world.run_now(schedule, flat, Moment(step, "mean"))
-
 
 def _require_same_claim(message: Message, bundle: int) -> None:
     """Raise `DisagreementError` if the partner is elsewhere; not on a GPU, where it would have to be waited for."""
@@ -121,10 +110,3 @@ def _require_same_claim(message: Message, bundle: int) -> None:
     ours, theirs = message.sent[:STAMP_NUMEL], message.received[:STAMP_NUMEL]
     if not torch.equal(ours != 0, theirs != 0):
         raise DisagreementError(f"bundle {bundle} met another one of a partner: {complaint(ours + theirs)}")
-
-
-def mean_of(rounds: Rounds, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """The mean of all members' `tensors`, in fp32 (fp64 for fp64), as long rows."""
-    flat = torch.cat([tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors])
-    rounds.submit_mean(flat, step).result()
-    return list(torch.split(flat, [tensor.numel() for tensor in tensors]))

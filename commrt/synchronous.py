@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from commrt.admission import check_stateful
+from commrt.algorithms.gossip import Gossip
 from commrt.autograd import at_end_of_backward, current_pass, on_gradient
 from commrt.averaging import BY_HAND, LATE, Averaging, Cut
 from commrt.buckets import Bucket
@@ -173,9 +174,15 @@ class Synchronous(Replica):
         overwrite_states(self._engine, [*self._optimizers, *also], self.step)
         self._gate.steps = 0
 
+    def drain(self) -> None:
+        """See `Replica.drain`: nothing is, between steps."""
+
     def consolidate(self) -> None:
-        """See `Replica.consolidate`: they are equal, but for buffers that each rank has of its own."""
-        self.sync_buffers()
+        """See `Replica.consolidate`; averaged replicas are equal already, but for buffers."""
+        if isinstance(self._algorithm, Gossip):
+            super().consolidate()
+        else:
+            self.sync_buffers()
 
     def why_not_graphs(self) -> dict[int, str]:
         """See `Replica.why_not_graphs`."""
