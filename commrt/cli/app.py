@@ -54,7 +54,9 @@ def train(
     workers: Annotated[
         int, typer.Option(help="Local worker processes; ignored under torchrun, mpirun, or srun of several tasks.")
     ] = 4,
-    algorithm: Annotated[str, typer.Option(help="ring, halving_doubling, torus2d, or ddp for plain DDP.")] = "torus2d",
+    algorithm: Annotated[
+        str, typer.Option(help="ring, halving_doubling, torus2d, gossip, or ddp for plain DDP.")
+    ] = "torus2d",
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
     epochs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,

@@ -49,6 +49,10 @@ class Averaging(Protocol):
         """Totals so far."""
         ...
 
+    def finish(self) -> float:
+        """Make all replicas equal; how far apart they were. Collective."""
+        ...
+
 
 class Attached:
     """A model attached to a `Replica`."""
@@ -65,6 +69,12 @@ class Attached:
         """See `Averaging`."""
         stats = self._replica.stats()
         return Cost(stats.exposed_s, stats.comm_s, stats.nbytes_sent)
+
+    def finish(self) -> float:
+        """See `Averaging`."""
+        apart = self._replica.disagreement()
+        self._replica.consolidate()
+        return apart
 
 
 class Wrapped:
@@ -90,3 +100,7 @@ class Wrapped:
     def cost(self) -> Cost:
         """See `Averaging`."""
         return Cost(self._exposed_s)
+
+    def finish(self) -> float:
+        """See `Averaging`: they are."""
+        return 0.0

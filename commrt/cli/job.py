@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.nn.functional import cross_entropy
 
-from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
 from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
@@ -58,8 +58,8 @@ class Job:
         """Raise `UsageError` for what cannot work, before any process starts."""
         if workers < 1:
             raise UsageError(f"--workers {workers}: at least one worker must do the work")
-        if self.algorithm not in (*ALGORITHMS, DDP):
-            names = ", ".join(sorted((*ALGORITHMS, DDP)))
+        if self.algorithm not in (offered := (*ALGORITHMS, GOSSIP, DDP)):
+            names = ", ".join(sorted(offered))
             raise UsageError(f"no algorithm is called {self.algorithm!r}: choose one of {names}")
         if not workers <= self.batch_size <= TRAIN_IMAGES:
             raise UsageError(
@@ -99,6 +99,8 @@ class Result:
     epochs: int
     steps: int
     test_accuracy: float
+    disagreement: float
+    """How far the farthest replica was from the mean of all at the end, relative to it; then they were made equal."""
     replicas_equal: bool
     images_per_second: float
     step_seconds: float
@@ -161,7 +163,8 @@ def _train(
 
 
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, seconds: float) -> Result:
-    steps, cost, mark = job.steps(world.size), averaging.cost(), fingerprint(model)
+    steps, apart, cost = job.steps(world.size), averaging.finish(), averaging.cost()
+    mark = fingerprint(model)
     return Result(
         algorithm=job.algorithm,
         workers=world.size,
@@ -169,6 +172,7 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         epochs=job.epochs,
         steps=steps,
         test_accuracy=_accuracy(model, test.pixels, test.digits),
+        disagreement=apart,
         replicas_equal=world.all_equal("trained model", mark),
         images_per_second=steps * (job.batch_size // world.size * world.size) / seconds,
         step_seconds=seconds / steps,

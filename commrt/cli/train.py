@@ -35,6 +35,7 @@ ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("communication not hidden", lambda r: f"{r.exposed_comm_seconds * 1e3:.2f} ms"),
     ("communication in all", lambda r: "-" if r.comm_seconds is None else f"{r.comm_seconds * 1e3:.2f} ms"),
     ("sent per rank and step", lambda r: "-" if r.bytes_sent_per_step is None else f"{r.bytes_sent_per_step:,} B"),
+    ("replicas apart by", lambda r: f"{r.disagreement:.2g}"),
     ("replicas bitwise equal", lambda r: "yes" if r.replicas_equal else "NO"),
 )
 
