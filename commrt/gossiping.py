@@ -57,8 +57,7 @@ class Gossiping(Replica):
         self._is_due = False
         self._is_synchronous = True
         self._waiting_for: set[int] = set()  # optimizers that have not stepped since the backward pass
-        self._is_blocking = any(map(_is_compiled, model.modules()))
-        self._has_run_forward = True
+        self._awaited: set[int] = set()  # bundles whose modules have told of a forward pass since the last launch
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
@@ -126,7 +125,7 @@ class Gossiping(Replica):
     def _before_forward(self, indices: Sequence[int]) -> None:
         if self._is_due and torch.is_grad_enabled() and self.model.training:
             self._launch()  # no optimizer has stepped
-        self._has_run_forward = True
+        self._awaited.update(indices)
         for index in indices:
             self._mix(self.bundles[index], self._rounds.algorithm.staleness)
 
@@ -143,16 +142,15 @@ class Gossiping(Replica):
                 claim = Claim(0, self._number, 0, self._step, bundle.index, 0)
                 message = bundle.send(claim)
                 message.answer = self._rounds.submit(message, bundle.index, self._step)
-            self._mix_now_if_nobody_will()
+            self._mix_what_nobody_awaits()
         self._step += 1
 
-    def _mix_now_if_nobody_will(self) -> None:
-        """A compiled forward pass calls no hooks: then the exchange is waited for here."""
-        self._is_blocking = self._is_blocking or not self._has_run_forward
-        self._has_run_forward = False
-        if self._is_blocking:
-            for bundle in self.bundles:
+    def _mix_what_nobody_awaits(self) -> None:
+        """Compiled modules call no hooks, nor do those whose parameters others use."""
+        for bundle in self.bundles:
+            if bundle.index not in self._awaited:
                 self._mix(bundle, self._rounds.algorithm.staleness)
+        self._awaited.clear()
 
     def _mix(self, bundle: Bundle, allowed: int) -> None:
         """Take what has come, until no more than `allowed` exchanges are under way."""
@@ -206,7 +204,3 @@ class Gossiping(Replica):
         for bundle in self.bundles:
             bundle.under_way.clear()
         self._rounds.release()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001  # torch has no word for it

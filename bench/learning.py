@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What exchanging does to learning: ``python bench/learning.py`` trains on MNIST by four rules and prints a table.
+
+A small network, each rank with a shard of its own, momentum. All ranks of a run are simulated at once, as one batched
+network; partners are those of the schedules that run. ``--real`` trains with the runtime instead, a thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, stdev
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.cli.mnist import Images, load
+from commrt.schedule import Algorithm
+from commrt.testing.ranks import run_ranks
+from commrt.world import World
+
+__all__ = ["RULES", "Outcome", "simulated", "trained"]
+
+RULES: dict[str, Algorithm | None] = {
+    "all-reduce": commrt.Ring(),
+    "gossip, weights": commrt.Gossip(),
+    "gossip, weights, one step late": commrt.Gossip(staleness=1),
+    "gossip, gradients only": commrt.Gossip(payload="gradients"),
+    "no communication": None,
+}
+HIDDEN, BATCH, MOMENTUM, LR, STEPS = 64, 16, 0.9, 0.05, 560
+
+
+def rate(step: int, steps: int) -> float:
+    """Along half a cosine."""
+    return LR * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run ended with."""
+
+    accuracy: float
+    """Of the ranks, their mean."""
+    accuracy_of_mean: float
+    """Of the averaged network."""
+    disagreement: float
+    """How far the farthest rank is from the mean of all, relative to it."""
+
+
+def shards(images: Images, ranks: int, seed: int, sorted_by_class: bool = False) -> tuple[Tensor, Tensor]:
+    """[ranks, n, 784] pixels and [ranks, n] digits; n is the same for all."""
+    order = torch.randperm(len(images.digits), generator=torch.Generator().manual_seed(seed))
+    if sorted_by_class:
+        order = order[images.digits[order].argsort(stable=True)]
+    order = order[: len(order) // ranks * ranks].view(ranks, -1)
+    return images.pixels.flatten(1)[order], images.digits[order]
+
+
+def batches(rows: int, ranks: int, seed: int, steps: int) -> Iterator[Tensor]:
+    """[ranks, BATCH] places in each rank's shard, pass after pass."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed)
+    while steps > 0:
+        order = torch.stack([torch.randperm(rows, generator=generator) for _ in range(ranks)])
+        yield from order[:, : rows // BATCH * BATCH].split(BATCH, dim=1)[:steps]
+        steps -= rows // BATCH
+
+
+def begun(seed: int) -> list[Tensor]:
+    """Weights and biases of both layers."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(784, HIDDEN), (HIDDEN, 10)]
+    layers = [(torch.randn(a, b, generator=generator) * (2 / a) ** 0.5, torch.zeros(b)) for a, b in sizes]
+    return [tensor for layer in layers for tensor in layer]
+
+
+def outputs(params: Sequence[Tensor], x: Tensor) -> Tensor:
+    """[ranks, n, 10] of params [ranks, ...] and x [ranks, n, 784]."""
+    hidden = torch.relu(x @ params[0] + params[1].unsqueeze(1))
+    return hidden @ params[2] + params[3].unsqueeze(1)
+
+
+def partners(algorithm: Algorithm, step: int, ranks: int) -> Tensor:
+    """[ranks] whom each hears from."""
+    source = torch.arange(ranks)
+    for hop in algorithm.schedule(step, ranks).steps():
+        source[torch.from_numpy(hop.dst)] = torch.from_numpy(hop.src)
+    return source
+
+
+def simulated(rule: str, ranks: int, seed: int, data: tuple[Images, Images], steps: int = STEPS) -> Outcome:
+    """All ranks at once."""
+    algorithm = RULES[rule]
+    x, y = shards(data[0], ranks, seed)
+    params = [tensor.expand(ranks, *tensor.shape).clone().requires_grad_() for tensor in begun(seed)]
+    momentum, under_way = [torch.zeros_like(param) for param in params], []
+    rows = torch.arange(ranks).unsqueeze(1)
+    for step, places in enumerate(batches(x.shape[1], ranks, seed, steps)):
+        scores = outputs(params, x[rows, places])
+        loss = cross_entropy(scores.flatten(0, 1), y[rows, places].flatten(), reduction="sum") / BATCH
+        grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            learn(params, momentum, averaged(algorithm, step, grads), rate(step, steps))
+            if isinstance(algorithm, commrt.Gossip) and algorithm.payload == "weights":
+                under_way.append((partners(algorithm, step, ranks), [param.clone() for param in params]))
+                if len(under_way) > algorithm.staleness:
+                    mix(params, *under_way.pop(0), algorithm.share)
+    params = [param.detach() for param in params]
+    for source, sent in under_way:
+        mix(params, source, sent, algorithm.share)
+    return assessed(params, data[1])
+
+
+def averaged(algorithm: Algorithm | None, step: int, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What each rank learns from."""
+    if isinstance(algorithm, commrt.Ring):
+        return [grad.mean(0, keepdim=True).expand_as(grad) for grad in grads]
+    if isinstance(algorithm, commrt.Gossip) and algorithm.payload == "gradients":
+        source = partners(algorithm, step, len(grads[0]))
+        return [(grad + grad[source]) / 2 for grad in grads]
+    return grads
+
+
+def learn(params: list[Tensor], momentum: list[Tensor], grads: Sequence[Tensor], lr: float) -> None:
+    """A step of SGD."""
+    for param, memory, grad in zip(params, momentum, grads, strict=True):
+        memory.mul_(MOMENTUM).add_(grad)
+        param.sub_(lr * memory)
+
+
+def mix(params: list[Tensor], source: Tensor, sent: list[Tensor], share: float) -> None:
+    """As the runtime does."""
+    for param, ours in zip(params, sent, strict=True):
+        param.add_(share * (ours[source] - ours))
+
+
+def assessed(params: list[Tensor], test: Images) -> Outcome:
+    """Of params [ranks, ...]."""
+    x, middle = test.pixels.flatten(1), [param.mean(0, keepdim=True) for param in params]
+    right = outputs(params, x.expand(len(params[0]), *x.shape)).argmax(2) == test.digits
+    right_of_mean = outputs(middle, x.unsqueeze(0)).argmax(2) == test.digits
+    apart = sum((param - center).square().flatten(1).sum(1) for param, center in zip(params, middle, strict=True))
+    norm = sum(center.square().sum() for center in middle)
+    return Outcome(right.float().mean().item(), right_of_mean.float().mean().item(), (apart.max() / norm).sqrt().item())
+
+
+class Network(nn.Module):
+    """One rank's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(begun(seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 784] -> [n, 10]."""
+        return outputs([param.unsqueeze(0) for param in self.params], x.unsqueeze(0))[0]
+
+
+def trained(rule: str, ranks: int, seed: int, data: tuple[Images, Images], steps: int = STEPS) -> Outcome:
+    """By the runtime, a thread per rank."""
+    x, y = shards(data[0], ranks, seed)
+
+    def body(world: World) -> tuple[int, list[Tensor]]:
+        model = Network(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+        algorithm = RULES[rule]
+        replica = None if algorithm is None else commrt.attach(model, optimizer, algorithm, world=world)
+        for step, places in enumerate(batches(x.shape[1], ranks, seed, steps)):
+            mine = places[world.rank]
+            optimizer.param_groups[0]["lr"] = rate(step, steps)
+            optimizer.zero_grad()
+            cross_entropy(model(x[world.rank][mine]), y[world.rank][mine]).backward()
+            optimizer.step()
+        if replica is not None:
+            replica.drain()
+        return world.rank, [param.detach() for param in model.parameters()]
+
+    found = [params for _, params in sorted(run_ranks(ranks, body), key=lambda pair: pair[0])]
+    return assessed([torch.stack(parts) for parts in zip(*found, strict=True)], data[1])
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--real", action="store_true", help="with the runtime, a thread per rank")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    run, data, rows = trained if options.real else simulated, load(), []
+    for ranks in options.ranks:
+        for rule in RULES:
+            found = [run(rule, ranks, seed, data, options.steps) for seed in range(options.seeds)]
+            rows.append({"ranks": ranks, "rule": rule, "runs": [asdict(outcome) for outcome in found]})
+            if not options.json:
+                print(f"{ranks:>3} {rule:<32}", *(spread(found, field) for field in asdict(found[0])), sep="  ")
+    if options.json:
+        print(json.dumps(rows))
+
+
+def spread(outcomes: Sequence[Outcome], field: str) -> str:
+    """Mean and standard deviation."""
+    values = [getattr(outcome, field) for outcome in outcomes]
+    return f"{field.replace('_', ' ')} {mean(values):.4f} +- {stdev(values) if len(values) > 1 else 0:.4f}"
+
+
+if __name__ == "__main__":
+    main()
