@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from statistics import mean, stdev
 
 import torch
@@ -161,20 +163,42 @@ class Network(nn.Module):
         return outputs([param.unsqueeze(0) for param in self.params], x.unsqueeze(0))[0]
 
 
-def trained(rule: str, ranks: int, seed: int, data: tuple[Images, Images], steps: int = STEPS) -> Outcome:
+def passed_round(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of samples that move on by one rank in each pass."""
+    ring = commrt.RingShuffle((x[world.rank], y[world.rank]), BATCH, world=world, seed=seed)
+    passes = (batch for _ in range(steps) for batch in ring)
+    yield from islice(passes, steps)
+    ring.drain()
+
+
+def stay(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of a rank's own shard."""
+    for places in batches(x.shape[1], len(x), seed, steps):
+        yield x[world.rank][places[world.rank]], y[world.rank][places[world.rank]]
+
+
+def trained(
+    rule: str,
+    ranks: int,
+    seed: int,
+    data: tuple[Images, Images],
+    steps: int = STEPS,
+    *,
+    sorted_by_class: bool = False,
+    ring: bool = False,
+) -> Outcome:
     """By the runtime, a thread per rank."""
-    x, y = shards(data[0], ranks, seed)
+    x, y = shards(data[0], ranks, seed, sorted_by_class)
 
     def body(world: World) -> tuple[int, list[Tensor]]:
         model = Network(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
         algorithm = RULES[rule]
         replica = None if algorithm is None else commrt.attach(model, optimizer, algorithm, world=world)
-        for step, places in enumerate(batches(x.shape[1], ranks, seed, steps)):
-            mine = places[world.rank]
+        for step, (pixels, digits) in enumerate((passed_round if ring else stay)(world, x, y, seed, steps)):
             optimizer.param_groups[0]["lr"] = rate(step, steps)
             optimizer.zero_grad()
-            cross_entropy(model(x[world.rank][mine]), y[world.rank][mine]).backward()
+            cross_entropy(model(pixels), digits).backward()
             optimizer.step()
         if replica is not None:
             replica.drain()
@@ -191,18 +215,29 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--real", action="store_true", help="with the runtime, a thread per rank")
+    parser.add_argument("--sorted", action="store_true", help="shards by class, with and without the ring of samples")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run, data, rows = trained if options.real else simulated, load(), []
+    data, rows = load(), []
     for ranks in options.ranks:
-        for rule in RULES:
-            found = [run(rule, ranks, seed, data, options.steps) for seed in range(options.seeds)]
+        for rule, run in runs(options.real, options.sorted):
+            found = [run(ranks=ranks, seed=seed, data=data, steps=options.steps) for seed in range(options.seeds)]
             rows.append({"ranks": ranks, "rule": rule, "runs": [asdict(outcome) for outcome in found]})
             if not options.json:
                 print(f"{ranks:>3} {rule:<32}", *(spread(found, field) for field in asdict(found[0])), sep="  ")
     if options.json:
         print(json.dumps(rows))
+
+
+def runs(real: bool, sorted_by_class: bool) -> Iterator[tuple[str, Callable[..., Outcome]]]:
+    """Names, and what runs them."""
+    for rule in RULES:
+        if sorted_by_class:
+            yield rule, partial(trained, rule, sorted_by_class=True)
+            yield f"{rule}, ring", partial(trained, rule, sorted_by_class=True, ring=True)
+        else:
+            yield rule, partial(trained if real else simulated, rule)
 
 
 def spread(outcomes: Sequence[Outcome], field: str) -> str:

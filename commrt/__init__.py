@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.attaching import attach
+    from commrt.data import RingShuffle
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -57,6 +58,7 @@ _HOMES = {
         "UsageError",
     ),
     "commrt.attaching": ("attach",),
+    "commrt.data": ("RingShuffle",),
     "commrt.replica": ("Replica",),
     "commrt.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
@@ -78,6 +80,7 @@ __all__ = [
     "PeerLost",
     "Replica",
     "Ring",
+    "RingShuffle",
     "Schedule",
     "ScheduleError",
     "Sliced",
