@@ -164,6 +164,11 @@ def means(outcomes):
     return [[before[0] for before, _ in outcomes], [after[0] for _, after in outcomes]]
 
 
+def test_two_ranks_with_late_messages_settle():
+    outcomes = run_ranks(2, lambda world: apart(world, Gossip(staleness=1), None, rounds=30))
+    assert max(disagreement for _, (_, disagreement) in outcomes) < 1e-4
+
+
 def test_after_a_period_without_learning_four_ranks_agree():
     outcomes = run_ranks(4, lambda world: apart(world, Gossip(), None, rounds=2))
     assert max(disagreement for _, (_, disagreement) in outcomes) < 1e-6

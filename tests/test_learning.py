@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gossip does to learning on real images: the short form of the table in docs/evidence.md."""
+"""What gossip does to learning on real images, and how far it lets ranks drift: short forms of docs/evidence.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import learning
+import settling
 
 RANKS, STEPS = 8, 280
 
@@ -43,3 +44,31 @@ def test_the_runtime_learns_what_the_simulation_says(data, rule):
     real, simulated = (run(rule, 3, 1, data, 30) for run in (learning.trained, learning.simulated))
     assert real.accuracy == pytest.approx(simulated.accuracy, abs=0.003)
     assert real.disagreement == pytest.approx(simulated.disagreement, rel=0.02, abs=1e-5)
+
+
+SETTLED = {
+    2: (0.0, None, 0.0107, 0.0083, 0.0098, None, 0.0171, 0.0121),
+    8: (0.0075, 0.0202, 0.0145, 0.0139, 0.0178, 0.0295, 0.0182, 0.0196),
+    32: (0.0092, 0.0216, 0.0160, 0.0156, 0.0198, 0.0295, 0.0199, 0.0217),
+    64: (0.0095, 0.0219, 0.0163, 0.0158, 0.0201, 0.0299, 0.0202, 0.0220),
+}
+"""Ranks to their distances, case by case; None where two ranks swing, or fly apart."""
+
+
+@pytest.mark.parametrize("ranks", SETTLED)
+def test_ranks_settle_as_far_apart_as_theory_says(ranks):
+    for (late, weight), expected in zip(settling.CASES, SETTLED[ranks], strict=True):
+        found = settling.apart(ranks, late, weight, dimensions=200)
+        if expected is None:
+            assert found > 0.03
+        else:
+            assert found == pytest.approx(expected, rel=0.06, abs=1e-9)
+
+
+def test_two_ranks_with_messages_two_steps_late_fly_apart():
+    assert settling.apart(2, 2, 0.375, dimensions=20) > 1e6
+
+
+def test_samples_passed_round_let_a_rank_of_one_class_see_the_others(data):
+    outcome = learning.trained("gossip, weights", 4, 0, data, 100, sorted_by_class=True, ring=True)
+    assert outcome.accuracy > 0.8

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far apart gossip keeps ranks that are all pushed at random: ``python bench/settling.py`` prints a table.
+
+Each step adds independent noise to every rank, then messages are mixed, as late as they are. Partners are those of the
+schedules that run. What is late and weighs too much swings, or grows without end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commrt.algorithms.gossip import Gossip
+
+__all__ = ["CASES", "RANKS", "apart"]
+
+RANKS = (2, 8, 32, 64)
+CASES = ((0, 0.5), (1, 0.5), (1, 0.375), (1, 0.25), (1, 0.125), (2, 0.375), (2, 0.25), (2, 0.125))
+"""Steps late, and the weight of what is received."""
+STEPS, MEASURED, NOISE = 600, 200, 0.01
+
+
+def sources(step: int, ranks: int) -> NDArray[np.int64]:
+    """[ranks] whom each hears from."""
+    source = np.arange(ranks)
+    for hop in Gossip().schedule(step, ranks).steps():
+        source[hop.dst] = hop.src
+    return source
+
+
+def apart(ranks: int, late: int, weight: float, dimensions: int = 400, seed: int = 0) -> float:
+    """Root mean square distance from the mean of all ranks, over the last steps."""
+    rng, values = np.random.default_rng(seed), np.zeros((ranks, dimensions))
+    under_way: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+    found = []
+    for step in range(STEPS):
+        values += NOISE * rng.standard_normal(values.shape)
+        under_way.append((sources(step, ranks), values.copy()))
+        if len(under_way) > late:
+            source, sent = under_way.pop(0)
+            values += weight * (sent[source] - sent)
+        if step >= STEPS - MEASURED:
+            found.append(float(np.sqrt(np.mean((values - values.mean(0)) ** 2))))
+    return float(np.mean(found))
+
+
+def main() -> None:
+    """The command."""
+    print("ranks", *(f"late {late}, {weight:g}" for late, weight in CASES), sep="\t")
+    for ranks in RANKS:
+        print(ranks, *(f"{apart(ranks, late, weight):.4f}" for late, weight in CASES), sep="\t")
+
+
+if __name__ == "__main__":
+    main()
