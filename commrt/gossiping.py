@@ -5,21 +5,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from commrt.admission import check_stateful
 from commrt.anchor import Hook
 from commrt.autograd import on_gradient
 from commrt.buckets import Named
 from commrt.bundles import Bundle
 from commrt.errors import UsageError
+from commrt.handover import overwrite_states
+from commrt.progress import Progress
 from commrt.recording import within_range
 from commrt.replica import Replica
 from commrt.report import Span, StepReport
@@ -58,6 +62,8 @@ class Gossiping(Replica):
         self._is_synchronous = True
         self._waiting_for: set[int] = set()  # optimizers that have not stepped since the backward pass
         self._awaited: set[int] = set()  # bundles whose modules have told of a forward pass since the last launch
+        self._progress: Progress | None = None  # inside join()
+        self._joins = 0
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
@@ -142,6 +148,8 @@ class Gossiping(Replica):
                 claim = Claim(0, self._number, 0, self._step, bundle.index, 0)
                 message = bundle.send(claim)
                 message.answer = self._rounds.submit(message, bundle.index, self._step)
+            if self._progress is not None:
+                self._progress.begin(self._step + 1)
             self._mix_what_nobody_awaits()
         self._step += 1
 
@@ -189,9 +197,48 @@ class Gossiping(Replica):
         finally:
             self._is_synchronous = before
 
-    def join(self, *also: Stateful) -> AbstractContextManager[None]:
-        """Not yet."""
-        raise UsageError("join() is not there for gossip yet: give all ranks the same number of batches")
+    @contextmanager
+    def join(self, *also: Stateful) -> Iterator[None]:
+        """See `Replica.join`: a rank that leaves early goes on exchanging, and learns nothing, until all have left.
+
+        Then all replicas become equal at their mean, and take the optimizers' state and that of `also` from one that
+        worked to the end. Costs one store operation per step, and nobody waits for more than a partner until the end.
+        Raises `UsageError` inside another ``join()``.
+        """
+        world = self._rounds.world
+        if world.joined is not None:
+            raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
+        check_stateful(also)
+        self._progress = self._begun_together(also)
+        world.joined = self
+        try:
+            yield
+            self._outlast(self._progress, also)
+        finally:
+            self._progress, world.joined = None, None
+
+    def _begun_together(self, also: Sequence[Stateful]) -> Progress:
+        world = self._rounds.world
+        self._joins += 1
+        shelf = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
+        progress = Progress(shelf, world.rank, world.size, world.timeout_s)
+        progress.begin(self._step)
+        kinds = ", ".join(type(owner).__name__ for owner in also)
+        world.agree("join", also=kinds, step=str(self._step))
+        return progress
+
+    def _outlast(self, progress: Progress, also: Sequence[Stateful]) -> None:
+        """Exchange as long as somebody does, then become as all."""
+        if self._is_due:
+            self._launch()
+        for _ in progress.outlast(self._step):
+            self._launch()
+        self._rounds.world.joined = None
+        self.consolidate()
+        first, ranks = progress.last(), range(self._rounds.world.size)
+        before, self._rounds.members = self._rounds.members, (first, *(rank for rank in ranks if rank != first))
+        overwrite_states(self._rounds, [*self._optimizers, *also], self._step)
+        self._rounds.members = before
 
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; waits for all that is under way. Each rank saves a model of its own."""

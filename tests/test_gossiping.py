@@ -247,6 +247,27 @@ def test_a_rank_whose_optimizer_did_not_step_still_exchanges():
     assert max(apart for _, apart in outcomes) < 1e-6
 
 
+def test_a_grad_scaler_that_skips_a_step_on_one_rank_keeps_nobody_waiting():
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(batch(step, world.rank)).square().sum() * (float("inf") if (step, world.rank) == (1, 0) else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        replica.drain()
+        model(batch(0, 0))
+        return replica.step, scaler.get_scale(), replica.disagreement()
+
+    (step, scale, apart), (other_step, other_scale, _) = run_ranks(2, body)
+    assert (step, scale, other_step, other_scale) == (4, 2.0, 4, 4.0)
+    assert apart < 1e-6
+
+
 def test_accumulating_passes_exchange_once():
     def body(world):
         model = model_of()
@@ -463,3 +484,51 @@ def test_the_report_says_what_a_step_cost():
         assert [span.bucket for span in last.spans][-bundles:] == [*range(bundles)]
         assert stats.nbytes_sent > 0
         assert last.exposed_s >= 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("batches", [(3, 6), (6, 3), (0, 4), (5, 5), (2, 6, 4), (4, 0, 0, 1)])
+def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches, staleness):
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        replica = commrt.attach(model, optimizer, Gossip(staleness=staleness), world=world, bucket_cap_mb=1e-4)
+        with replica.join(schedule):
+            for step in range(batches[world.rank]):
+                local_step(model, optimizer, step, world.rank)
+                schedule.step()
+        momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+        return replica.step, replica.replicas_equal(), schedule.last_epoch, [m.sum().item() for m in momentum]
+
+    outcomes = run_ranks(len(batches), body)
+    assert [(step, equal, epoch) for step, equal, epoch, _ in outcomes] == [(max(batches), True, max(batches))] * len(
+        batches
+    )
+    assert all(momentum == outcomes[0][3] for *_, momentum in outcomes)
+
+
+def test_training_goes_on_after_join_and_can_be_joined_again():
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        replica = commrt.attach(model, optimizer, Gossip(), world=world)
+        for _ in range(2):
+            with replica.join():
+                for step in range(1 + world.rank):
+                    local_step(model, optimizer, step, world.rank)
+            local_step(model, optimizer, 9, world.rank)
+        replica.drain()
+        return replica.step
+
+    assert run_ranks(3, body) == [8, 8, 8]
+
+
+def test_join_inside_join_is_refused():
+    def body(world):
+        replica = commrt.attach(model_of(), None, Gossip(), world=world)
+        with replica.join(), replica.join():
+            pass
+
+    with pytest.raises(UsageError, match=r"join\(\) inside join\(\)"):
+        run_ranks(1, body)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far each rank has come, on the store: for those who are at their end and answer the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+from time import monotonic
+
+from torch.distributed import Store
+
+from commrt.asking import ANSWER_S, ask
+from commrt.errors import DeadlineExceeded, Place
+
+__all__ = ["Progress"]
+
+LOOK_S = 0.005
+"""Between two looks at the store."""
+RUNNING = "running"
+
+
+class Progress:
+    """Of all ranks that work until they have no more data; collective, and each is made on a shelf of its own."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
+        self._set("ended", RUNNING)
+
+    def begin(self, steps: int) -> None:
+        """This rank has begun so many steps; costs one store operation."""
+        self._set("begun", str(steps))
+
+    def outlast(self, steps: int) -> Iterator[int]:
+        """This rank has ended after `steps`: the steps that others still do, one by one, as they begin them.
+
+        Returns when all have ended and nobody has done more. Raises `DeadlineExceeded` with the ranks of which nothing
+        was heard.
+        """
+        self._set("ended", str(steps))
+        heard_s, before = monotonic(), [""]
+        while True:
+            ends, begun = self._all("ended"), self._all("begun")
+            running = [rank for rank, end in enumerate(ends) if end == RUNNING]
+            done = [int(end) for end in ends if end != RUNNING]
+            if max([*done, *(int(begun[rank]) for rank in running)]) > steps:
+                yield steps
+                steps += 1
+            elif not running:
+                return
+            if begun != before:
+                heard_s, before = monotonic(), begun
+            self._wait(running, heard_s)
+
+    def last(self) -> int:
+        """Of those that did most steps, the lowest rank; once all have ended."""
+        ends = [int(end) for end in self._all("ended")]
+        return ends.index(max(ends))
+
+    def _wait(self, running: list[int], heard_s: float) -> None:
+        if monotonic() - heard_s > self._timeout_s:
+            what = (
+                f"ranks {running} began no step within {self._timeout_s:g} s, and have not ended: look at their output"
+            )
+            raise DeadlineExceeded(what, Place(self._rank, next(iter(running), None)))
+        Event().wait(LOOK_S)
+
+    def _set(self, what: str, value: str) -> None:
+        ask(lambda: self._store.set(f"{what}/{self._rank}", value), self._timeout_s + ANSWER_S, self._rank)
+
+    def _all(self, what: str) -> list[str]:
+        keys = [f"{what}/{rank}" for rank in range(self._size)]
+        found = ask(lambda: [self._store.get(key).decode() for key in keys], self._timeout_s + ANSWER_S, self._rank)
+        return list(found)
