@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import gpu_ranks
 import pytest
@@ -15,7 +16,8 @@ import torch
 from stopwatch import HAS_GPU
 
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.testing.processes import Outcome, run_processes
+from commrt.testing.processes import Outcome
+from commrt.testing.processes import run_processes as started
 
 SIZES = [2, 4, 8] if HAS_GPU else [2]
 IDS = [f"ranks{size}" for size in SIZES]
@@ -23,6 +25,9 @@ LIMIT_S = 120.0
 FIRST_LIMIT_S = 60.0
 F32, BF16 = torch.float32, torch.bfloat16
 MIB_NUMEL = (1 << 20) // 4
+
+
+run_processes = partial(started, start="spawn")  # each has CUDA for itself
 
 
 def values(outcomes: list[Outcome]) -> list:
