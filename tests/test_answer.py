@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one thread tells another, whatever interrupts who waits for it."""
 
+import _thread
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from time import monotonic
 
 import pytest
 from opcodes import interrupted
@@ -56,3 +59,12 @@ def test_an_interrupt_at_any_point_loses_no_answer_that_was_given():
         if not was_interrupted:
             break
     assert at > 5
+
+
+def test_an_interrupt_that_did_not_wake_who_waits_is_noticed_soon():
+    """As one that comes just before the wait begins."""
+    waiting, begin_s = Answer(), monotonic()
+    threading.Timer(0.1, _thread.interrupt_main).start()  # a flag, and no signal that ends a system call
+    with pytest.raises(KeyboardInterrupt):
+        waiting.error(20)
+    assert monotonic() - begin_s < 15
