@@ -16,7 +16,7 @@ from commrt.algorithms import ring
 from commrt.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
 from commrt.schedule import Schedule, Step
-from commrt.testing.ranks import run_ranks
+from commrt.testing.ranks import over_threads, run_ranks
 from commrt.transport.local import LocalTransport
 from commrt.world import World
 
@@ -149,5 +149,5 @@ def test_attach_meets_everybody_whom_a_step_will_meet(algorithm, monkeypatch):
         return run
 
     monkeypatch.setattr(LocalTransport, "bind", recorded)
-    run_ranks(5, lambda world: train(world, algorithm))
+    run_ranks(5, lambda world: train(world, algorithm), connect=over_threads)
     assert met["greeting"] == met[0] != set()
