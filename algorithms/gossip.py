@@ -18,7 +18,7 @@ from commrt.algorithms import ring
 from commrt.errors import UsageError
 from commrt.schedule import MIX, IntArray, Schedule, Step, empty
 
-__all__ = ["Gossip", "dissemination", "hypercube", "period", "places"]
+__all__ = ["Gossip", "Topology", "dissemination", "hypercube", "period", "places"]
 
 Topology = Literal["dissemination", "hypercube"]
 Payload = Literal["weights", "gradients"]

@@ -186,5 +186,27 @@ def test_the_command_says_it_in_words():
     assert "after 3 steps every rank holds 0.625 to 1.25 times its share of each; 0.202 of the differences" in words
 
 
+def test_the_command_takes_a_topology_and_rows():
+    said = json.loads(verified("--ranks", 8, "--topology", "hypercube", "--json"))
+    assert (said["ok"], said["schedule"], said["largest"]) == (True, "hypercube 0", 1.0)
+    said = json.loads(verified("--ranks", 12, "--within", 4, "--json"))
+    assert (said["ok"], said["period"], said["steps"]) == (True, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("ring", "--within", "2"), "are for gossip, not for ring"),
+        (("gossip", "--both-ways"), "are for torus2d, not for gossip"),
+        (("gossip", "--ranks", "6", "--topology", "hypercube"), "use the topology 'dissemination'"),
+        (("gossip", "--topology", "star"), "choose one of dissemination, hypercube"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_the_reason(args, words):
+    result = CliRunner().invoke(app, ["verify", *args])
+    assert isinstance(result.exception, UsageError)
+    assert words in str(result.exception)
+
+
 def test_gossip_is_public():
     assert commrt.Gossip is Gossip

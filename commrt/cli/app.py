@@ -39,13 +39,16 @@ def verify(
     both_ways: Annotated[
         bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")
     ] = False,
+    topology: Annotated[str | None, typer.Option(help="For gossip: dissemination or hypercube.")] = None,
+    within: Annotated[int | None, typer.Option(help="For gossip: ranks of a row, such as those of a node.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the schedule, step by step.")] = False,
     as_json: Json = False,
 ) -> None:
     """Prove a schedule, and say what it costs."""
     from commrt.cli import verify as command  # noqa: PLC0415  # commands are imported when called
 
-    if not command.run(command.choose(algorithm, grid, both_ways), ranks, show, as_json):
+    chosen = command.choose(algorithm, grid, both_ways, topology, within)
+    if not command.run(chosen, ranks, show, as_json):
         raise typer.Exit(1)
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from typing import cast
 
 from commrt.algorithms.catalogue import by_name
-from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
@@ -19,14 +20,22 @@ from commrt.schedule import Algorithm
 __all__ = ["choose", "run"]
 
 
-def choose(name: str, grid: str | None, both_ways: bool) -> Algorithm:
+def choose(
+    name: str, grid: str | None, both_ways: bool, topology: str | None = None, within: int | None = None
+) -> Algorithm:
     """The algorithm that the options describe; raises `UsageError` if they do not fit together."""
     algorithm = by_name(name)
-    if grid is None and not both_ways:
-        return algorithm
-    if not isinstance(algorithm, Torus2D):
+    for_torus, for_gossip = grid is not None or both_ways, topology is not None or within is not None
+    if for_torus and not isinstance(algorithm, Torus2D):
         raise UsageError(f"--grid and --both-ways are for torus2d, not for {name}: leave them out")
-    return Torus2D(_grid(grid) if grid else None, both_ways)
+    if for_gossip and not isinstance(algorithm, Gossip):
+        raise UsageError(f"--topology and --within are for gossip, not for {name}: leave them out")
+    if for_torus:
+        return Torus2D(_grid(grid) if grid else None, both_ways)
+    if for_gossip:
+        chosen = cast("Topology", topology or "dissemination")  # checked where it arrives
+        return Gossip(chosen, within=1 if within is None else within)
+    return algorithm
 
 
 def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
