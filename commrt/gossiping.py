@@ -59,7 +59,6 @@ class Gossiping(Replica):
         self._roster = Roster(model)
         self._step = 0
         self._is_due = False
-        self._is_synchronous = True
         self._waiting_for: set[int] = set()  # optimizers that have not stepped since the backward pass
         self._awaited: set[int] = set()  # bundles whose modules have told of a forward pass since the last launch
         self._progress: Progress | None = None  # inside join()
@@ -187,15 +186,6 @@ class Gossiping(Replica):
         """See `Replica.average`: the weights as they are, now."""
         if self._is_synchronous:
             self._launch()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `Replica.no_sync`: a step is a backward pass outside of it."""
-        before, self._is_synchronous = self._is_synchronous, False
-        try:
-            yield
-        finally:
-            self._is_synchronous = before
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakSet
 
 import torch
@@ -35,6 +35,7 @@ class Replica(ABC):
         """The latest step."""
         self._params, self._algorithm, self._lane = params, algorithm, lane
         self._stats = Stats()
+        self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
 
     def _live(self, handles: Sequence[RemovableHandle]) -> None:
@@ -65,9 +66,14 @@ class Replica(ABC):
         `no_sync`, where theirs only accumulates, it does nothing.
         """
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward passes in this context only accumulate; the first one outside averages what has gathered."""
+        before, self._is_synchronous = self._is_synchronous, False
+        try:
+            yield
+        finally:
+            self._is_synchronous = before
 
     @abstractmethod
     def join(self, *also: Stateful) -> AbstractContextManager[None]:

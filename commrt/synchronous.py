@@ -45,7 +45,6 @@ class Synchronous(Replica):
         params = [param for _, param in named]
         self._gate = Gate(optimizers, params, self._come_late, self._refuse, self._require_sound)
         self._averaging = Averaging(model, engine, self._gate, cut, broadcast_buffers=broadcast_buffers)
-        self._is_synchronous = True
         self._live([on_gradient(param, self._hook(name)) for name, param in named] + self._gate.register())
 
     @property
@@ -120,15 +119,6 @@ class Synchronous(Replica):
             f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
             "nobody averages its gradient; detach() and attach() again"
         )
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `Replica.no_sync`."""
-        before, self._is_synchronous = self._is_synchronous, False
-        try:
-            yield
-        finally:
-            self._is_synchronous = before
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
