@@ -112,8 +112,8 @@ def work(rank: int, port: int, answers: "SimpleQueue[Times]") -> None:
 
 def variants(rank: int, memory: Memory, store: Store) -> dict[str, Callable[[], float]]:
     """What is run in turn; each returns the seconds that count."""
-    queued = memory.bound(NcclTransport(PrefixStore("nccl", store), rank, RANKS, 60.0, CPU, Idle()))
-    over_gloo = memory.bound(GlooTransport(PrefixStore("gloo", store), rank, RANKS, 60.0, HOST))
+    queued = memory.bound(NcclTransport(PrefixStore("nccl", store), rank, range(RANKS), 60.0, CPU, Idle()))
+    over_gloo = memory.bound(GlooTransport(PrefixStore("gloo", store), rank, range(RANKS), 60.0, HOST))
     return {
         TORCH: lambda: by_torch(memory)[0],
         "NcclTransport, issued": lambda: by_commrt(queued),

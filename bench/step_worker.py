@@ -109,7 +109,8 @@ def world_over(kind: str, rank: int, ranks: int) -> World:
     """A world on the running group's store, with the transport asked for."""
     store = dist.PrefixStore(f"bench/{kind}", dist.distributed_c10d._get_default_store())
     wires = dist.PrefixStore("wires", store)
-    transport = SharedTransport(wires, rank, ranks) if kind == "shared" else GlooTransport(wires, rank, ranks)
+    carries = SharedTransport if kind == "shared" else GlooTransport
+    transport = carries(wires, rank, range(ranks))
     return World(transport, store, rank)
 
 

@@ -32,7 +32,7 @@ class NullTransport:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
-        self.ranks = ranks
+        self.members = range(ranks)
 
     def bind(self, group: Group) -> Exchange:
         """An exchange that does nothing."""

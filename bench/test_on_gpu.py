@@ -166,7 +166,7 @@ def test_a_steady_step_neither_allocates_nor_waits():
 @needs_gpu
 def test_one_rank_exchanges_with_itself_and_a_communicator_that_was_given_up_is_followed_by_another():
     for attempt in range(2):
-        transport = NcclTransport(HashStore(), 0, 1, 60.0, DEVICE)
+        transport = NcclTransport(HashStore(), 0, range(1), 60.0, DEVICE)
         source, target = torch.full((1000,), attempt + 1.0, device=DEVICE), torch.zeros(1000, device=DEVICE)
         transport.bind(Group([Parcel(0, source)], [Parcel(0, target)]))(Moment(0, 0))
         finish()

@@ -120,6 +120,6 @@ def test_nothing_waits_at_exit_though_nothing_was_closed():
     """CuPy frees a communicator when it is collected, which would wait for others."""
     code = (
         "import torch; from torch.distributed import HashStore; from commrt.transport.nccl import NcclTransport\n"
-        "transport = NcclTransport(HashStore(), 0, 1)\n"
+        "transport = NcclTransport(HashStore(), 0, range(1))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
+    from commrt.opening import init
     from commrt.proof import prove, verify
     from commrt.replica import Replica
     from commrt.report import Stats, StepReport
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
-    from commrt.world import World, init
+    from commrt.world import World
 
 __version__ = "0.1.0"
 
@@ -63,7 +64,8 @@ _HOMES = {
     "commrt.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
     "commrt.proof": ("prove", "verify"),
-    "commrt.world": ("World", "init"),
+    "commrt.opening": ("init",),
+    "commrt.world": ("World",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -9,7 +9,7 @@ error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,20 +29,26 @@ LINGER_S = 5.0
 
 
 def agree(
-    store: Store, rank: int, size: int, topic: str, claim: Mapping[str, str], timeout_s: float, shelf: str | None = None
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    topic: str,
+    claim: Mapping[str, str],
+    timeout_s: float,
+    shelf: str | None = None,
 ) -> None:
-    """Return when all `size` ranks made the same `claim` under `topic`.
+    """Return when all `members` made the same `claim` under `topic`.
 
     A `shelf` of the store, by default named by the topic, is used once: where its name does not depend on the topic,
     ranks that ask different things disagree about it.
 
-    Raises `DisagreementError` on **every** rank if one differs from rank 0, naming the rank and the first field that
+    Raises `DisagreementError` on **every** rank if one differs from the first, naming the rank and the first field that
     differs; `DeadlineExceeded` with the missing ranks if some do not come, or with rank 0 if the store gives no answer;
-    `PeerLost` if a rank left by an interrupt, or the store is gone. The store may live in rank 0, and end with it: rank
-    0 returns after all have read the verdict, or `LINGER_S` seconds later, and leaves nothing on the store.
-    Cost: about seven store operations per rank, and two more per rank on rank 0.
+    `PeerLost` if a rank left by an interrupt, or the store is gone. The store may live in the first rank, and end with
+    it: that one returns after all have read the verdict, or `LINGER_S` seconds later, and leaves nothing on the store.
+    Cost: about seven store operations per rank, and two more per rank on the first.
     """
-    question = _Question(PrefixStore(shelf or topic, store), rank, size, timeout_s, monotonic() + timeout_s)
+    question = _Question(PrefixStore(shelf or topic, store), rank, members, timeout_s, monotonic() + timeout_s)
     try:
         verdict, reason = ask(lambda: question.verdict({"question": topic, **claim}), timeout_s + ANSWER_S, rank)
     except BaseException as error:
@@ -81,7 +87,8 @@ class _Question:
 
     shelf: Store
     rank: int
-    size: int
+    members: Sequence[int]
+    """The first of them asks, and the others compare with it."""
     timeout_s: float
     deadline_s: float
     withdrawn: Event = field(default_factory=Event)
@@ -90,7 +97,7 @@ class _Question:
     def verdict(self, claim: Mapping[str, str]) -> list[str]:
         """The verdict that stands, and its reason."""
         self.shelf.set(f"here/{self.rank}", "")
-        if self.rank == 0:
+        if self.rank == self.members[0]:
             self.shelf.set("claim", json.dumps(dict(claim)))
         if self._come(["claim"], self.deadline_s):
             self._vote(claim, json.loads(self.shelf.get("claim")))
@@ -102,25 +109,25 @@ class _Question:
         return verdict
 
     def leave(self, verdict: str) -> None:
-        """Rank 0 goes last, and clears the shelf unless a rank may still come to read."""
+        """The first goes last, and clears the shelf unless a rank may still come to read."""
         self.shelf.set(f"read/{self.rank}", "")
-        if self.rank != 0:
+        if self.rank != self.members[0]:
             return
         is_over = verdict in (AGREED, DIFFERENT)
-        readers = set(range(self.size)) - set(() if is_over else self._missing())
+        readers = set(self.members) - set(() if is_over else self._missing())
         all_read = self._come([f"read/{rank}" for rank in readers], monotonic() + LINGER_S)
         if all_read and is_over:
-            ours = (f"{what}/{rank}" for what in ("here", "read") for rank in range(self.size))
+            ours = (f"{what}/{rank}" for what in ("here", "read") for rank in self.members)
             for key in ("claim", "agreeing", "verdict", *ours):
                 self.shelf.delete_key(key)
 
     def _vote(self, claim: Mapping[str, str], first: Mapping[str, str]) -> None:
-        difference = _difference(self.rank, claim, first)
+        difference = _difference(self.rank, self.members[0], claim, first)
         if self.withdrawn.is_set():
             return
         if difference:
             self._give(DIFFERENT, difference)
-        elif self.shelf.add("agreeing", 1) == self.size:
+        elif self.shelf.add("agreeing", 1) == len(self.members):
             self._give(AGREED, "")
 
     def _give(self, verdict: str, reason: str) -> None:
@@ -128,7 +135,7 @@ class _Question:
             self.shelf.compare_set("verdict", "", json.dumps([verdict, reason]))
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self.size) if not self.shelf.check([f"here/{rank}"])]
+        return [rank for rank in self.members if not self.shelf.check([f"here/{rank}"])]
 
     def _whom_it_waits_for(self) -> str:
         missing = self._missing()
@@ -146,11 +153,11 @@ class _Question:
         return True
 
 
-def _difference(rank: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+def _difference(rank: int, other: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     for name in sorted(ours.keys() | theirs.keys()):
         mine, first = ours.get(name, "nothing"), theirs.get(name, "nothing")
         if mine != first:
-            return f"rank {rank} disagrees with rank 0 about {name}: {_excerpt(mine, first)}"
+            return f"rank {rank} disagrees with rank {other} about {name}: {_excerpt(mine, first)}"
     return None
 
 

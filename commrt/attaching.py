@@ -31,11 +31,12 @@ from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gossiping import Gossiping
 from commrt.handover import Broadcasting, overwrite_states
+from commrt.opening import current
 from commrt.replica import Replica, attached
 from commrt.rounds import Rounds
 from commrt.schedule import Algorithm, Schedule
 from commrt.synchronous import Synchronous
-from commrt.world import World, current
+from commrt.world import World
 
 __all__ = ["attach"]
 

@@ -23,7 +23,8 @@ from commrt.kernels.reduce import reduce_into
 from commrt.lane import Lane
 from commrt.program import program
 from commrt.schedule import ADD, MIX, Schedule
-from commrt.transport.protocol import Moment, Transport
+from commrt.transport.media import Media
+from commrt.transport.protocol import Moment
 
 __all__ = ["KEPT", "Comparison"]
 
@@ -46,7 +47,7 @@ class _Traits(NamedTuple):
 class Comparison:
     """What one rank has compared with others; players make the same calls, so they remember and forget the same."""
 
-    def __init__(self, transport: Transport, lane: Lane) -> None:
+    def __init__(self, transport: Media, lane: Lane) -> None:
         self._transport = transport
         self._lane = lane
         # Keeps the schedules: a new one cannot come to lie at the address of one that is remembered.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,25 +21,27 @@ from commrt.transport.shared import SharedTransport
 __all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank"]
 
 
-def connect_hosts(store: Store, rank: int, size: int, timeout_s: float, host: str | None = None) -> Transport:
-    """What carries CPU tensors: shared memory where all ranks are on one Linux host, else Gloo; or what was chosen."""
+def connect_hosts(
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, host: str | None = None
+) -> Transport:
+    """What carries CPU tensors: shared memory where `members` are on one Linux host, else Gloo; or what was chosen."""
     choice = chosen_transport()
-    claim = {"world size": str(size), "COMMRT_TRANSPORT": choice or "not set"}
-    agree(store, rank, size, "init", claim, timeout_s)
-    if choice != "gloo" and _on_one_host(store, rank, size, timeout_s):
-        return SharedTransport(PrefixStore("shared", store), rank, size, timeout_s)
+    claim = {"world size": str(len(members)), "COMMRT_TRANSPORT": choice or "not set"}
+    agree(store, rank, members, "init", claim, timeout_s)
+    if choice != "gloo" and _on_one_host(store, rank, members, timeout_s):
+        return SharedTransport(PrefixStore("shared", store), rank, members, timeout_s)
     if choice == "shared":
         raise UsageError(
             "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
             "unset it, or start them all on one"
         )
-    return GlooTransport(PrefixStore("gloo", store), rank, size, timeout_s, host)
+    return GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, host)
 
 
-def _on_one_host(store: Store, rank: int, size: int, timeout_s: float) -> bool:
+def _on_one_host(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> bool:
     """The same answer on every rank."""
     try:
-        agree(store, rank, size, "host", {"host": host_identity() or f"none that rank {rank} can share"}, timeout_s)
+        agree(store, rank, members, "host", {"host": host_identity() or f"none that rank {rank} can share"}, timeout_s)
     except DisagreementError:
         return False
     return True
@@ -59,7 +61,7 @@ def gpu(device: torch.device | str) -> torch.device:
 def connect_gpu(
     store: Store,
     rank: int,
-    size: int,
+    members: Sequence[int],
     timeout_s: float,
     device: torch.device,
     on_failure: Callable[[TransportError], None],
@@ -67,7 +69,7 @@ def connect_gpu(
     """What carries tensors on `device`, a rank's only GPU: NCCL; `on_failure` learns what no caller was waiting for."""
     from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
 
-    return NcclTransport(PrefixStore("nccl", store), rank, size, timeout_s, device, on_failure=on_failure)
+    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
 
 
 def local_rank() -> int:

@@ -17,9 +17,10 @@ from torch.utils.data import default_collate
 
 from commrt.answer import Answer
 from commrt.errors import UsageError
+from commrt.opening import current
 from commrt.row import Row
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
-from commrt.world import World, current
+from commrt.world import World
 
 __all__ = ["RingShuffle"]
 

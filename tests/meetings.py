@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore
 
 import commrt
-from commrt import world as world_module
+from commrt import opening
 from commrt.algorithms import ring
 from commrt.cli import job
 from commrt.launch import LOOPBACK
@@ -167,7 +167,7 @@ def child_uses_the_world(tell):
             "agree": lambda: world.agree("lunch"),
             "submit": lambda: world.lane.submit(int),
             "pending": pending.result,
-            "current": world_module.current,
+            "current": opening.current,
             "init": commrt.init,
             "close": world.close,
             "abort": lambda: world.abort(OSError("of the child")),
@@ -218,7 +218,7 @@ def child_frees_a_gloo_transport(tell):
     """A child drops the last reference to connected sockets; then the parent exchanges on them."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        pair = list(pool.map(lambda rank: GlooTransport(store, rank, 2, 30.0, LOOPBACK), range(2)))
+        pair = list(pool.map(lambda rank: GlooTransport(store, rank, range(2), 30.0, LOOPBACK), range(2)))
 
     def free():
         pair.clear()

@@ -40,7 +40,7 @@ def answers(stores, claims, timeouts_s=None):
     def answer(rank):
         try:
             timeout_s = timeouts_s[rank] if timeouts_s else PATIENT_S
-            agree(stores[rank], rank, len(claims), "colour", {"colour": claims[rank]}, timeout_s)
+            agree(stores[rank], rank, range(len(claims)), "colour", {"colour": claims[rank]}, timeout_s)
         except CommrtError as error:
             return error
         return None
@@ -102,7 +102,7 @@ def leaves(monkeypatch):
 
         monkeypatch.setattr(agreement, "ask", interrupted_ask)
         with pytest.raises(KeyboardInterrupt):
-            agree(store, rank, size, "colour", {"colour": "red"}, PATIENT_S)
+            agree(store, rank, range(size), "colour", {"colour": "red"}, PATIENT_S)
         return left[0]
 
     yield interrupted

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 import commrt
+from commrt import opening
 from commrt import world as world_module
 from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
 from commrt.lane import Lane
@@ -193,9 +194,9 @@ def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it():
 def test_a_process_that_ends_without_being_told_of_a_failure_warns(monkeypatch):
     world = World(over_threads(HashStore(), 1, 5.0)[0], HashStore())
     world._on_late_failure(LATE)
-    monkeypatch.setattr(world_module, "_current", world)
+    monkeypatch.setattr(opening, "_current", world)
     with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
-        world_module._leave()
+        opening._leave()
 
 
 def test_no_optimizer_steps_after_a_gpu_failed_late():

@@ -142,10 +142,10 @@ def queued(monkeypatch):
     """Rank 0 of two, alone: its exchanges are queued and end when `queue.reached` is set."""
     queue = Queue()
     monkeypatch.setattr(transport_module, "streams_of", lambda device: queue)
-    monkeypatch.setattr(clique, "_claims", lambda *_: [clique._Claim(22809, None)] * 2)
+    monkeypatch.setattr(clique, "_claims", lambda *_: dict.fromkeys(range(2), clique._Claim(22809, None)))
     binding = Silent(queue)
     store = HashStore()
-    transport = NcclTransport(store, 0, 2, PATIENT_S, CPU, binding)
+    transport = NcclTransport(store, 0, range(2), PATIENT_S, CPU, binding)
     yield SimpleNamespace(transport=transport, binding=binding, queue=queue, store=store)
     transport.abort()
 
@@ -375,7 +375,7 @@ def test_a_rank_0_without_an_id_is_named_by_the_others_at_once():
 
 def test_a_transport_that_is_dropped_aborts_its_communicator(queued):
     binding, seen = Silent(Queue()), None
-    transport = NcclTransport(PrefixStore("another", HashStore()), 0, 2, PATIENT_S, CPU, binding)
+    transport = NcclTransport(PrefixStore("another", HashStore()), 0, range(2), PATIENT_S, CPU, binding)
     seen = weakref.ref(transport)
     del transport
     while seen() is not None:  # its watchdog may be looking
@@ -387,7 +387,7 @@ def two(store, ranks, **each):
     """`NcclTransport` on threads; the results or errors."""
 
     def connect(rank):
-        return NcclTransport(store, rank, ranks, 2.0, CPU, each.get(f"rank{rank}", stand_in))
+        return NcclTransport(store, rank, range(ranks), 2.0, CPU, each.get(f"rank{rank}", stand_in))
 
     with ThreadPoolExecutor(ranks) as pool:
         futures = [pool.submit(connect, rank) for rank in range(ranks)]
@@ -401,7 +401,7 @@ def but(**changes):
 
 def test_ranks_that_do_not_come_are_named():
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1, 2\] did not come within 0\.3 s"):
-        NcclTransport(HashStore(), 0, 3, 0.3, CPU, stand_in)
+        NcclTransport(HashStore(), 0, range(3), 0.3, CPU, stand_in)
 
 
 def test_ranks_with_different_versions_of_nccl_are_told_so():
@@ -427,7 +427,7 @@ def test_two_ranks_may_share_a_gpu_where_nccl_allows_it(monkeypatch):
 
 def test_a_binding_of_an_older_cupy_is_refused():
     with pytest.raises(UsageError, match="this CuPy is older than 14"):
-        NcclTransport(HashStore(), 0, 1, 2.0, CPU, but(get_unique_id=lambda: tuple(range(128))))
+        NcclTransport(HashStore(), 0, range(1), 2.0, CPU, but(get_unique_id=lambda: tuple(range(128))))
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_survivors_go_on_with_a_communicator_of_their_own():
         with pytest.raises(PeerLost):
             world.run(schedule, torch.ones(8))
         world.close()
-        again = NcclTransport(PrefixStore("second", store), transport.rank // 2, 2, PATIENT_S, CPU, stand_in)
+        again = NcclTransport(PrefixStore("second", store), transport.rank // 2, range(2), PATIENT_S, CPU, stand_in)
         with World(again, HashStore()) as smaller:
             buffer = torch.full((8,), 2.0 + smaller.rank)
             smaller.lane.submit(lambda: smaller.run_now(ring.all_reduce(2), buffer, NOW)).result()

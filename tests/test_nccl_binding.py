@@ -73,7 +73,7 @@ def test_a_communicator_that_could_not_be_made_leaves_a_group_open_in_its_thread
 @without_a_gpu
 def test_without_a_gpu_a_transport_ends_in_a_sentence_and_leaves_no_group_open(real):
     with pytest.raises(TransportError, match="NCCL made no communicator"):
-        NcclTransport(HashStore(), 0, 1, 10.0, CPU, real)
+        NcclTransport(HashStore(), 0, range(1), 10.0, CPU, real)
     with pytest.raises(real.NcclError, match="INVALID_USAGE"):
         real.groupEnd()
 

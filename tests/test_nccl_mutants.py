@@ -24,14 +24,14 @@ PATIENT_S = 1.5
 
 ISSUED = """        self._nccl.groupStart()
         try:
-            for issue, address, nbytes, peer in calls:
-                issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)
+            for issue, address, nbytes, place in calls:
+                issue(address, nbytes, self._nccl.NCCL_INT8, place, stream)
         finally:
             self._nccl.groupEnd()  # or all later calls of this thread would only be gathered
 """
 ABOVE_6 = "CuPy has no word for NCCL's statuses above 6\n            "
-EACH = "        for issue, address, nbytes, peer in calls:\n"
-CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)\n"
+EACH = "        for issue, address, nbytes, place in calls:\n"
+CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, place, stream)\n"
 
 MUTANTS = {
     "no group": (nccl, ISSUED, f"{EACH}            {CALL}"),
@@ -45,12 +45,12 @@ MUTANTS = {
     "receives in another order": (nccl, "for parcel in rest.recvs", "for parcel in reversed(rest.recvs)"),
     "a send forgotten": (nccl, "for parcel in rest.sends", "for parcel in rest.sends[:-1]"),
     "a receive forgotten": (nccl, "for parcel in rest.recvs", "for parcel in rest.recvs[1:]"),
-    "the last byte forgotten": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.nbytes - 1, parcel.peer"),
-    "elements for bytes": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.numel(), parcel.peer"),
+    "the last byte forgotten": (nccl, "parcel.data.nbytes, self", "parcel.data.nbytes - 1, self"),
+    "elements for bytes": (nccl, "parcel.data.nbytes, self", "parcel.data.numel(), self"),
     "the beginning of the storage": (nccl, "parcel.data.data_ptr()", "parcel.data.untyped_storage().data_ptr()"),
     "sends for receives": (nccl, "_call(self._communicator.recv", "_call(self._communicator.send"),
-    "peers mixed up": (nccl, "parcel.data.nbytes, parcel.peer", "parcel.data.nbytes, max(parcel.peer - 1, 0)"),
-    "empty transfers sent": (nccl, "= split_self(group, self.rank, self.ranks)", "= group, []"),
+    "peers mixed up": (nccl, ".index(parcel.peer)", ".index(max(parcel.peer - 1, 0))"),
+    "empty transfers sent": (nccl, "= split_self(group, self.rank, self.members)", "= group, []"),
     "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
     "errors swallowed": (
         nccl,
@@ -64,7 +64,7 @@ MUTANTS = {
     "the others not asked": (nccl, "self._left(flight) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
     "an id of each rank's own": (clique, 'store.get("id").decode()', "_unique_id(binding).hex()"),
-    "a rank of another": (clique, "NcclCommunicator(ranks, number, rank)", "NcclCommunicator(ranks, number, 0)"),
+    "a rank of another": (clique, "number, members.index(rank))", "number, 0)"),
 }
 
 
@@ -88,7 +88,9 @@ def complaint(transport, monkeypatch, patience_s=PATIENT_S):
     def make(ranks, timeout_s):
         store = HashStore()
         with ThreadPoolExecutor(ranks) as pool:
-            made.extend(pool.map(lambda rank: transport(store, rank, ranks, timeout_s, CPU, stand_in), range(ranks)))
+            made.extend(
+                pool.map(lambda rank: transport(store, rank, range(ranks), timeout_s, CPU, stand_in), range(ranks))
+            )
         return made[-ranks:]
 
     monkeypatch.setattr(conformance, "PATIENT_S", patience_s)

@@ -78,7 +78,7 @@ class Streams:
 def over_nccl(store, ranks, timeout_s):
     shelf = PrefixStore("nccl", store)
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: NcclTransport(shelf, rank, ranks, timeout_s, CPU, nccl), range(ranks)))
+        return list(pool.map(lambda rank: NcclTransport(shelf, rank, range(ranks), timeout_s, CPU, nccl), range(ranks)))
 
 
 @pytest.fixture

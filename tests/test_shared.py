@@ -30,7 +30,7 @@ FAR_FROM_PATIENT_S = 20.0
 def world_of(ranks, timeout_s=PATIENT_S):
     store = HashStore()
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: SharedTransport(store, rank, ranks, timeout_s), range(ranks)))
+        return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_a_peer_that_leaves_after_its_part_is_no_loss():
 def test_a_rank_that_never_comes_is_named_by_those_above_and_below():
     store, begin = HashStore(), monotonic()
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(SharedTransport, store, rank, 3, 0.4) for rank in (0, 2)]
+        futures = [pool.submit(SharedTransport, store, rank, range(3), 0.4) for rank in (0, 2)]
         errors = [future.exception() for future in futures]
     assert [type(error) for error in errors] == [DeadlineExceeded] * 2
     assert all("ranks [1] did not come within 0.4 s" in str(error) for error in errors)
@@ -252,15 +252,15 @@ def test_a_rank_that_never_comes_is_named_by_those_above_and_below():
 def test_a_rank_that_left_while_the_others_came_is_lost():
     store = HashStore()
     with pytest.raises(DeadlineExceeded):
-        SharedTransport(store, 0, 2, 0.1)
+        SharedTransport(store, 0, range(2), 0.1)
     with pytest.raises(PeerLost, match="listens no more"):
-        SharedTransport(store, 1, 2, PATIENT_S)
+        SharedTransport(store, 1, range(2), PATIENT_S)
 
 
 def test_strangers_are_shown_out():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(SharedTransport, store, 0, 2, PATIENT_S)
+        zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)
         store.wait(["0"], timedelta(seconds=PATIENT_S))
         name = store.get("0").decode().split()[0]
         for greeting in (b"", meeting.RANK.pack(1) + bytes(meeting.PASSWORD_NBYTES), b"hello"):
@@ -269,7 +269,7 @@ def test_strangers_are_shown_out():
                 stranger.send(greeting)
         silent = meeting._socket()
         silent.connect(meeting._address(name))
-        one = pool.submit(SharedTransport, store, 1, 2, PATIENT_S)
+        one = pool.submit(SharedTransport, store, 1, range(2), PATIENT_S)
         pair = zero.result(), one.result()
         silent.close()
     landing = torch.zeros(3)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from commrt.errors import DeadlineExceeded, PeerLost, TransportError
+from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
 from commrt.testing import conformance
+from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
 from commrt.testing.ranks import over_nccl, over_threads
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.protocol import Group, Moment, Parcel
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, Group, Moment, Parcel
 from commrt.transport.shared import SharedTransport
 
 
@@ -25,14 +27,16 @@ def local(ranks, timeout_s):
 def gloo(ranks, timeout_s):
     store = HashStore()
     with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(GlooTransport, store, rank, ranks, timeout_s, "127.0.0.1") for rank in range(ranks)]
+        futures = [
+            pool.submit(GlooTransport, store, rank, range(ranks), timeout_s, "127.0.0.1") for rank in range(ranks)
+        ]
         return [future.result() for future in futures]
 
 
 def shared(ranks, timeout_s):
     store = HashStore()
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: SharedTransport(store, rank, ranks, timeout_s), range(ranks)))
+        return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
 def nccl(ranks, timeout_s):
@@ -98,8 +102,30 @@ def test_a_delay_loses_nothing():
     assert exchange_in_steps(faulty(delay_at(rank=0, step=1, seconds=0.05)), 3) == [None, None]
 
 
-def gloo_rank(store, rank, ranks, timeout_s):
-    return GlooTransport(store, rank, ranks, timeout_s, "127.0.0.1")
+def gloo_rank(store, rank, members, timeout_s):
+    return GlooTransport(store, rank, members, timeout_s, "127.0.0.1")
+
+
+def nccl_rank(store, rank, members, timeout_s):
+    return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
+
+
+@pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_rank])
+def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
+    store, members = HashStore(), (1, 3, 4)
+
+    def body(place):
+        rank, after, before = members[place], members[(place + 1) % 3], members[place - 1]
+        transport = open_one(store, rank, members, 10.0)
+        landing = torch.zeros(1)
+        transport.bind(Group([Parcel(after, torch.tensor([float(rank)]))], [Parcel(before, landing)]))(Moment(0, 0))
+        with pytest.raises(UsageError, match=r"names ranks \[2\], but there are only ranks 1, 3, 4"):
+            transport.bind(Group([Parcel(2, landing)], []))
+        transport.close()
+        return landing.item() == before
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(body, range(3))) == [True] * 3
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank])
@@ -109,7 +135,7 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
     def body(rank):
         data, landing = torch.ones(4), torch.zeros(4)
         with torch.device("meta"):
-            transport = open_one(store, rank, 2, 10.0)
+            transport = open_one(store, rank, range(2), 10.0)
             assert transport.allocate(0, torch.float32).device.type == "cpu"
             exchange = transport.bind(Group([Parcel(1 - rank, data)], [Parcel(1 - rank, landing)]))
             exchange(Moment(0, 0))

@@ -298,7 +298,7 @@ def test_a_buffer_that_cannot_work_is_refused_and_the_world_goes_on(unfit):
 def test_a_buffer_on_a_device_out_of_reach_is_refused_and_the_world_goes_on(make):
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        transports = list(pool.map(lambda rank: make(store, rank, 2, PATIENT_S), range(2)))
+        transports = list(pool.map(lambda rank: make(store, rank, range(2), PATIENT_S), range(2)))
     worlds = [World(transport, store) for transport in transports]
     for world in worlds:
         with pytest.raises(UsageError, match="moves CPU tensors, not those on meta"):

@@ -23,9 +23,10 @@ from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
 from commrt.launch import is_timeout
+from commrt.opening import init
 from commrt.recording import within_range
 from commrt.state import fingerprint
-from commrt.world import World, init
+from commrt.world import World
 
 __all__ = ["DDP", "Job", "Progress", "Result", "ddp_group", "work"]
 

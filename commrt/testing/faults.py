@@ -62,7 +62,7 @@ class FaultyTransport:
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
         self._delayed: Moment | None = None
         self.kind, self.allocate, self.capture = inner.kind, inner.allocate, inner.capture
-        self.rank, self.ranks = inner.rank, inner.ranks
+        self.rank, self.members = inner.rank, inner.members
 
     @property
     def timeout_s(self) -> float:

@@ -35,7 +35,7 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
     shelf = PrefixStore("nccl", store)
 
     def connect(rank: int) -> Transport:
-        return NcclTransport(shelf, rank, ranks, timeout_s, CPU, nccl)
+        return NcclTransport(shelf, rank, range(ranks), timeout_s, CPU, nccl)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(connect, range(ranks)))

@@ -7,7 +7,7 @@ A wait inside NCCL, for one who does not come, has no deadline and cannot be end
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 from typing import NamedTuple
@@ -37,34 +37,40 @@ class _Claim(NamedTuple):
 
 
 def join(
-    store: Store, rank: int, ranks: int, timeout_s: float, device: torch.device, streams: Streams, binding: Binding
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout_s: float,
+    device: torch.device,
+    streams: Streams,
+    binding: Binding,
 ) -> Communicator:
-    """The communicator of all `ranks`, on `device`.
+    """The communicator of `members`, on `device`.
 
     Raises `DeadlineExceeded` with the ranks that did not come, `DisagreementError` if they came with different NCCLs,
     `UsageError` if two chose one GPU, `TransportError` for what NCCL says.
     """
-    claims = _claims(store, rank, ranks, timeout_s, _Claim(binding.get_version(), _gpu(device)))
+    claims = _claims(store, rank, members, timeout_s, _Claim(binding.get_version(), _gpu(device)))
     _require_one_version(claims)
     _require_a_gpu_each(claims)
-    number = _number(store, rank, timeout_s, binding)
+    number = _number(store, rank, members[0], timeout_s, binding)
 
     def construct() -> Communicator:
         streams.use()
-        return binding.NcclCommunicator(ranks, number, rank)
+        return binding.NcclCommunicator(len(members), number, members.index(rank))
 
     try:
         return within(timeout_s, construct)
     except TimeoutError as error:
-        what = f"all {ranks} ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
+        what = f"all ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
         raise DeadlineExceeded(what, Place(rank)) from error
     except RuntimeError as error:
         raise TransportError(f"NCCL made no communicator ({error}): run with NCCL_DEBUG=WARN", Place(rank)) from error
 
 
-def _number(store: Store, rank: int, timeout_s: float, binding: Binding) -> bytes:
-    """What rank 0 makes, and tells the others."""
-    if rank == 0:
+def _number(store: Store, rank: int, first: int, timeout_s: float, binding: Binding) -> bytes:
+    """What rank `first` makes, and tells the others."""
+    if rank == first:
         try:
             store.set("id", _unique_id(binding).hex())
         except BaseException:
@@ -75,10 +81,10 @@ def _number(store: Store, rank: int, timeout_s: float, binding: Binding) -> byte
         said = store.get("id").decode()
     except RuntimeError as error:
         raise DeadlineExceeded(
-            f"no word from rank 0 within {timeout_s:g} s: look at its output", Place(rank, 0)
+            f"no word from rank {first} within {timeout_s:g} s: look at its output", Place(rank, first)
         ) from error
     if said == NONE:
-        raise PeerLost("rank 0 could not make a communicator: look at its output", Place(rank, 0))
+        raise PeerLost(f"rank {first} could not make a communicator: look at its output", Place(rank, first))
     return bytes.fromhex(said)
 
 
@@ -98,35 +104,37 @@ def _gpu(device: torch.device) -> str | None:
     return f"{nccl_variable('HOSTID') or ''} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _claims(store: Store, rank: int, ranks: int, timeout_s: float, own: _Claim) -> list[_Claim]:
-    """What each rank came with."""
+def _claims(store: Store, rank: int, members: Sequence[int], timeout_s: float, own: _Claim) -> dict[int, _Claim]:
+    """What each member came with."""
     store.set(f"ready/{rank}", json.dumps(own))
-    keys = [f"ready/{peer}" for peer in range(ranks)]
+    keys = {peer: f"ready/{peer}" for peer in members}
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        missing = [peer for peer, key in keys.items() if not store.check([key])]
         raise DeadlineExceeded(
             f"ranks {missing} did not come within {timeout_s:g} s: start all of them, with the same world size, and "
             "look at the output of those that are missing",
             Place(rank, next(iter(missing), None)),
         ) from error
-    return [_Claim(*json.loads(store.get(key))) for key in keys]
+    return {peer: _Claim(*json.loads(store.get(key))) for peer, key in keys.items()}
 
 
-def _require_one_version(claims: Sequence[_Claim]) -> None:
-    versions = [claim.nccl for claim in claims]
-    other = next((rank for rank, version in enumerate(versions) if version != versions[0]), None)
+def _require_one_version(claims: Mapping[int, _Claim]) -> None:
+    versions = {rank: claim.nccl for rank, claim in claims.items()}
+    first = next(iter(versions))
+    other = next((rank for rank, version in versions.items() if version != versions[first]), None)
     if other is not None:
         raise DisagreementError(
-            f"rank {other} runs NCCL {versions[other]} and rank 0 NCCL {versions[0]}: install the same one everywhere"
+            f"rank {other} runs NCCL {versions[other]} and rank {first} NCCL {versions[first]}: install the same one "
+            "everywhere"
         )
 
 
-def _require_a_gpu_each(claims: Sequence[_Claim]) -> None:
-    if claims[0].nccl >= SHARES_GPUS and nccl_variable("MULTI_RANK_GPU_ENABLE") == "1":
+def _require_a_gpu_each(claims: Mapping[int, _Claim]) -> None:
+    if next(iter(claims.values())).nccl >= SHARES_GPUS and nccl_variable("MULTI_RANK_GPU_ENABLE") == "1":
         return
-    for (one, first), (other, second) in combinations(enumerate(claims), 2):
+    for (one, first), (other, second) in combinations(claims.items(), 2):
         if first.gpu is not None and first.gpu == second.gpu:
             raise UsageError(
                 f"ranks {one} and {other} chose the same GPU, {first.gpu}: call torch.cuda.set_device(local_rank) "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.transport.protocol import CPU, Exchange, Group, Moment, never, require_cpu, split_self, zeros
+from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self, zeros
 
 __all__ = ["GlooTransport"]
 
@@ -44,6 +44,8 @@ class _Line(NamedTuple):
     """One transfer of a bound group."""
 
     peer: int
+    place: int
+    """Of the peer among the members, which is what Gloo calls its rank."""
     data: list[Tensor]
     sends: bool
     number: count[int]
@@ -57,37 +59,46 @@ class _Line(NamedTuple):
     def start(self, group: Any) -> Work:
         """Post it; no reference to `group` is kept, for the connections live as long as one."""
         post: Callable[[list[Tensor], int, int], Work] = group.send if self.sends else group.recv
-        return post(self.data, self.peer, self.tag())
+        return post(self.data, self.place, self.tag())
 
 
 class GlooTransport:
     """One rank of a group of processes; a `Transport` for CPU tensors.
 
-    Connects to every peer at construction, through `store`; raises `TransportError` if one does not come.
+    Connects to every other of `members` at construction, through `store`, which nobody used before; raises
+    `TransportError` if one does not come.
     `host` is the address that this rank listens on, None for Gloo's own choice (``GLOO_SOCKET_IFNAME``).
     """
 
     kind = "gloo"
     capture = staticmethod(never)
 
-    def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0, host: str | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float = 300.0,
+        host: str | None = None,
+    ) -> None:
         self.rank = rank
-        self.ranks = ranks
+        self.members = members
         self.timeout_s = timeout_s
-        self._sent = {peer: count() for peer in range(ranks)}
-        self._received = {peer: count() for peer in range(ranks)}
+        self._sent = {peer: count() for peer in members}
+        self._received = {peer: count() for peer in members}
         self._group: Any = self._connect(store, host)
         _OPEN.add(self)
 
     def _connect(self, store: Store, host: str | None) -> Any:
         limit = timedelta(seconds=self.timeout_s)
+        place, ranks = self.members.index(self.rank), len(self.members)
         # Only without options does torch look at GLOO_SOCKET_IFNAME.
         options = _options(host, limit) if host else limit
         try:
-            return ask(lambda: ProcessGroupGloo(store, self.rank, self.ranks, options), self.timeout_s + ANSWER_S)
+            return ask(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + ANSWER_S)
         except (RuntimeError, TransportError) as error:
             raise TransportError(
-                f"not all {self.ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
+                f"not all {ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
                 "world size, and look at the output of those that are missing",
                 Place(self.rank),
             ) from error
@@ -99,7 +110,7 @@ class GlooTransport:
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""
-        rest, copies = split_self(group, self.rank, self.ranks)
+        rest, copies = split_self(group, self.rank, self.members)
         lines = self._lines(rest)
 
         def exchange(moment: Moment) -> None:
@@ -118,8 +129,12 @@ class GlooTransport:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=group.hop))
         for parcel in (*group.sends, *group.recvs):
             require_cpu(parcel.data.device, MEDIUM)
-        lines = [_Line(p.peer, [p.data], False, self._received[p.peer], p.data.nbytes) for p in group.recvs]
-        return lines + [_Line(p.peer, [p.data], True, self._sent[p.peer], p.data.nbytes) for p in group.sends]
+        lines = [self._line(parcel, False, self._received) for parcel in group.recvs]
+        return lines + [self._line(parcel, True, self._sent) for parcel in group.sends]
+
+    def _line(self, parcel: Parcel, sends: bool, numbers: Mapping[int, count[int]]) -> _Line:
+        peer, data = parcel
+        return _Line(peer, self.members.index(peer), [data], sends, numbers[peer], data.nbytes)
 
     def _run(self, group: Any, lines: list[_Line], moment: Moment, hop: int) -> None:
         works: list[Work] = []
@@ -156,10 +171,10 @@ class GlooTransport:
         times out closes them all. A line that is broken already refuses even that, so every peer is tried.
         """
         group, self._group = self._group, None
-        for peer in range(self.ranks if group is not None else 0):
+        for place, peer in enumerate(self.members if group is not None else ()):
             if peer != self.rank:
                 with suppress(RuntimeError):
-                    group.recv([torch.empty(1, device=CPU)], peer, NEVER).wait(POLL)
+                    group.recv([torch.empty(1, device=CPU)], place, NEVER).wait(POLL)
 
     abort = close
 

@@ -131,13 +131,13 @@ class LocalTransport:
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric
         self.rank = rank
-        self.ranks = fabric.ranks
+        self.members = range(fabric.ranks)
         self.timeout_s = fabric.timeout_s
         self._closed = False
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""
-        rest, copies = split_self(group, self.rank, self.ranks)
+        rest, copies = split_self(group, self.rank, self.members)
 
         def exchange(moment: Moment) -> None:
             if self._closed:

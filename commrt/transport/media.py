@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,7 +29,12 @@ class Media:
     def __init__(self, host: Transport) -> None:
         self._host = host
         self._gpus: dict[torch.device, Queueing] = {}
-        self.rank, self.ranks = host.rank, host.ranks
+        self.rank, self.ranks = host.rank, len(host.members)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """See `Transport.members`."""
+        return self._host.members
 
     def add(self, device: torch.device, transport: Queueing) -> None:
         """Let `transport` carry what lies on `device`."""

@@ -12,7 +12,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
@@ -42,24 +42,25 @@ def host_identity() -> str | None:
         return None
 
 
-def meet(store: Store, rank: int, ranks: int, timeout_s: float) -> dict[int, socket.socket]:
-    """A connected socket per peer.
+def meet(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
+    """A connected socket to each other member.
 
     Raises `DeadlineExceeded` with the ranks that did not come, `PeerLost` for one that came and left.
     """
     deadline = monotonic() + timeout_s
+    below, above = ([peer for peer in members if peer < rank], [peer for peer in members if peer > rank])
     ends: dict[int, socket.socket] = {}
     name, password = secrets.token_hex(16), secrets.token_bytes(PASSWORD_NBYTES)
     try:
         with _socket() as listener:
             listener.bind(_address(name))
-            listener.listen(ranks)
+            listener.listen(len(members))
             store.set(str(rank), f"{name} {password.hex()}")
-            _wait_for_addresses(store, rank, timeout_s)
-            for peer in range(rank):
+            _wait_for_addresses(store, rank, below, timeout_s)
+            for peer in below:
                 ends[peer] = _call(store, rank, peer)
-            ends.update(_callers(listener, password, range(rank + 1, ranks), deadline))
-        if silent := set(range(ranks)) - {rank, *ends}:
+            ends.update(_callers(listener, password, above, deadline))
+        if silent := set(members) - {rank, *ends}:
             raise _missing(store, rank, sorted(silent), timeout_s)  # noqa: TRY301  # all ends are closed below
     except BaseException:
         for end in ends.values():
@@ -68,8 +69,7 @@ def meet(store: Store, rank: int, ranks: int, timeout_s: float) -> dict[int, soc
     return ends
 
 
-def _wait_for_addresses(store: Store, rank: int, timeout_s: float) -> None:
-    below = range(rank)
+def _wait_for_addresses(store: Store, rank: int, below: Collection[int], timeout_s: float) -> None:
     try:
         store.wait([str(peer) for peer in below], timedelta(seconds=timeout_s))
     except RuntimeError as error:

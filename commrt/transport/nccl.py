@@ -58,7 +58,8 @@ class _Call(NamedTuple):
     issue: Callable[[int, int, int, int, int], None]
     address: int
     nbytes: int
-    peer: int
+    place: int
+    """Of the peer among the members, which is what NCCL calls its rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +84,7 @@ class _Flight:
 class NcclTransport:
     """One rank of a clique of GPUs; a `Transport` for tensors on `device`, which is the thread's current one.
 
-    Meets the other ranks on `store`, which only this communicator may have used, and raises `DeadlineExceeded` with
+    Meets the other `members` on `store`, which only this communicator may have used, and raises `DeadlineExceeded` with
     those that do not come, `UsageError` for an NCCL that cannot be used or a GPU that two ranks chose.
 
     Errors of an exchange are raised by it, or if it had returned already, by the next one or by `close`. All exchanges
@@ -97,20 +98,20 @@ class NcclTransport:
         self,
         store: Store,
         rank: int,
-        ranks: int,
+        members: Sequence[int],
         timeout_s: float = 300.0,
         device: torch.device | None = None,
         binding: Binding | None = None,
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
-        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         self._nccl = load() if binding is None else binding
         self._streams = streams_of(self.device)
         self._departures = Departures(store, rank)
         self._on_failure = on_failure
         self._flights: deque[_Flight] = deque()
-        self._exchanges = dict.fromkeys(range(ranks), 0)
+        self._exchanges = dict.fromkeys(self.members, 0)
         """With each peer, begun so far."""
         self._in_use = threading.Lock()
         """Held while the communicator is called: freed meanwhile, it would be used after."""
@@ -118,7 +119,7 @@ class NcclTransport:
         self._closed = False
         self._told = False
         self._capturing = False
-        self._communicator = join(store, rank, ranks, timeout_s, self.device, self._streams, self._nccl)
+        self._communicator = join(store, rank, self.members, timeout_s, self.device, self._streams, self._nccl)
         self._graphs = Graphs()
         self._watchdog = Watchdog(self._look, self._streams.use)
         self._abandon = weakref.finalize(self, _abandon, self._watchdog, self._in_use, self._graphs, self._communicator)
@@ -132,12 +133,12 @@ class NcclTransport:
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`; two sends and two receives cost the host 5 us, without NCCL's own and an event."""
-        rest, copies = split_self(group, self.rank, self.ranks)
+        rest, copies = split_self(group, self.rank, self.members)
         for parcel in (*group.sends, *group.recvs):
             self._require_device(parcel.data.device)
         self._require_open(group)
-        calls = [_call(self._communicator.send, parcel) for parcel in rest.sends]
-        calls += [_call(self._communicator.recv, parcel) for parcel in rest.recvs]
+        calls = [self._call(self._communicator.send, parcel) for parcel in rest.sends]
+        calls += [self._call(self._communicator.recv, parcel) for parcel in rest.recvs]
 
         def exchange(moment: Moment) -> None:
             self._require_open(rest, moment)
@@ -147,6 +148,9 @@ class NcclTransport:
                 self._run(calls, rest, moment)
 
         return exchange
+
+    def _call(self, issue: Callable[[int, int, int, int, int], None], parcel: Parcel) -> _Call:
+        return _Call(issue, parcel.data.data_ptr(), parcel.data.nbytes, self.members.index(parcel.peer))
 
     def _run(self, calls: Sequence[_Call], group: Group, moment: Moment) -> None:
         if self._capturing:
@@ -209,8 +213,8 @@ class NcclTransport:
         stream = self._streams.current()
         self._nccl.groupStart()
         try:
-            for issue, address, nbytes, peer in calls:
-                issue(address, nbytes, self._nccl.NCCL_INT8, peer, stream)
+            for issue, address, nbytes, place in calls:
+                issue(address, nbytes, self._nccl.NCCL_INT8, place, stream)
         finally:
             self._nccl.groupEnd()  # or all later calls of this thread would only be gathered
 
@@ -388,10 +392,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _call(issue: Callable[[int, int, int, int, int], None], parcel: Parcel) -> _Call:
-    return _Call(issue, parcel.data.data_ptr(), parcel.data.nbytes, parcel.peer)
 
 
 def _peers(group: Group) -> set[int]:

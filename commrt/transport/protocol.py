@@ -104,8 +104,8 @@ class Transport(Protocol):
         ...
 
     @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
+    def members(self) -> Sequence[int]:
+        """The ranks between which it carries groups, in ascending order; not all of the world's, once one is lost."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -145,12 +145,12 @@ class Transport(Protocol):
         ...
 
 
-def split_self(group: Group, rank: int, ranks: int) -> tuple[Group, list[tuple[Tensor, Tensor]]]:
+def split_self(group: Group, rank: int, members: Sequence[int]) -> tuple[Group, list[tuple[Tensor, Tensor]]]:
     """Separate transfers to this rank itself: the rest, and (source, target) pairs to copy.
 
     Empty parcels are dropped: both ends know that they are empty.
     """
-    _require_peers(group, ranks)
+    _require_peers(group, members)
     own = [p.data for p in group.sends if p.peer == rank], [p.data for p in group.recvs if p.peer == rank]
     if [len(data) for data in own[0]] != [len(data) for data in own[1]]:
         raise UsageError(
@@ -161,7 +161,11 @@ def split_self(group: Group, rank: int, ranks: int) -> tuple[Group, list[tuple[T
     return Group(sends, recvs, group.hop), list(zip(*own, strict=True))
 
 
-def _require_peers(group: Group, ranks: int) -> None:
-    strangers = sorted({p.peer for p in (*group.sends, *group.recvs) if not 0 <= p.peer < ranks})
-    if strangers:
-        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks 0..{ranks - 1}")
+def _require_peers(group: Group, members: Sequence[int]) -> None:
+    if strangers := sorted({p.peer for p in (*group.sends, *group.recvs)} - set(members)):
+        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {_listed(members)}")
+
+
+def _listed(members: Sequence[int]) -> str:
+    whole = list(members) == list(range(len(members)))
+    return f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))

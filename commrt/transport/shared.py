@@ -111,7 +111,8 @@ WhereOf = Callable[[_Deal], Place]
 class SharedTransport:
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
-    Meets every peer at construction, through `store`; raises `DeadlineExceeded` with those that do not come.
+    Meets every other of `members` at construction, through `store`, which nobody used before; raises
+    `DeadlineExceeded` with those that do not come.
     All ranks must give the same `commrt.transport.meeting.host_identity`. Used by one thread at a time; a process may
     hold several.
     """
@@ -119,15 +120,15 @@ class SharedTransport:
     kind = "shared"
     capture = staticmethod(never)
 
-    def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float = 300.0) -> None:
+    def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:
         self.rank = rank
-        self.ranks = ranks
+        self.members = members
         self.timeout_s = timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
         self._closed = False
-        ends = ask(lambda: meet(store, rank, ranks, timeout_s), timeout_s + ANSWER_S, rank)
+        ends = ask(lambda: meet(store, rank, self.members, timeout_s), timeout_s + ANSWER_S, rank)
         self._links = {peer: Link(end) for peer, end in ends.items()}
         _OPEN.add(self)
         finalize(self, _close, tuple(self._links.values()))
@@ -139,7 +140,7 @@ class SharedTransport:
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""
-        rest, copies = split_self(group, self.rank, self.ranks)
+        rest, copies = split_self(group, self.rank, self.members)
         self._refuse_if_over(Place(self.rank, hop=rest.hop))
         memory, staged = self._offerable(rest.sends)
         deals, copies = list(self._deals(rest, memory)), [*copies, *staged]
