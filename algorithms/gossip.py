@@ -8,7 +8,7 @@ all; then the ranks change places, by a permutation that follows from the seed a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -130,6 +130,16 @@ class Gossip:
     def period(self, ranks: int) -> int:
         """Steps after which partners change places."""
         return period(self._rows(ranks))
+
+    def among(self, ranks: int) -> Gossip:
+        """This, or what is nearest to it and takes `ranks` ranks: for those who are left when some are lost.
+
+        >>> Gossip("hypercube").among(7).topology, Gossip(within=4).among(6).within
+        ('dissemination', 1)
+        """
+        within = self.within if ranks % self.within == 0 else 1
+        rows = ranks // within
+        return replace(self, within=within, topology="dissemination" if rows & (rows - 1) else self.topology)
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """The exchange of `step`; sums `within` ranks, so divide by that.

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
         CommrtError,
         DeadlineExceeded,
         DisagreementError,
+        LeftBehind,
         PeerLost,
         ScheduleError,
         TransportError,
         UsageError,
     )
+    from commrt.membership import Loss
     from commrt.opening import init
     from commrt.proof import prove, verify
     from commrt.replica import Replica
@@ -53,6 +55,7 @@ _HOMES = {
         "CommrtError",
         "DeadlineExceeded",
         "DisagreementError",
+        "LeftBehind",
         "PeerLost",
         "ScheduleError",
         "TransportError",
@@ -64,6 +67,7 @@ _HOMES = {
     "commrt.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
     "commrt.proof": ("prove", "verify"),
+    "commrt.membership": ("Loss",),
     "commrt.opening": ("init",),
     "commrt.world": ("World",),
 }
@@ -79,6 +83,8 @@ __all__ = [
     "DisagreementError",
     "Gossip",
     "HalvingDoubling",
+    "LeftBehind",
+    "Loss",
     "PeerLost",
     "Replica",
     "Ring",

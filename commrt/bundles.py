@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,6 +77,10 @@ class Message:
     """That of the exchange; None if there is nothing to be mixed."""
     share: float = 0.0
     """With which it counts; 0 where nothing came."""
+    heard: tuple[int, ...] = ()
+    """The ranks that it came from."""
+    room: int = 0
+    """See `Bundle.send`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,8 @@ class Bundle:
     index: int
     held: Sequence[Held]
     layout: Layout
+    wire: torch.dtype
+    """The dtype that travels."""
     free: deque[Message]
     under_way: deque[Message] = field(default_factory=deque)
     """Oldest first."""
@@ -97,23 +103,30 @@ class Bundle:
     @property
     def rounds(self) -> bool:
         """True if the wire is narrower than the values."""
-        return self.free[0].sent.dtype != self._kinds[0][0]
+        return self.wire != self._kinds[0][0]
 
     def description(self) -> str:
         """All that must agree between ranks, as text."""
-        wire = str(self.free[0].sent.dtype)[6:]
+        wire = str(self.wire)[6:]
         parts = (f"{held.name} {kind[0]}{list(kind[1])}" for held, kind in zip(self.held, self._kinds, strict=True))
         return f"bundle {self.index} ({wire}): {', '.join(parts)}"
 
-    def send(self, claim: Claim) -> Message:
-        """The values as they are now, on the wire; on a GPU in stream order."""
+    def send(self, claim: Claim, room: int, allocate: Allocate) -> Message:
+        """The values as they are now, on the wire; on a GPU in stream order.
+
+        A message of another `room` than this one is left alone: where an exchange was broken off, a partner may read
+        what was sent at any time.
+        """
         message = self.free.popleft()
+        if message.room != room:
+            message = _message(self.layout, self.wire, self._tensors(), allocate)
+            message.room = room
         message.packing.pack(self._tensors(), 1.0, stamp(claim))
         self.under_way.append(message)
         return message
 
-    def mix(self) -> Span | None:
-        """Wait for the oldest exchange under way, and mix what it brought into the values; None if there is none.
+    def mix(self) -> tuple[Span | None, tuple[int, ...]]:
+        """Wait for the oldest exchange under way, and mix what it brought into the values; what it cost, who was heard.
 
         Values may have changed since they were sent: what is added is the difference between the two messages.
         """
@@ -123,9 +136,10 @@ class Bundle:
         if message.share:
             with torch.no_grad():
                 message.packing.mix(self._tensors(), message.received, message.sent, message.share)
+        heard, message.heard = message.heard, ()
         message.answer, message.share = None, 0.0
         self.free.append(message)
-        return span
+        return span, heard
 
     def _tensors(self) -> list[Tensor]:
         tensors = [held.tensor() for held in self.held]
@@ -148,24 +162,18 @@ def build_bundles(
     """Bundles of about `cap_nbytes`, each with room for as many `messages` at once; the first is small."""
     units = [Unit(one.name, one.tensor().nbytes, one.tensor().dtype) for one in held]
     plan = plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes))
-    return [
-        Bundle(index, part, layout, deque(_messages(part, layout, wire, messages, allocate)))
-        for index, part, layout in _parts(held, plan)
-    ]
+    parts = ([held[i] for i in members] for members in plan)
+    return [_bundle(index, part, wire, messages, allocate) for index, part in enumerate(parts)]
 
 
-def _parts(held: Sequence[Held], plan: Iterable[list[int]]) -> Iterator[tuple[int, list[Held], Layout]]:
-    for index, members in enumerate(plan):
-        part = [held[i] for i in members]
-        yield index, part, layout_of([one.tensor().numel() for one in part])
-
-
-def _messages(
-    part: Sequence[Held], layout: Layout, wire: torch.dtype | None, count: int, allocate: Allocate
-) -> Iterator[Message]:
-    like = [one.tensor() for one in part]
-    own = like[0].dtype
+def _bundle(index: int, part: Sequence[Held], wire: torch.dtype | None, messages: int, allocate: Allocate) -> Bundle:
+    tensors = [one.tensor() for one in part]
+    layout, own = layout_of([tensor.numel() for tensor in tensors]), tensors[0].dtype
     dtype = wire if wire is not None and wire.itemsize < own.itemsize else own
-    for _ in range(count):
-        sent, received = (allocate(layout.numel, dtype, like[0].device) for _ in range(2))
-        yield Message(sent, received, packing(sent, layout, like))
+    free = deque(_message(layout, dtype, tensors, allocate) for _ in range(messages))
+    return Bundle(index, part, layout, dtype, free)
+
+
+def _message(layout: Layout, dtype: torch.dtype, like: Sequence[Tensor], allocate: Allocate) -> Message:
+    sent, received = (allocate(layout.numel, dtype, like[0].device) for _ in range(2))
+    return Message(sent, received, packing(sent, layout, like))

@@ -11,7 +11,8 @@
         ├── DeadlineExceeded       the peer is alive, as far as we know, but did not deliver in time
         ├── PeerLost               the connection to the peer broke: its process is gone
         ├── SizeMismatch           two ends of one transfer disagree about its size
-        └── TransportClosed        this side closed the transport, or an earlier error did
+        ├── TransportClosed        this side closed the transport, or an earlier error did
+        └── LeftBehind             the others go on, and did not wait for this rank
 
 A message says what happened, what was expected, and what to do. ``UsageError`` is a ``ValueError`` and
 ``DeadlineExceeded`` a ``TimeoutError``, so code that knows nothing of commrt can still catch them.
@@ -25,6 +26,7 @@ __all__ = [
     "CommrtError",
     "DeadlineExceeded",
     "DisagreementError",
+    "LeftBehind",
     "PeerLost",
     "Place",
     "ScheduleError",
@@ -97,3 +99,7 @@ class SizeMismatch(TransportError):
 
 class TransportClosed(TransportError):
     """The transport was closed by this side, or shut down after an earlier error (see ``__cause__``)."""
+
+
+class LeftBehind(TransportError):
+    """The other ranks lost one and came together again without this rank, which came too late or was out of reach."""

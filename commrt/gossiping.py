@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -33,6 +33,8 @@ from commrt.stamp import Claim
 from commrt.state import Stateful
 
 __all__ = ["Gossiping"]
+
+T = TypeVar("T")
 
 
 class Gossiping(Replica):
@@ -65,6 +67,8 @@ class Gossiping(Replica):
         self._joins = 0
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
+        self._heard: set[int] = set()
+        rounds.world.survival.dependants.add(self)
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
 
     @property
@@ -74,6 +78,7 @@ class Gossiping(Replica):
 
     def _go_on_at(self, step: int) -> None:
         self.drain()
+        self._together(int)  # whoever came back late from a loss is with the others now
         self._step = step
 
     def _on_modules(self) -> Iterator[RemovableHandle]:
@@ -136,7 +141,7 @@ class Gossiping(Replica):
 
     def _launch(self) -> None:
         """Send the weights as they are."""
-        self._is_due = False
+        self._is_due, world = False, self._rounds.world
         if change := self._roster.difference():
             raise UsageError(f"the model has changed since attach(), {change}: detach() and attach() again")
         if len(self._rounds.members) > 1:
@@ -145,7 +150,7 @@ class Gossiping(Replica):
             self._report()
             for bundle in self.bundles:
                 claim = Claim(0, self._number, 0, self._step, bundle.index, 0)
-                message = bundle.send(claim)
+                message = bundle.send(claim, world.survival.room, world.transport.allocate)
                 message.answer = self._rounds.submit(message, bundle.index, self._step)
             if self._progress is not None:
                 self._progress.begin(self._step + 1)
@@ -164,15 +169,17 @@ class Gossiping(Replica):
         while len(bundle.under_way) > allowed:
             begin_s = perf_counter()
             with within_range(self._rounds.world.recorder, "wait", number=bundle.index):
-                span = bundle.mix()
+                span, heard = bundle.mix()
             self._exposed_s += perf_counter() - begin_s
             if span is not None:
                 self._spans.append(span)
+                self._heard.update(heard)
 
     def _report(self) -> None:
         if self._spans:
             spans, self._spans = tuple(self._spans), deque()
-            self.last = StepReport(self._step - 1, self._rounds.members, self._exposed_s, spans)
+            heard, self._heard = frozenset(self._heard), set()
+            self.last = StepReport(self._step - 1, self._rounds.members, self._exposed_s, spans, heard)
             self._stats = self._stats.plus(self.last)
             self._exposed_s = 0.0
 
@@ -181,6 +188,10 @@ class Gossiping(Replica):
         for bundle in self.bundles:
             self._mix(bundle, 0)
         self._report()
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """See `Replica`; once more if a rank is lost."""
+        return self._rounds.together(work, self._step)
 
     def average(self) -> None:
         """See `Replica.average`: the weights as they are, now."""
@@ -211,7 +222,7 @@ class Gossiping(Replica):
         world = self._rounds.world
         self._joins += 1
         shelf = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
-        progress = Progress(shelf, world.rank, world.size, world.timeout_s)
+        progress = Progress(shelf, world.rank, lambda: world.members, world.timeout_s)
         progress.begin(self._step)
         kinds = ", ".join(type(owner).__name__ for owner in also)
         world.agree("join", also=kinds, step=str(self._step))
@@ -225,10 +236,15 @@ class Gossiping(Replica):
             self._launch()
         self._rounds.world.joined = None
         self.consolidate()
-        first, ranks = progress.last(), range(self._rounds.world.size)
-        before, self._rounds.members = self._rounds.members, (first, *(rank for rank in ranks if rank != first))
-        overwrite_states(self._rounds, [*self._optimizers, *also], self._step)
-        self._rounds.members = before
+        self._together(lambda: self._take_states(progress.last(), also))
+
+    def _take_states(self, first: int, also: Sequence[Stateful]) -> None:
+        before = self._rounds.members
+        self._rounds.members = (first, *(rank for rank in before if rank != first))
+        try:
+            overwrite_states(self._rounds, [*self._optimizers, *also], self._step)
+        finally:
+            self._rounds.members = before
 
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; waits for all that is under way. Each rank saves a model of its own."""
@@ -238,6 +254,7 @@ class Gossiping(Replica):
     def detach(self) -> None:
         """See `Replica.detach`; what is under way is not mixed any more."""
         super().detach()
+        self._rounds.world.survival.dependants.discard(self)
         for bundle in self.bundles:
             bundle.under_way.clear()
         self._rounds.release()

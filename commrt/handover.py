@@ -3,21 +3,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from commrt.algorithms import halving_doubling
-from commrt.answer import Answer
 from commrt.buckets import MIB
 from commrt.report import Span
 from commrt.state import Stateful, batches, dump, flatten, load, restore, unread_buffers
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Broadcasting", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
+__all__ = ["Broadcasting", "Pending", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """What the lane will answer."""
+
+    def result(self) -> T_co:
+        """Wait for it, and return or raise it."""
+        ...
 
 
 class Broadcasting(Protocol):
@@ -33,8 +44,12 @@ class Broadcasting(Protocol):
         """Those that take part."""
         ...
 
-    def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
+    def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
+        ...
+
+    def submit_task(self, task: Callable[[], T]) -> Pending[T]:
+        """Run `task`, which exchanges, on the world's lane."""
         ...
 
 
@@ -60,7 +75,7 @@ def overwrite_states(lane: Broadcasting, owners: Sequence[Stateful], step: int) 
 
     The first member loads its own as well: it then fails where the others fail.
     """
-    if not owners or lane.world.size == 1:
+    if not owners or len(lane.members) == 1:
         return
     first = lane.members[0] == lane.world.rank
     flat = dump(owners) if first else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -78,7 +93,7 @@ def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tenso
     wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
     schedule = halving_doubling.all_reduce(len(members)).over(members, world=world.size)
-    world.lane.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"))).result()
+    lane.submit_task(lambda: world.run_now(schedule, flat, Moment(step, "mean"))).result()
     return [
         part.view(like.shape) for part, like in zip(torch.split(flat, [t.numel() for t in wide]), wide, strict=True)
     ]

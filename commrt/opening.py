@@ -6,15 +6,18 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.connection import connect_hosts, local_rank
 from commrt.errors import TransportClosed, UsageError
 from commrt.launch import DEFAULT_TIMEOUT_S, LOOPBACK, Launch, default_timeout_s, launched, require_deadlines
 from commrt.rendezvous import is_loopback, meet
+from commrt.survival import Reconnect
 from commrt.transport.local import Fabric
+from commrt.transport.protocol import Transport
 from commrt.world import World
 
 __all__ = ["current", "init"]
@@ -81,18 +84,27 @@ def _in_running_group(timeout_s: float) -> World:
     _require_not_taken(dist.group.WORLD)
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
-    transport = connect_hosts(store, rank, range(size), timeout_s)
-    return World(transport, store, local, "torch.distributed", holds_store=rank == 0)
+    connect = _connecting(store, rank)
+    transport = connect(0, range(size), timeout_s)
+    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect=connect)
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
     _require_not_taken((launch.address, launch.port))
     store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
-    loopback = LOOPBACK if is_loopback(launch.address) else None
-    transport = connect_hosts(store, launch.rank, range(launch.size), timeout_s, loopback)
+    connect = _connecting(store, launch.rank, LOOPBACK if is_loopback(launch.address) else None)
+    transport = connect(0, range(launch.size), timeout_s)
     holds_store = launch.rank == 0 and not launch.store_exists
-    return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store)
+    return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store, reconnect=connect)
+
+
+def _connecting(store: Store, rank: int, host: str | None = None) -> Reconnect:
+    def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
+        shelf = PrefixStore(f"generation {generation}", store)
+        return connect_hosts(shelf, rank, members, timeout_s, host)
+
+    return connect
 
 
 def _require_not_taken(place: object) -> None:

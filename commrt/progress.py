@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 from time import monotonic
 
@@ -20,10 +20,10 @@ RUNNING = "running"
 
 
 class Progress:
-    """Of all ranks that work until they have no more data; collective, and each is made on a shelf of its own."""
+    """Of all `members` that work until they have no more data; collective, and each is made on a shelf of its own."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
+    def __init__(self, store: Store, rank: int, members: Callable[[], Sequence[int]], timeout_s: float) -> None:
+        self._store, self._rank, self._members, self._timeout_s = store, rank, members, timeout_s
         self._set("ended", RUNNING)
 
     def begin(self, steps: int) -> None:
@@ -37,12 +37,12 @@ class Progress:
         was heard.
         """
         self._set("ended", str(steps))
-        heard_s, before = monotonic(), [""]
+        heard_s, before = monotonic(), {0: ""}
         while True:
             ends, begun = self._all("ended"), self._all("begun")
-            running = [rank for rank, end in enumerate(ends) if end == RUNNING]
-            done = [int(end) for end in ends if end != RUNNING]
-            if max([*done, *(int(begun[rank]) for rank in running)]) > steps:
+            running = [rank for rank, end in ends.items() if end == RUNNING]
+            done = [int(end) for end in ends.values() if end != RUNNING]
+            if max([*done, *(int(begun[rank]) for rank in running if rank in begun)]) > steps:
                 yield steps
                 steps += 1
             elif not running:
@@ -53,8 +53,8 @@ class Progress:
 
     def last(self) -> int:
         """Of those that did most steps, the lowest rank; once all have ended."""
-        ends = [int(end) for end in self._all("ended")]
-        return ends.index(max(ends))
+        ends = {rank: int(end) for rank, end in self._all("ended").items()}
+        return max(ends, key=lambda rank: (ends[rank], -rank))
 
     def _wait(self, running: list[int], heard_s: float) -> None:
         if monotonic() - heard_s > self._timeout_s:
@@ -67,7 +67,7 @@ class Progress:
     def _set(self, what: str, value: str) -> None:
         ask(lambda: self._store.set(f"{what}/{self._rank}", value), self._timeout_s + ANSWER_S, self._rank)
 
-    def _all(self, what: str) -> list[str]:
-        keys = [f"{what}/{rank}" for rank in range(self._size)]
-        found = ask(lambda: [self._store.get(key).decode() for key in keys], self._timeout_s + ANSWER_S, self._rank)
-        return list(found)
+    def _all(self, what: str) -> dict[int, str]:
+        keys = {rank: f"{what}/{rank}" for rank in self._members()}
+        limit_s = self._timeout_s + ANSWER_S
+        return ask(lambda: {rank: self._store.get(key).decode() for rank, key in keys.items()}, limit_s, self._rank)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -16,11 +17,14 @@ from commrt.anchor import drop, hold
 from commrt.buckets import Named
 from commrt.errors import UsageError
 from commrt.handover import Broadcasting, mean, overwrite_buffers, overwrite_model
+from commrt.membership import Loss
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint
 
 __all__ = ["Replica", "attached"]
+
+T = TypeVar("T")
 
 
 class Replica(ABC):
@@ -91,10 +95,11 @@ class Replica(ABC):
         self.drain()
         buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
         tensors = [param for _, param in self._params] + [*buffers]
+        values = self._together(lambda: mean(self._lane, tensors, self.step))
         with torch.no_grad():
-            for tensor, value in zip(tensors, mean(self._lane, tensors, self.step), strict=True):
+            for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        overwrite_buffers(self._lane, self.model, self.step)
+        self._together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def disagreement(self) -> float:
         """How far the farthest replica is from the mean of all, relative to the mean's norm; collective.
@@ -103,29 +108,37 @@ class Replica(ABC):
         """
         self.drain()
         own = [param.detach() for _, param in self._params]
-        pairs = [
-            (tensor.double(), value.double())
-            for tensor, value in zip(own, mean(self._lane, own, self.step), strict=True)
-        ]
+        means = self._together(lambda: mean(self._lane, own, self.step))
+        pairs = [(tensor.double(), value.double()) for tensor, value in zip(own, means, strict=True)]
         apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
         norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
         every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
-        every[self._lane.world.rank] = (apart / norm) ** 0.5 * len(self._lane.members)
-        return float(mean(self._lane, [every], self.step)[0].max())
+        every[self._lane.world.rank] = (apart / norm) ** 0.5
+        shares = self._together(lambda: mean(self._lane, [every], self.step))
+        return float(shares[0].max()) * len(self._lane.members)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """`work`, a collective that may be done again."""
+        return work()
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
         self._lane.world.require_all_ranks("overwrite_with_first()")
-        overwrite_model(self._lane, self.model, self.step)
+        self._together(lambda: overwrite_model(self._lane, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
         self._lane.world.require_all_ranks("sync_buffers()")
-        overwrite_buffers(self._lane, self.model, self.step)
+        self._together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
         return self._lane.world.all_equal("replicas", fingerprint(self.model))
+
+    @property
+    def lost(self) -> tuple[Loss, ...]:
+        """The ranks without which the others went on, since when, and why; only gossip of weights does."""
+        return self._lane.world.lost
 
     def stats(self) -> Stats:
         """Totals since `attach`."""

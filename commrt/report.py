@@ -24,11 +24,13 @@ class StepReport:
 
     step: int
     members: tuple[int, ...]
-    """The ranks whose gradients were averaged."""
+    """The ranks that took part: whose gradients were averaged, or that gossiped with each other."""
     exposed_s: float
     """How long ``backward()`` waited at its end: what it did not hide, and the lane's own wait for a processor."""
     spans: tuple[Span, ...]
     """The lane's work, bucket by bucket."""
+    heard: frozenset[int] = frozenset()
+    """By gossip: the ranks whose values were mixed in."""
 
     @property
     def comm_s(self) -> float:
@@ -43,12 +45,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Totals over the steps since `attach`; fields as in `StepReport`."""
+    """Totals over the steps since `attach`; fields as in `StepReport`, of all steps."""
 
     steps: int = 0
     comm_s: float = 0.0
     exposed_s: float = 0.0
     nbytes_sent: int = 0
+    heard: frozenset[int] = frozenset()
 
     def plus(self, report: StepReport) -> Stats:
         """With one more step."""
@@ -57,4 +60,5 @@ class Stats:
             self.comm_s + report.comm_s,
             self.exposed_s + report.exposed_s,
             self.nbytes_sent + report.nbytes_sent,
+            self.heard | report.heard,
         )

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +14,9 @@ from torch import Tensor
 from commrt.algorithms.gossip import Gossip
 from commrt.answer import Answer
 from commrt.bundles import Message
-from commrt.errors import DisagreementError
+from commrt.errors import DisagreementError, TransportError
 from commrt.executor import bind
+from commrt.handover import Pending
 from commrt.kernels.layout import STAMP_NUMEL
 from commrt.mixing import promise
 from commrt.program import Program, program
@@ -22,21 +25,28 @@ from commrt.recording import within_range
 from commrt.report import Span
 from commrt.schedule import Schedule
 from commrt.stamp import complaint
+from commrt.survival import LOST
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
 from commrt.world import World
 
 __all__ = ["Rounds"]
+
+T = TypeVar("T")
 
 KEPT = 64
 """Programs and exchanges that are kept, of the steps and partners used last."""
 
 
 class Rounds:
-    """Everything here runs on the lane, in order of submission."""
+    """Everything here runs on the lane, in order of submission.
+
+    Where a rank is lost, this one keeps what it has until the next period begins. Those who are left then connect anew.
+    """
 
     def __init__(self, world: World, algorithm: Gossip) -> None:
         self.world, self.algorithm = world, algorithm
-        self.members = tuple(range(world.size))
+        self._wanted = algorithm
+        self.members = tuple(world.members)
         """Who takes part."""
         self._program = lru_cache(KEPT)(self._proven_program)
         self._bound = lru_cache(KEPT)(self._bind)
@@ -51,9 +61,42 @@ class Rounds:
         """Exchange `message`."""
         return self.world.lane.submit(lambda: self._carry(message, bundle, step))
 
-    def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
+    def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
-        return self.world.lane.submit(lambda: self._broadcast(flat, step))
+        return self.submit_task(lambda: self._broadcast(flat, step))
+
+    def submit_task(self, task: Callable[[], T]) -> Pending[T]:
+        """Run `task`; if that loses a rank, ``result()`` raises it, and the lane goes on."""
+        return _Spared(self.world.lane.submit(lambda: self._spared(task)))
+
+    def _spared(self, task: Callable[[], T]) -> T | TransportError:
+        try:
+            value = task()
+            self.world.transport.wait()
+        except LOST as failure:
+            self.world.survival.let_go(failure)
+            return failure
+        return value
+
+    def together(self, work: Callable[[], T], step: int) -> T:
+        """What `work`, a collective after `step` steps, gives; done again by all who are left if a rank is lost."""
+        if not self.world.survival.is_possible:
+            return work()
+        while True:
+            self.world.lane.submit(lambda: self._settle(step)).result()
+            failure: TransportError | None = None
+            try:
+                value = work()
+            except LOST as error:
+                failure = error
+            if self.world.survival.all_whole(failure):
+                return value
+
+    def _settle(self, step: int) -> None:
+        """Do not wait for the next period: all who are left come here, or to this."""
+        if self.world.survival.is_broken:
+            self._reform(step)
+        self.world.survival.apart_until = 0
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight."""
@@ -62,14 +105,40 @@ class Rounds:
 
     def _carry(self, message: Message, bundle: int, step: int) -> Span:
         begin_s = perf_counter()
-        mine = self._program(self.algorithm.schedule(step, len(self.members)))
         nbytes_sent = 0
         with within_range(self.world.recorder, "bundle", number=bundle, step=step, algorithm="gossip"):
-            if mine.hops:
-                run, nbytes_sent, message.share = self._bound(mine, message)
-                run(Moment(step, bundle))
-                _require_same_claim(message, bundle)
+            if bundle == 0 and self.world.survival.is_apart:
+                self._come_back(step)
+            if not self.world.survival.is_apart:
+                nbytes_sent = self._exchange(message, bundle, step)
         return Span(bundle, begin_s, perf_counter(), nbytes_sent)
+
+    def _come_back(self, step: int) -> None:
+        if self.world.survival.is_broken and step % self.algorithm.period(len(self.members)) == 0:
+            self._reform(step)
+        self.world.survival.reach(step)
+
+    def _reform(self, step: int) -> None:
+        self.world.survival.reform(step)
+        self.members = tuple(self.world.members)
+        self.algorithm = self._wanted.among(len(self.members))
+        self.release()
+
+    def _exchange(self, message: Message, bundle: int, step: int) -> int:
+        """Bytes sent."""
+        mine = self._program(self.algorithm.schedule(step, len(self.members)))
+        if not mine.hops:
+            return 0
+        run, nbytes_sent, share = self._bound(mine, message)
+        try:
+            run(Moment(step, bundle))
+            self.world.transport.wait()  # a GPU would mix what never came
+        except LOST as failure:
+            self.world.survival.let_go(failure)
+            return 0
+        _require_same_claim(message, bundle)
+        message.share, message.heard = share, tuple(leg.peer for hop in mine.hops for leg in hop.recvs)
+        return nbytes_sent
 
     def _proven_program(self, schedule: Schedule) -> Program:
         prove(schedule, promise(self.algorithm, schedule))
@@ -103,10 +172,22 @@ class Rounds:
         return Span("state", begin_s, perf_counter(), nbytes_sent)
 
 
+class _Spared(Generic[T]):
+    """An answer that may be the loss of a rank."""
+
+    def __init__(self, answer: Answer[T | TransportError]) -> None:
+        self._answer = answer
+
+    def result(self) -> T:
+        """See `Pending`."""
+        value = self._answer.result()
+        if isinstance(value, TransportError):
+            raise value
+        return value
+
+
 def _require_same_claim(message: Message, bundle: int) -> None:
-    """Raise `DisagreementError` if the partner is elsewhere; not on a GPU, where it would have to be waited for."""
-    if message.received.is_cuda:
-        return
+    """Raise `DisagreementError` if the partner is elsewhere."""
     ours, theirs = message.sent[:STAMP_NUMEL], message.received[:STAMP_NUMEL]
     if not torch.equal(ours != 0, theirs != 0):
         raise DisagreementError(f"bundle {bundle} met another one of a partner: {complaint(ours + theirs)}")

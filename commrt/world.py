@@ -18,17 +18,22 @@ from commrt.algorithms import tree
 from commrt.comparison import Comparison
 from commrt.connection import connect_gpu, gpu
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import CommrtError, DisagreementError, TransportError, UsageError
+from commrt.errors import (
+    CommrtError,
+    DisagreementError,
+    TransportError,
+    UsageError,
+)
 from commrt.executor import bind
 from commrt.lane import Lane
-from commrt.launch import (
-    wants_nvtx,
-)
+from commrt.launch import wants_nvtx
+from commrt.membership import Loss
 from commrt.program import program
 from commrt.recording import Nvtx, Recorder
 from commrt.schedule import Schedule
 from commrt.streams import streams_of
-from commrt.transport.media import Media
+from commrt.survival import Reconnect, Survival
+from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Moment, Transport
 
 __all__ = ["World"]
@@ -37,7 +42,7 @@ UNNAMED = Moment(0, "run")
 
 
 class World:
-    """A fixed set of ranks that can run schedules on tensors.
+    """A set of ranks that can run schedules on tensors; it may become smaller (`commrt.survival`).
 
     All communication happens on one thread of its own, in the order of the calls: every rank must make the
     same calls in the same order. Use as a context manager: left by an error, it tells the others at once. Of ``with``
@@ -52,6 +57,7 @@ class World:
         launcher: str = "given",
         *,
         holds_store: bool = False,
+        reconnect: Reconnect | None = None,
     ) -> None:
         self.transport = Media(transport)
         self.store = store
@@ -70,6 +76,7 @@ class World:
         self._closed = False
         self._inherited = False
         self._entered = 0
+        self.survival = Survival(store, self.transport, self.lane, reconnect, self._connected_gpu)
         self._comparison = Comparison(self.transport, self.lane)
         _OPEN.add(self)
 
@@ -80,13 +87,18 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """How many ranks there were at first."""
         return self.transport.ranks
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks that still take part: all, until one is lost and the others go on."""
-        return self.transport.members
+        """The ranks that take part: all, until one is lost and the others go on."""
+        return self.survival.membership.members
+
+    @property
+    def lost(self) -> tuple[Loss, ...]:
+        """The ranks without which the others went on, and why."""
+        return self.survival.membership.lost
 
     @property
     def timeout_s(self) -> float:
@@ -167,13 +179,17 @@ class World:
     def _connect(self, device: torch.device) -> None:
         streams = streams_of(device)
         streams.enter()
-        store = PrefixStore(str(self._agreements), self.store)
-        medium = connect_gpu(store, self.rank, self.members, self.timeout_s, device, self._on_late_failure)
-        self.transport.add(device, medium)
+        self.transport.add(device, self._connected_gpu(str(self._agreements), device))
         self.lane.streams = streams
+
+    def _connected_gpu(self, name: str, device: torch.device) -> Queueing:
+        shelf = PrefixStore(name, self.store)
+        return connect_gpu(shelf, self.rank, self.members, self.timeout_s, device, self._on_late_failure)
 
     def _on_late_failure(self, failure: TransportError) -> None:
         """Of what was queued on a GPU: nobody waits for it, but others may wait for this rank."""
+        if self.survival.is_possible:  # who queues what may be lost waits for it
+            return
         self._late_failure = failure
         leave_report(self.store, self.rank, failure)
         self._end_next_question(failure)
@@ -217,6 +233,7 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
+        self.survival.leave(f"it failed: {failure}")
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         self._end_next_question(failure)
@@ -237,6 +254,7 @@ class World:
         except BaseException:  # the lane still runs
             self.transport.abort()
             raise
+        self.survival.leave("it closed its world")
         try:
             self.transport.close()
         finally:
@@ -252,6 +270,7 @@ class World:
         is_news = False
         try:
             if is_news := self.lane.give_up(reason):
+                self.survival.leave(f"it gave up: {reason}")
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()

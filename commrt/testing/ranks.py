@@ -41,13 +41,44 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
         return list(pool.map(connect, range(ranks)))
 
 
+Again = Callable[[int, int, Sequence[int], float], Transport]
+"""A `Reconnect` for all ranks of a process: (rank, generation, members, timeout_s)."""
+
+
+def _again_over_threads(_: Store, ranks: int) -> Again:
+    fabrics: dict[int, Fabric] = {}
+
+    def connect(rank: int, generation: int, _: Sequence[int], timeout_s: float) -> Transport:
+        return fabrics.setdefault(generation, Fabric(ranks, timeout_s)).transport(rank)
+
+    return connect
+
+
+def _again_over_nccl(store: Store, _: int) -> Again:
+    def connect(rank: int, generation: int, members: Sequence[int], timeout_s: float) -> Transport:
+        return NcclTransport(PrefixStore(f"nccl {generation}", store), rank, members, timeout_s, CPU, nccl)
+
+    return connect
+
+
+AGAIN: dict[Connect, Callable[[Store, int], Again]] = {
+    over_threads: _again_over_threads,
+    over_nccl: _again_over_nccl,
+}
+
+
 def local_worlds(
     size: int, timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport, connect: Connect | None = None
 ) -> list[World]:
     """Worlds of `size` thread-ranks that share one store, connected by `over_threads`; `wrap` may change transports."""
-    store = HashStore()
-    transports = (connect or over_threads)(store, size, timeout_s)
-    return [World(wrap(transport), store, rank, "threads") for rank, transport in enumerate(transports)]
+    store, chosen = HashStore(), connect or over_threads
+    again = AGAIN[chosen](store, size) if chosen in AGAIN else None
+
+    def open_one(rank: int, transport: Transport) -> World:
+        reconnect = None if again is None else lambda *given: wrap(again(rank, *given))
+        return World(wrap(transport), store, rank, "threads", reconnect=reconnect)
+
+    return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]
 
 
 def run_ranks(

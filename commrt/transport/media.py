@@ -36,6 +36,17 @@ class Media:
         """See `Transport.members`."""
         return self._host.members
 
+    @property
+    def gpus(self) -> Sequence[torch.device]:
+        """Those that have a transport of their own."""
+        return tuple(self._gpus)
+
+    def replace_host(self, host: Transport) -> None:
+        """Let `host` carry what lies in this process's memory from now on; what was bound before stays as it is."""
+        host.timeout_s = self.timeout_s
+        before, self._host = self._host, host
+        before.close()
+
     def add(self, device: torch.device, transport: Queueing) -> None:
         """Let `transport` carry what lies on `device`."""
         self._gpus[device] = transport
