@@ -12,12 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, Store
 
 from commrt.answer import Answer
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 
-__all__ = ["ANSWER_S", "HOLDER", "ask", "begun", "within"]
+__all__ = ["ANSWER_S", "HOLDER", "another_connection", "ask", "begun", "within"]
 
 ANSWER_S = 2.0
 """How long a store may take to answer what it knows already."""
@@ -43,6 +43,14 @@ def ask(question: Callable[[], T], limit_s: float, rank: int | None = None) -> T
     except DistNetworkError as error:
         what = f"the connection to the store broke: {HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
+
+
+def another_connection(store: Store) -> Store:
+    """To the same `store`, where torch can make one: questions on one wait for each other, and abandoned ones too."""
+    with suppress(AttributeError, RuntimeError):
+        another: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
+        return another
+    return store
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ from commrt.answer import Answer
 from commrt.errors import UsageError
 from commrt.opening import current
 from commrt.row import Row
+from commrt.survival import LOST
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
 from commrt.world import World
 
@@ -43,6 +44,9 @@ class RingShuffle:
     ``for batch in ring`` is one pass: a tuple of tensors [batch_size, ...], the last of a pass may be smaller; their
     order follows from `seed`, the rank and the pass. Batches leave on the world's lane while the next one is used, so
     the iterator belongs to the thread that trains, and between two batches all ranks make the same collective calls.
+    With a model that gossips, the ring closes around a rank that is lost: its samples are lost with it, and of those
+    that were under way a copy may stay behind.
+
     Costs one batch sent per rank and step, two of them in memory. Raises `UsageError` for samples that cannot travel,
     `DisagreementError` if ranks come with different ones.
     """
@@ -97,12 +101,19 @@ class RingShuffle:
     def _pass_on(self) -> None:
         """Take in what has come, and send what was used last."""
         self._arrive()
-        if self._used is not None and self._world.size > 1:
-            waiting = self._journeys.setdefault(len(self._used), [])
-            journey = waiting.pop() if waiting else _Journey(self._world, [field[self._used] for field in self._fields])
-            journey.begin([field[self._used] for field in self._fields], self._used)
-            self._under_way = journey
+        if self._used is not None and len(self._world.members) > 1:
+            batch = [field[self._used] for field in self._fields]
+            self._under_way = self._journey(batch)
+            self._under_way.begin(batch, self._used)
         self._used = None
+
+    def _journey(self, batch: Sequence[Tensor]) -> _Journey:
+        """One that is at home, unless ranks were lost since it was made: who was to get a batch may still read it."""
+        waiting = self._journeys.setdefault(len(batch[0]), [])
+        while waiting:
+            if (journey := waiting.pop()).room == self._world.survival.room:
+                return journey
+        return _Journey(self._world, batch)
 
     def _arrive(self) -> None:
         if self._under_way is not None:
@@ -136,10 +147,10 @@ class _Journey:
     """Room for one batch that leaves and one that comes."""
 
     def __init__(self, world: World, batch: Sequence[Tensor]) -> None:
-        self._world = world
+        self._world, self.room = world, world.survival.room
         self._leaving, self._coming = (Row(batch, world.transport.allocate) for _ in range(2))
         self._landed = [torch.empty_like(part) for part in batch]
-        self._answer: Answer[None] | None = None
+        self._answer: Answer[bool] | None = None
         self.places = torch.empty(0, dtype=torch.int64, device="cpu")
         """Of the batch that leaves, in the shard."""
         self._exchange: Exchange | None = None
@@ -150,20 +161,32 @@ class _Journey:
         self.places = places
         self._answer = self._world.lane.submit(self._run)
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
+        """True if something came: nothing does while ranks that lost one have not come together again."""
+        survival = self._world.survival
+        if survival.is_apart:
+            return False
         if self._exchange is None:
-            rank, size = self._world.rank, self._world.size
-            sends, recvs = (
-                [Parcel((rank + 1) % size, self._leaving.flat)],
-                [Parcel((rank - 1) % size, self._coming.flat)],
-            )
-            self._exchange = self._world.transport.bind(Group(sends, recvs))
-        self._exchange(Moment(0, "samples"))
+            self._exchange = self._world.transport.bind(self._group())
+        try:
+            self._exchange(Moment(0, "samples"))
+            if survival.is_possible:
+                self._world.transport.wait()
+        except LOST as failure:
+            survival.let_go(failure)
+            return False
+        return True
+
+    def _group(self) -> Group:
+        members = self._world.members
+        place = members.index(self._world.rank)
+        after, before = members[(place + 1) % len(members)], members[place - 1]
+        return Group([Parcel(after, self._leaving.flat)], [Parcel(before, self._coming.flat)])
 
     def end(self, fields: Sequence[Tensor]) -> None:
         """What has come takes the place of what has left."""
-        if self._answer is not None:
-            self._answer.result()
+        if self._answer is not None and not self._answer.result():
+            return
         self._coming.empty(self._landed)
         for field, part in zip(fields, self._landed, strict=True):
             field[self.places] = part

@@ -21,7 +21,7 @@ from commrt.anchor import Hook
 from commrt.autograd import on_gradient
 from commrt.buckets import Named
 from commrt.bundles import Bundle
-from commrt.errors import UsageError
+from commrt.errors import DeadlineExceeded, UsageError
 from commrt.handover import overwrite_states
 from commrt.progress import Progress
 from commrt.recording import within_range
@@ -68,7 +68,7 @@ class Gossiping(Replica):
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._heard: set[int] = set()
-        rounds.world.survival.dependants.add(self)
+        rounds.world.survival.begin(self)
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
 
     @property
@@ -232,11 +232,20 @@ class Gossiping(Replica):
         """Exchange as long as somebody does, then become as all."""
         if self._is_due:
             self._launch()
-        for _ in progress.outlast(self._step):
-            self._launch()
+        self._answer_the_others(progress)
         self._rounds.world.joined = None
         self.consolidate()
         self._together(lambda: self._take_states(progress.last(), also))
+
+    def _answer_the_others(self, progress: Progress) -> None:
+        while True:
+            try:
+                for _ in progress.outlast(self._step):
+                    self._launch()
+            except DeadlineExceeded as failure:
+                self._rounds.part(failure, self._step)
+            else:
+                return
 
     def _take_states(self, first: int, also: Sequence[Stateful]) -> None:
         before = self._rounds.members
@@ -254,7 +263,7 @@ class Gossiping(Replica):
     def detach(self) -> None:
         """See `Replica.detach`; what is under way is not mixed any more."""
         super().detach()
-        self._rounds.world.survival.dependants.discard(self)
+        self._rounds.world.survival.end(self)
         for bundle in self.bundles:
             bundle.under_way.clear()
         self._rounds.release()

@@ -5,10 +5,11 @@ All that is said is one log on the store, of which everybody reads the whole. It
 
     missed g rank peer why    rank broke its connections, because of `peer`, and will come to g
     here g rank step          rank has come to g, before its step `step`
-    left g rank why           rank comes to nothing any more: it closed its world, or failed
+    left g rank why           rank comes to nothing any more: it closed its world, failed, or was found gone
 
-Who breaks its connections says so first. So a rank that is missed and says nothing is gone, or stopped. The first
-verdict stands, and is everybody's.
+Who breaks its connections says so first. So a rank that is missed and says nothing is gone, or stopped. Those who wait
+look after those who do not come (`commrt.doorbell`), and a rank of which only a connection broke is not missed while it
+lives. The first verdict stands, and is everybody's.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from threading import Event
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
-from commrt.asking import ANSWER_S, ask
-from commrt.errors import LeftBehind, Place, TransportError
+from commrt.asking import ANSWER_S, another_connection, ask
+from commrt.doorbell import Doorbell, is_gone
+from commrt.errors import LeftBehind, PeerLost, Place, TransportError
 
 __all__ = ["Attendance", "Loss", "Membership", "Verdict"]
 
-GRACE_S = 1.0
+GRACE_S = 10.0
 """How long one that is missed may be silent: two that miss a third do not notice it at the same instant."""
-LOOK_S = 0.1
+LOOK_S = 0.05
 """Between two looks of the first who came; the k-th looks k times less often, so that the store is not kept busy."""
+LOOK_MOST_S = 1.0
+AGAIN_S = 0.2
+
+T = TypeVar("T")
 
 MISSED, HERE, LEFT = "missed", "here", "left"
 
@@ -43,6 +49,9 @@ class Loss(NamedTuple):
     step: int
     """From which the others go on without it."""
     why: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is lost from step {self.step} on: {self.why}"
 
 
 class Verdict(NamedTuple):
@@ -78,12 +87,16 @@ class Attendance:
             left={rank: why for kind, _, rank, why, *_ in said if kind == LEFT},
         )
 
+    def absent(self, members: Sequence[int]) -> list[int]:
+        """Those who may still come."""
+        return [rank for rank in members if rank not in self.here and rank not in self.left]
+
     def verdict(self, members: Sequence[int], waited_s: float, timeout_s: float) -> Verdict | None:
         """What follows after waiting so long; None if it is too early to say."""
-        absent = [rank for rank in members if rank not in self.here and rank not in self.left]
+        absent = self.absent(members)
         awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
         stay = tuple(rank for rank in members if rank in self.here and rank not in self.left)
-        if not stay or waited_s < (timeout_s if awaited else GRACE_S if absent else 0.0):
+        if not stay or waited_s < (timeout_s if awaited else min(GRACE_S, timeout_s) if absent else 0.0):
             return None
         step = max(self.here[rank] for rank in stay)
         late = f"did not come within {timeout_s:g} s"
@@ -92,26 +105,50 @@ class Attendance:
 
 
 class Membership:
-    """As one rank knows it. For one thread at a time, except `leave`."""
+    """As one rank knows it. For one thread at a time, except `leave`.
 
-    def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
-        self._store, self._rank = PrefixStore("members", store), rank
+    Others look after this process from `towards`, an address in their network.
+    """
+
+    def __init__(self, store: Store, rank: int, members: Sequence[int], towards: str | None = None) -> None:
+        self._store: Store = PrefixStore("members", store)
+        self._rank, self._towards = rank, towards
+        self._doorbell: Doorbell | None = None
+        self._page, self._is_in = 0, False
+        self._again_s = 0.0
         self.members = tuple(members)
         self.generation = 0
         """How often they have come together again."""
         self.lost: tuple[Loss, ...] = ()
         """All so far, in the order in which they were."""
 
+    def enter(self) -> None:
+        """Take part, on a new page of the log, and let the others see whether this process is alive; collective."""
+        self._page, self._is_in = self._page + 1, True
+        self._store = another_connection(self._store)  # while one waits on the first for peers to connect
+        if self._towards is not None:
+            self._doorbell = bell = Doorbell(self._towards)
+            self._asked(lambda: self._store.set(f"bell/{self._rank}", bell.address))
+
     def miss(self, failure: TransportError) -> None:
         """Tell the others that this rank is about to break its connections because of `failure`."""
-        peer = failure.place.peer
+        peer = None if self._tells(failure) else failure.place.peer
         why = f"rank {self._rank} saw {type(failure).__name__}: {failure.what}"
         self._say(MISSED, self.generation + 1, self._rank, peer, why)
 
+    def _tells(self, failure: TransportError) -> bool:
+        """True if the peer's doorbell will say whether it is gone."""
+        peer = failure.place.peer
+        return isinstance(failure, PeerLost) and peer is not None and self._address(peer) is not None
+
     def leave(self, why: str) -> None:
-        """Tell the others not to wait for this rank; from any thread. A store that is gone is no error."""
-        with suppress(RuntimeError, TransportError):
-            self._say(LEFT, self.generation, self._rank, why)
+        """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
+        if self._is_in:
+            self._is_in = False
+            with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
+                self._say(LEFT, self.generation, self._rank, why)
+        if self._doorbell is not None:
+            self._doorbell.close()
 
     def assemble(self, step: int, timeout_s: float, require_open: Callable[[], None]) -> int:
         """Wait for all that are left, and agree on who they are; the step from which all of them exchange again.
@@ -121,39 +158,61 @@ class Membership:
         """
         self.generation += 1
         self._say(HERE, self.generation, self._rank, step)
-        begin_s, limit_s = monotonic(), LOOK_S * len(self.members) + ANSWER_S
-        while (verdict := ask(lambda: self._look(begin_s, timeout_s), limit_s, self._rank)) is None:
+        begin_s = monotonic()
+        while (verdict := self._standing()) is None:
             require_open()
+            attendance = self._attendance()
+            if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s):
+                self._propose(own)
+            else:
+                self._look_after(attendance)
         if self._rank not in verdict.members:
             what = f"the other ranks went on without this one, which came too late: {_reason(verdict, self._rank)}"
             raise LeftBehind(what, Place(self._rank, step=verdict.step))
         self.members, self.lost = verdict.members, (*self.lost, *verdict.lost)
         return verdict.step
 
-    def _look(self, begin_s: float, timeout_s: float) -> Verdict | None:
-        """The verdict that stands; gives one if it is time for that, else waits for it, for a while."""
-        said = self._store.get("log").decode().splitlines()
-        attendance = Attendance.of(map(json.loads, said), self.generation)
+    def _standing(self) -> Verdict | None:
         key = f"verdict {self.generation}"
-        if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s):
-            self._store.compare_set(key, "", json.dumps(own))
-        elif not self._comes(key, LOOK_S * (1 + list(attendance.here).index(self._rank))):
+        said = self._asked(lambda: self._store.get(key) if self._store.check([key]) else None)
+        if said is None:
             return None
-        members, step, lost = json.loads(self._store.get(key))
+        members, step, lost = json.loads(said)
         return Verdict(tuple(members), step, tuple(Loss(*loss) for loss in lost))
 
-    def _comes(self, key: str, limit_s: float) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=limit_s))
-        except DistNetworkError:
-            raise
-        except RuntimeError:
+    def _attendance(self) -> Attendance:
+        said = self._asked(lambda: self._store.get(f"log {self._page}")).decode().splitlines()
+        return Attendance.of(map(json.loads, said), self.generation)
+
+    def _propose(self, verdict: Verdict) -> None:
+        self._asked(lambda: self._store.compare_set(f"verdict {self.generation}", "", json.dumps(verdict)))
+
+    def _look_after(self, attendance: Attendance) -> None:
+        """Wait a little, then see whether those who are not here are alive."""
+        place = 1 + list(attendance.here).index(self._rank)
+        Event().wait(min(LOOK_S * place, LOOK_MOST_S))
+        for rank in attendance.absent(self.members):
+            if (bell := self._address(rank)) is not None and is_gone(bell):
+                self._say(LEFT, self.generation, rank, f"rank {self._rank} found that its process is gone")
+
+    def are_gone(self, ranks: Iterable[int]) -> bool:
+        """True if the process of one of them does not live; asks no more often than each `AGAIN_S`."""
+        if monotonic() < self._again_s:
             return False
-        return True
+        gone = any(bell is not None and is_gone(bell) for bell in map(self._address, ranks))
+        self._again_s = monotonic() + AGAIN_S
+        return gone
+
+    def _address(self, rank: int) -> str | None:
+        key = f"bell/{rank}"
+        return self._asked(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+    def _asked(self, question: Callable[[], T]) -> T:
+        return ask(question, ANSWER_S, self._rank)
 
     def _say(self, *line: object) -> None:
         said = json.dumps(line) + "\n"
-        ask(lambda: self._store.append("log", said), ANSWER_S, self._rank)  # type: ignore[attr-defined]  # torch's stub is behind
+        ask(lambda: self._store.append(f"log {self._page}", said), ANSWER_S, self._rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
 
 def _reason(verdict: Verdict, rank: int) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
+from commrt.asking import another_connection
 from commrt.connection import connect_hosts, local_rank
 from commrt.errors import TransportClosed, UsageError
 from commrt.launch import DEFAULT_TIMEOUT_S, LOOPBACK, Launch, default_timeout_s, launched, require_deadlines
 from commrt.rendezvous import is_loopback, meet
-from commrt.survival import Reconnect
+from commrt.survival import Connect, Means
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 from commrt.world import World
@@ -86,7 +87,9 @@ def _in_running_group(timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     connect = _connecting(store, rank)
     transport = connect(0, range(size), timeout_s)
-    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect=connect)
+    towards = LOOPBACK if transport.kind == "shared" else None  # a group does not say where the others are
+    means = Means(connect, towards)
+    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, means=means)
 
 
 def _launched(launch: Launch, timeout_s: float) -> World:
@@ -95,13 +98,14 @@ def _launched(launch: Launch, timeout_s: float) -> World:
     _joined.add((launch.address, launch.port))
     connect = _connecting(store, launch.rank, LOOPBACK if is_loopback(launch.address) else None)
     transport = connect(0, range(launch.size), timeout_s)
-    holds_store = launch.rank == 0 and not launch.store_exists
-    return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store, reconnect=connect)
+    holds_store, means = launch.rank == 0 and not launch.store_exists, Means(connect, launch.address)
+    return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store, means=means)
 
 
-def _connecting(store: Store, rank: int, host: str | None = None) -> Reconnect:
+def _connecting(store: Store, rank: int, host: str | None = None) -> Connect:
     def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
-        shelf = PrefixStore(f"generation {generation}", store)
+        ours = another_connection(store) if generation else store  # an earlier attempt may still wait on the first
+        shelf = PrefixStore(f"generation {generation}", ours)
         return connect_hosts(shelf, rank, members, timeout_s, host)
 
     return connect

@@ -89,8 +89,13 @@ class Rounds:
                 value = work()
             except LOST as error:
                 failure = error
-            if self.world.survival.all_whole(failure):
+            if self.world.survival.all_came_through(failure):
                 return value
+
+    def part(self, failure: TransportError, step: int) -> None:
+        """Find out who is left after `failure`, without waiting for the next period."""
+        self.world.lane.submit(lambda: self.world.survival.let_go(failure)).result()
+        self.world.lane.submit(lambda: self._settle(step)).result()
 
     def _settle(self, step: int) -> None:
         """Do not wait for the next period: all who are left come here, or to this."""

@@ -9,31 +9,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
-from commrt.agreement import agree
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportClosed, TransportError
+from commrt.asking import begun
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.lane import Lane
 from commrt.membership import Membership
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Transport
+from commrt.vote import Vote
 
-__all__ = ["LOST", "ConnectGpu", "Reconnect", "Survival"]
+__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Survival"]
 
+T = TypeVar("T")
+
+LOOK_S = 0.1
+"""Between two looks at who lives."""
 LOST = (PeerLost, DeadlineExceeded)
 """What may mean that a rank is gone; all else is an error of this one, or of the program."""
 
-Reconnect = Callable[[int, Sequence[int], float], Transport]
+Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> what carries host memory among them; collective, once in each generation."""
+
+
+class Means(NamedTuple):
+    """What it takes to go on without a rank."""
+
+    connect: Connect
+    towards: str | None = None
+    """An address in the network through which the ranks see each other; None if nobody needs to look."""
+
+
 ConnectGpu = Callable[[str, torch.device], Queueing]
 """(name, device) -> what carries that GPU's memory among the members; collective, each name once."""
 
-T = TypeVar("T")
 _log = logging.getLogger("commrt")
 
 
@@ -41,24 +57,34 @@ class Survival:
     """Of one world; on its lane, except where it says otherwise."""
 
     def __init__(
-        self, store: Store, transport: Media, lane: Lane, reconnect: Reconnect | None, connect_gpu: ConnectGpu
+        self, store: Store, transport: Media, lane: Lane, means: Means | None, connect_gpu: ConnectGpu
     ) -> None:
-        self.membership = Membership(store, transport.rank, transport.members)
-        self.dependants: WeakSet[object] = WeakSet()
-        """Those that go on without a lost rank: they `let_go`, and `reform` when it suits them."""
+        self.membership = Membership(store, transport.rank, transport.members, means and means.towards)
+        self._dependants: WeakSet[object] = WeakSet()
         self.apart_until: float = 0
         """The step from which this rank exchanges with the others again; infinite until they have connected."""
         self.room = 0
         """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
         self._store, self._transport, self._lane = store, transport, lane
-        self._reconnect, self._connect_gpu = reconnect, connect_gpu
+        self._means, self._connect_gpu = means, connect_gpu
         self._votes = 0
-        self._has_left = False
 
     @property
     def is_possible(self) -> bool:
         """True if a lost rank does not end this world: one dependant says when, and it is known how to connect."""
-        return self._reconnect is not None and len(self.dependants) == 1
+        return self._means is not None and len(self._dependants) == 1
+
+    def begin(self, dependant: object) -> None:
+        """From now on, `dependant` goes on without a lost rank: it calls `let_go`, and `reform` when that suits it."""
+        self._dependants.add(dependant)
+        if self.is_possible:
+            self.membership.enter()
+
+    def end(self, dependant: object) -> None:
+        """It does not any more, and the others need not wait for this rank."""
+        if dependant in self._dependants:
+            self.leave("it detached its model")
+            self._dependants.discard(dependant)
 
     @property
     def is_apart(self) -> bool:
@@ -107,20 +133,31 @@ class Survival:
             self.apart_until = 0
 
     def _tell(self, before: int) -> None:
-        members, rank = self.membership.members, self._transport.rank
+        members = self.membership.members
+        level = logging.WARNING if self._transport.rank == members[0] else logging.INFO
         for loss in self.membership.lost[before:]:
-            _log.warning(
-                "rank %d goes on without rank %d from step %d, with %s: %s", rank, *loss[:2], members, loss.why
-            )
+            _log.log(level, "commrt: %s; %d ranks go on", loss, len(members))
 
     def _connect(self) -> None:
         """What was bound before stays broken."""
         members, generation = self.membership.members, self.membership.generation
-        if self._reconnect is not None and len(members) > 1:
-            self._transport.replace_host(self._reconnect(generation, members, self._transport.timeout_s))
+        if (means := self._means) is not None and len(members) > 1:
+            timeout_s = self._transport.timeout_s
+            self._transport.replace_host(self._while_all_live(lambda: means.connect(generation, members, timeout_s)))
             for device in self._transport.gpus:
-                self._transport.add(device, self._connect_gpu(f"generation {generation}", device))
+                connect = partial(self._connect_gpu, f"generation {generation}", device)
+                self._transport.add(device, self._while_all_live(connect))
         self._require_open()
+
+    def _while_all_live(self, connect: Callable[[], T]) -> T:
+        """What `connect` returns; raises `PeerLost` if it waits for one who is gone, and lets it wait."""
+        answer = begun(connect)
+        while not answer.given:
+            with suppress(TimeoutError):
+                answer.error(LOOK_S)
+            if not answer.given and self.membership.are_gone(self.membership.members):
+                raise PeerLost("a rank was lost while those who are left connected", Place(self._transport.rank))
+        return answer.result()
 
     def _require_open(self) -> None:
         """Who gave this world up meanwhile ended what was there then."""
@@ -128,24 +165,17 @@ class Survival:
             self._transport.abort()
             raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
 
-    def all_whole(self, failure: TransportError | None) -> bool:
+    def all_came_through(self, failure: TransportError | None) -> bool:
         """Has nobody seen a `failure` in what all did together? The same answer everywhere; not on the lane."""
         self._votes += 1
-        rank, members = self._transport.rank, self.membership.members
-        claim = {"outcome": "whole" if failure is None else "a rank was lost"}
-        try:
-            agree(self._store, rank, members, "together", claim, self._transport.timeout_s, f"vote {self._votes}")
-        except DisagreementError:
-            failure = failure or PeerLost("another rank lost one in what all did together", Place(rank))
-        except LOST as error:
-            failure = failure or error
-        if failure is not None:
-            missing = failure
-            self._lane.submit(lambda: self.let_go(missing)).result()
-        return failure is None
+        shelf, timeout_s = PrefixStore(f"vote {self._votes}", self._store), self._transport.timeout_s
+        rank, members, are_gone = self._transport.rank, self.membership.members, self.membership.are_gone
+        is_whole = Vote(shelf, rank, members, timeout_s, are_gone).outcome(failure is None)
+        if not is_whole:
+            loss = failure or PeerLost("another rank lost one in what all did together", Place(rank))
+            self._lane.submit(lambda: self.let_go(loss)).result()
+        return is_whole
 
     def leave(self, why: str) -> None:
-        """The others need not wait for this rank; from any thread."""
-        if self.is_possible and not self._has_left:
-            self._has_left = True
-            self.membership.leave(why)
+        """The others need not wait for this rank; from any thread, and safe to call twice."""
+        self.membership.leave(why)

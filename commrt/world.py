@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
+from commrt.asking import another_connection
 from commrt.comparison import Comparison
 from commrt.connection import connect_gpu, gpu
 from commrt.diagnosis import diagnose, leave_report, linger
@@ -32,7 +33,7 @@ from commrt.program import program
 from commrt.recording import Nvtx, Recorder
 from commrt.schedule import Schedule
 from commrt.streams import streams_of
-from commrt.survival import Reconnect, Survival
+from commrt.survival import Means, Survival
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Moment, Transport
 
@@ -57,7 +58,7 @@ class World:
         launcher: str = "given",
         *,
         holds_store: bool = False,
-        reconnect: Reconnect | None = None,
+        means: Means | None = None,
     ) -> None:
         self.transport = Media(transport)
         self.store = store
@@ -76,7 +77,7 @@ class World:
         self._closed = False
         self._inherited = False
         self._entered = 0
-        self.survival = Survival(store, self.transport, self.lane, reconnect, self._connected_gpu)
+        self.survival = Survival(store, self.transport, self.lane, means, self._connected_gpu)
         self._comparison = Comparison(self.transport, self.lane)
         _OPEN.add(self)
 
@@ -183,7 +184,7 @@ class World:
         self.lane.streams = streams
 
     def _connected_gpu(self, name: str, device: torch.device) -> Queueing:
-        shelf = PrefixStore(name, self.store)
+        shelf = PrefixStore(name, another_connection(self.store))
         return connect_gpu(shelf, self.rank, self.members, self.timeout_s, device, self._on_late_failure)
 
     def _on_late_failure(self, failure: TransportError) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
+from commrt.survival import Means
 from commrt.testing import nccl
 from commrt.transport.local import Fabric
 from commrt.transport.nccl import NcclTransport
@@ -42,7 +43,7 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
 
 
 Again = Callable[[int, int, Sequence[int], float], Transport]
-"""A `Reconnect` for all ranks of a process: (rank, generation, members, timeout_s)."""
+"""A `Connect` for all ranks of a process: (rank, generation, members, timeout_s)."""
 
 
 def _again_over_threads(_: Store, ranks: int) -> Again:
@@ -75,8 +76,8 @@ def local_worlds(
     again = AGAIN[chosen](store, size) if chosen in AGAIN else None
 
     def open_one(rank: int, transport: Transport) -> World:
-        reconnect = None if again is None else lambda *given: wrap(again(rank, *given))
-        return World(wrap(transport), store, rank, "threads", reconnect=reconnect)
+        means = None if again is None else Means(lambda *given: wrap(again(rank, *given)))
+        return World(wrap(transport), store, rank, "threads", means=means)
 
     return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]
 

@@ -14,7 +14,7 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.answer import Answer
-from commrt.asking import ANSWER_S, ask, begun
+from commrt.asking import ANSWER_S, another_connection, ask, begun
 from commrt.errors import TransportError
 
 __all__ = ["Departures"]
@@ -30,7 +30,7 @@ class Departures:
     """Of one clique. Questions are asked on the side: a store that does not answer holds up nobody."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = _of_our_own(store), rank
+        self._store, self._rank = another_connection(store), rank
         self._known: dict[int, Counts] = {}
         self._question: Answer[dict[int, Counts]] | None = None
         self._again_s = 0.0
@@ -61,11 +61,3 @@ class Departures:
 def _counts(said: bytes) -> Counts:
     counts = json.loads(said)
     return None if counts is None else {int(peer): count for peer, count in counts.items()}
-
-
-def _of_our_own(store: Store) -> Store:
-    """A connection that nobody else waits on, where torch can make one."""
-    with suppress(AttributeError, RuntimeError):
-        ours: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
-        return ours
-    return store
