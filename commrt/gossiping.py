@@ -193,6 +193,11 @@ class Gossiping(Replica):
         """See `Replica`; once more if a rank is lost."""
         return self._rounds.together(work, self._step)
 
+    def _all_have(self, mark: str) -> bool:
+        return self._together(
+            lambda: self._rounds.submit_task(lambda: self._rounds.all_have(mark, self._step)).result()
+        )
+
     def average(self) -> None:
         """See `Replica.average`: the weights as they are, now."""
         if self._is_synchronous:

@@ -22,7 +22,7 @@ from threading import Event
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, another_connection, ask
 from commrt.doorbell import Doorbell, is_gone
@@ -149,6 +149,10 @@ class Membership:
                 self._say(LEFT, self.generation, self._rank, why)
         if self._doorbell is not None:
             self._doorbell.close()
+
+    def close(self) -> None:
+        """After `leave`: hold the store no more."""
+        self._store = HashStore()
 
     def assemble(self, step: int, timeout_s: float, require_open: Callable[[], None]) -> int:
         """Wait for all that are left, and agree on who they are; the step from which all of them exchange again.

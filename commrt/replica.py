@@ -133,7 +133,10 @@ class Replica(ABC):
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
-        return self._lane.world.all_equal("replicas", fingerprint(self.model))
+        return self._all_have(fingerprint(self.model))
+
+    def _all_have(self, mark: str) -> bool:
+        return self._lane.world.all_equal("replicas", mark)
 
     @property
     def lost(self) -> tuple[Loss, ...]:

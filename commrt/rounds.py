@@ -97,6 +97,14 @@ class Rounds:
         self.world.lane.submit(lambda: self.world.survival.let_go(failure)).result()
         self.world.lane.submit(lambda: self._settle(step)).result()
 
+    def all_have(self, mark: str, step: int) -> bool:
+        """True if all members came with the same `mark`; on the lane."""
+        try:
+            self.world.require_same_now(mark, self.members, step)
+        except DisagreementError:
+            return False
+        return True
+
     def _settle(self, step: int) -> None:
         """Do not wait for the next period: all who are left come here, or to this."""
         if self.world.survival.is_broken:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.asking import begun
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
@@ -179,3 +179,8 @@ class Survival:
     def leave(self, why: str) -> None:
         """The others need not wait for this rank; from any thread, and safe to call twice."""
         self.membership.leave(why)
+
+    def close(self) -> None:
+        """After `leave`: hold the store no more."""
+        self._means, self._store = None, HashStore()
+        self.membership.close()

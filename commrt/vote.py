@@ -50,10 +50,11 @@ class Vote:
             self._append("through")
         else:
             self._settle(LOST)
-        outcome = self._await()
-        with suppress(TransportError):  # it is known
-            self._leave()
-        return outcome == WHOLE
+        is_whole = self._await() == WHOLE
+        if is_whole:  # else they will meet again
+            with suppress(TransportError):  # it is known
+                self._leave()
+        return is_whole
 
     def _await(self) -> str:
         begin_s, looks = monotonic(), _pauses()

@@ -142,7 +142,7 @@ class World:
         self.require_all_ranks(f"agree ({topic})")
         self._agreements += 1
         try:
-            shelf = f"agreement {self._agreements}"
+            shelf = self._shelf(self._agreements)
             agree(self.store, self.rank, self.members, topic, claim, self.timeout_s, shelf)
         except DisagreementError:
             raise
@@ -152,7 +152,11 @@ class World:
 
     def _end_next_question(self, reason: BaseException) -> None:
         """For the others: this rank will not come to it."""
-        tell_of_leaving(PrefixStore(f"agreement {self._agreements + 1}", self.store), self.rank, reason)
+        tell_of_leaving(PrefixStore(self._shelf(self._agreements + 1), self.store), self.rank, reason)
+
+    def _shelf(self, number: int) -> str:
+        """Of an agreement; one that a lost rank can no longer reach."""
+        return f"agreement {self.survival.membership.generation}.{number}"
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -259,6 +263,7 @@ class World:
         try:
             self.transport.close()
         finally:
+            self.survival.close()
             self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
+from commrt.doorbell import Doorbell
 
 STRIKE = 5
 """The step at which something happens."""
@@ -118,3 +119,39 @@ def nobody_else(tell, timeout_s):
     if int(os.environ["RANK"]) == 0:
         commrt.init(start_timeout_s=timeout_s)
     return "finished"
+
+
+def ringing(tell):
+    """A process with a doorbell, and a child that outlives it, as a DataLoader's worker does for a while."""
+    bell = Doorbell("127.0.0.1")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    tell((bell.address, child))
+    signal.pause()
+
+
+STEPS = 30
+"""Steps of a gossiping casualty."""
+
+
+def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
+    """Trains, saying each step, then makes replicas equal; how it ended. Waits for `awaited` to be left behind."""
+    model = model_of()
+    replica, optimizer, world = joined(algorithm, timeout_s, model)
+    with world:
+        try:
+            for step in range(STEPS):
+                tell(step)
+                one_step(model, optimizer, world.rank, step)
+        except commrt.LeftBehind:
+            world.store.set("left behind", "")
+            raise
+        if world.rank in pauses:
+            tell("consolidating")
+            signal.pause()
+        replica.consolidate()
+        if awaited is not None:
+            tell("done")
+            world.store.wait(["left behind"])
+        return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)

@@ -123,7 +123,7 @@ def interrupted_in_an_agreement(tell, victim, absent):
         world.store.set(f"pid/{world.rank}", str(os.getpid()))
         world.agree("ready", for_what="questions")
         if world.rank == absent:
-            world.store.wait([f"agreement 2/here/{victim}"])
+            world.store.wait([f"agreement 0.2/here/{victim}"])
             os.kill(int(world.store.get(f"pid/{victim}")), signal.SIGINT)
             tell("absent")
             while True:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process is there as long as its kernel answers for it, and not a moment longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import casualties
+import pytest
+
+from commrt.doorbell import Doorbell, is_gone
+from commrt.testing.processes import run_processes
+
+
+def test_it_answers_until_it_is_closed():
+    bell = Doorbell("127.0.0.1")
+    assert [is_gone(bell.address) for _ in range(3)] == [False] * 3
+    bell.close()
+    assert is_gone(bell.address)
+    bell.close()
+
+
+def test_it_listens_where_the_others_are_and_nowhere_else():
+    bell = Doorbell("localhost")
+    assert bell.address.startswith(("127.", "::1"))
+    bell.close()
+
+
+def test_a_host_that_does_not_exist_is_gone():
+    assert is_gone("127.0.0.1 1")
+
+
+@pytest.mark.processes
+def test_who_is_stopped_answers_and_who_is_killed_does_not_though_its_child_lives():
+    def on_message(_, message, process):
+        address, child = message
+        os.kill(process.pid, signal.SIGSTOP)
+        before = is_gone(address)
+        process.kill()
+        process.join()
+        found.append((before, is_gone(address)))
+        os.kill(child, signal.SIGKILL)
+        return True
+
+    found = []
+    run_processes(1, casualties.ringing, on_message=on_message)
+    assert found == [(False, True)]
