@@ -67,7 +67,7 @@ class Survival:
         """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
         self._store, self._transport, self._lane = store, transport, lane
         self._means, self._connect_gpu = means, connect_gpu
-        self._votes = 0
+        self._votes = 0  # in this generation: who comes from an earlier step has missed those of the one before
 
     @property
     def is_possible(self) -> bool:
@@ -124,7 +124,7 @@ class Survival:
             except LOST as failure:  # one was lost on the way
                 self.membership.miss(failure)
                 begin = inf
-        self.apart_until = begin
+        self.apart_until, self._votes = begin, 0
         self.room += 1
 
     def reach(self, step: int) -> None:
@@ -168,7 +168,8 @@ class Survival:
     def all_came_through(self, failure: TransportError | None) -> bool:
         """Has nobody seen a `failure` in what all did together? The same answer everywhere; not on the lane."""
         self._votes += 1
-        shelf, timeout_s = PrefixStore(f"vote {self._votes}", self._store), self._transport.timeout_s
+        shelf = PrefixStore(f"vote {self.membership.generation}.{self._votes}", self._store)
+        timeout_s = self._transport.timeout_s
         rank, members, are_gone = self._transport.rank, self.membership.members, self.membership.are_gone
         is_whole = Vote(shelf, rank, members, timeout_s, are_gone).outcome(failure is None)
         if not is_whole:

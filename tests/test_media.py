@@ -234,4 +234,7 @@ def test_connecting_a_gpu_gives_the_world_a_transport_and_its_lane_the_gpu_s_str
         return world.rank
 
     assert run_ranks(2, body) == [0, 1]
-    assert sorted((rank, size, device) for _, rank, size, _, device, _ in made) == [(0, 2, gpu), (1, 2, gpu)]
+    assert sorted((rank, members, device) for _, rank, members, _, device, _ in made) == [
+        (0, (0, 1), gpu),
+        (1, (0, 1), gpu),
+    ]
