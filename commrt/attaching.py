@@ -87,6 +87,7 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     chosen = _Chosen(world, model, params, optimizers, wire, int(bucket_cap_mb * MIB))
     if isinstance(algorithm, Gossip) and algorithm.payload == "weights":
         return _gossiping(chosen, algorithm)
+    _require_nobody_lost(world)
     return _synchronous(chosen, algorithm, broadcast_buffers and not isinstance(algorithm, Gossip), graphs)
 
 
@@ -119,7 +120,7 @@ class _Chosen:
         try:
             replica.overwrite_with_first()
             if have_state(self.optimizers):
-                overwrite_states(lane, self.optimizers, 0)
+                replica.together(lambda: overwrite_states(lane, self.optimizers, 0))
             prepare()
         except BaseException:
             replica.detach()
@@ -158,7 +159,8 @@ def _gossiping(chosen: _Chosen, algorithm: Gossip) -> Replica:
     )
     _check_wire_of_rows(algorithm, bundles)
     chosen.agree(algorithm, rounds.schedule(0), bundles)
-    replica = Gossiping(chosen.model, chosen.params, chosen.optimizers, rounds, bundles, world.attached)
+    alone = world.all_equal("gossiping models", "0" if not world.survival.others() else f"more on rank {world.rank}")
+    replica = Gossiping(chosen.model, chosen.params, chosen.optimizers, rounds, bundles, world.attached, alone=alone)
     return chosen.begin(replica, rounds, int)
 
 
@@ -168,6 +170,11 @@ def _check_wire_of_rows(algorithm: Gossip, bundles: Sequence[Bundle]) -> None:
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
             "leave wire out"
         )
+
+
+def _require_nobody_lost(world: World) -> None:
+    if world.lost:
+        raise UsageError(f"{world.lost[0]}: only gossip of weights goes on without it; start again for anything else")
 
 
 def _checked(world: World | None) -> World:

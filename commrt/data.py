@@ -44,8 +44,8 @@ class RingShuffle:
     ``for batch in ring`` is one pass: a tuple of tensors [batch_size, ...], the last of a pass may be smaller; their
     order follows from `seed`, the rank and the pass. Batches leave on the world's lane while the next one is used, so
     the iterator belongs to the thread that trains, and between two batches all ranks make the same collective calls.
-    With a model that gossips, the ring closes around a rank that is lost: its samples are lost with it, and of those
-    that were under way a copy may stay behind.
+    With a model that gossips, the ring closes around a rank that is lost: what it held is lost with it, and batches
+    that were under way then may be lost too, or be there twice.
 
     Costs one batch sent per rank and step, two of them in memory. Raises `UsageError` for samples that cannot travel,
     `DisagreementError` if ranks come with different ones.
@@ -164,7 +164,7 @@ class _Journey:
     def _run(self) -> bool:
         """True if something came: nothing does while ranks that lost one have not come together again."""
         survival = self._world.survival
-        if survival.is_apart:
+        if survival.is_apart or len(self._world.members) == 1:
             return False
         if self._exchange is None:
             self._exchange = self._world.transport.bind(self._group())

@@ -7,16 +7,20 @@ answers: its kernel does that.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 from contextlib import suppress
+from threading import Event
 from weakref import WeakSet
 
-__all__ = ["Doorbell", "is_gone"]
+__all__ = ["Doorbell", "is_gone", "own_address"]
 
 ANSWER_S = 2.0
-"""How long a host may take to answer; one that does not is taken for gone."""
+"""How long a host may take to answer."""
+OVER = (errno.EBADF, errno.EINVAL)
+"""What ``accept`` says of a socket that was closed."""
 ANY_PORT = 9
 """UDP's discard: no packet is sent there."""
 
@@ -25,10 +29,8 @@ class Doorbell:
     """Of one process; reached from wherever the host `towards` is."""
 
     def __init__(self, towards: str) -> None:
-        family, kind, _, _, target = socket.getaddrinfo(towards, ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing: the kernel only chooses the address of ours that leads there
-            host = str(probe.getsockname()[0])
+        host = own_address(towards)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self.address = f"{host} {self._socket.getsockname()[1]}"
         _OPEN.add(self)
@@ -45,20 +47,34 @@ class Doorbell:
         self._socket.close()
 
 
+def own_address(towards: str) -> str:
+    """The address of this host that leads to another one."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses
+        return str(probe.getsockname()[0])
+
+
 def is_gone(address: str) -> bool:
-    """True if nobody listens at a `Doorbell.address` any more."""
+    """True if nobody listens at a `Doorbell.address` any more; a host that does not answer may be alive."""
     host, port = address.split()
     try:
         socket.create_connection((host, int(port)), ANSWER_S).close()
-    except OSError:
+    except ConnectionRefusedError:
         return True
+    except OSError:  # too slow, out of reach, or this process has no sockets left
+        return False
     return False
 
 
 def _answer(listener: socket.socket) -> None:
-    with suppress(OSError):  # it was closed
-        while True:
+    while listener.fileno() >= 0:
+        try:
             listener.accept()[0].close()
+        except OSError as error:
+            if error.errno in OVER:
+                return
+            Event().wait(ANSWER_S)  # no descriptors left; the kernel answers meanwhile
 
 
 _OPEN: WeakSet[Doorbell] = WeakSet()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from commrt.anchor import Hook
 from commrt.autograd import on_gradient
 from commrt.buckets import Named
 from commrt.bundles import Bundle
-from commrt.errors import DeadlineExceeded, UsageError
+from commrt.errors import DisagreementError, UsageError
 from commrt.handover import overwrite_states
 from commrt.progress import Progress
 from commrt.recording import within_range
@@ -31,6 +32,7 @@ from commrt.roster import Roster
 from commrt.rounds import Rounds
 from commrt.stamp import Claim
 from commrt.state import Stateful
+from commrt.survival import LOST
 
 __all__ = ["Gossiping"]
 
@@ -53,6 +55,8 @@ class Gossiping(Replica):
         rounds: Rounds,
         bundles: Sequence[Bundle],
         number: int,
+        *,
+        alone: bool,
     ) -> None:
         super().__init__(model, params, rounds.algorithm, rounds)
         self.bundles = bundles
@@ -68,7 +72,7 @@ class Gossiping(Replica):
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._heard: set[int] = set()
-        rounds.world.survival.begin(self)
+        rounds.world.survival.begin(self, alone)
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
 
     @property
@@ -78,7 +82,7 @@ class Gossiping(Replica):
 
     def _go_on_at(self, step: int) -> None:
         self.drain()
-        self._together(int)  # whoever came back late from a loss is with the others now
+        self.together(int)  # whoever came back late from a loss is with the others now
         self._step = step
 
     def _on_modules(self) -> Iterator[RemovableHandle]:
@@ -185,18 +189,25 @@ class Gossiping(Replica):
 
     def drain(self) -> None:
         """See `Replica.drain`."""
+        if self._is_due:  # no optimizer has stepped
+            self._launch()
         for bundle in self.bundles:
             self._mix(bundle, 0)
         self._report()
 
-    def _together(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], T]) -> T:
         """See `Replica`; once more if a rank is lost."""
+        self._rounds.world.require_all_ranks("what all ranks do together")
         return self._rounds.together(work, self._step)
 
     def _all_have(self, mark: str) -> bool:
-        return self._together(
-            lambda: self._rounds.submit_task(lambda: self._rounds.all_have(mark, self._step)).result()
-        )
+        return self.together(lambda: self._rounds.submit_task(lambda: self._rounds.all_have(mark, self._step)).result())
+
+    def _require_same(self, what: str, claim: str) -> None:
+        """Raise `DisagreementError` on every rank if they come to `what` with different claims; collective."""
+        mark = hashlib.sha256(f"{what} {claim}".encode()).hexdigest()
+        if not self._all_have(mark):
+            raise DisagreementError(f"{what}: the ranks came with different steps or arguments; here {claim}")
 
     def average(self) -> None:
         """See `Replica.average`: the weights as they are, now."""
@@ -227,10 +238,10 @@ class Gossiping(Replica):
         world = self._rounds.world
         self._joins += 1
         shelf = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
-        progress = Progress(shelf, world.rank, lambda: world.members, world.timeout_s)
+        are_gone = world.survival.membership.are_gone
+        progress = Progress(shelf, world.rank, lambda: world.members, world.timeout_s, are_gone)
         progress.begin(self._step)
-        kinds = ", ".join(type(owner).__name__ for owner in also)
-        world.agree("join", also=kinds, step=str(self._step))
+        self._require_same("join", f"{self._step} {','.join(type(owner).__name__ for owner in also)}")
         return progress
 
     def _outlast(self, progress: Progress, also: Sequence[Stateful]) -> None:
@@ -240,14 +251,14 @@ class Gossiping(Replica):
         self._answer_the_others(progress)
         self._rounds.world.joined = None
         self.consolidate()
-        self._together(lambda: self._take_states(progress.last(), also))
+        self.together(lambda: self._take_states(progress.last(), also))
 
     def _answer_the_others(self, progress: Progress) -> None:
         while True:
             try:
                 for _ in progress.outlast(self._step):
                     self._launch()
-            except DeadlineExceeded as failure:
+            except LOST as failure:
                 self._rounds.part(failure, self._step)
             else:
                 return

@@ -110,9 +110,16 @@ class Membership:
     Others look after this process from `towards`, an address in their network.
     """
 
-    def __init__(self, store: Store, rank: int, members: Sequence[int], towards: str | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        towards: str | None = None,
+        timeout_s: Callable[[], float] = lambda: ANSWER_S,
+    ) -> None:
         self._store: Store = PrefixStore("members", store)
-        self._rank, self._towards = rank, towards
+        self._rank, self._towards, self._timeout_s = rank, towards, timeout_s
         self._doorbell: Doorbell | None = None
         self._page, self._is_in = 0, False
         self._again_s = 0.0
@@ -128,7 +135,7 @@ class Membership:
         self._store = another_connection(self._store)  # while one waits on the first for peers to connect
         if self._towards is not None:
             self._doorbell = bell = Doorbell(self._towards)
-            self._asked(lambda: self._store.set(f"bell/{self._rank}", bell.address))
+            self._asked(lambda: self._store.set(f"bell/{self._page}/{self._rank}", bell.address))
 
     def miss(self, failure: TransportError) -> None:
         """Tell the others that this rank is about to break its connections because of `failure`."""
@@ -146,7 +153,7 @@ class Membership:
         if self._is_in:
             self._is_in = False
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-                self._say(LEFT, self.generation, self._rank, why)
+                self._say(LEFT, self.generation, self._rank, why, limit_s=ANSWER_S)
         if self._doorbell is not None:
             self._doorbell.close()
 
@@ -166,6 +173,8 @@ class Membership:
         while (verdict := self._standing()) is None:
             require_open()
             attendance = self._attendance()
+            if self._rank in attendance.left:
+                raise LeftBehind("this rank has left, or was found gone", Place(self._rank, step=step))
             if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s):
                 self._propose(own)
             else:
@@ -208,15 +217,15 @@ class Membership:
         return gone
 
     def _address(self, rank: int) -> str | None:
-        key = f"bell/{rank}"
+        key = f"bell/{self._page}/{rank}"
         return self._asked(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def _asked(self, question: Callable[[], T]) -> T:
-        return ask(question, ANSWER_S, self._rank)
+        return ask(question, self._timeout_s() + ANSWER_S, self._rank)
 
-    def _say(self, *line: object) -> None:
-        said = json.dumps(line) + "\n"
-        ask(lambda: self._store.append(f"log {self._page}", said), ANSWER_S, self._rank)  # type: ignore[attr-defined]  # torch's stub is behind
+    def _say(self, *line: object, limit_s: float | None = None) -> None:
+        said, limit_s = json.dumps(line) + "\n", self._timeout_s() + ANSWER_S if limit_s is None else limit_s
+        ask(lambda: self._store.append(f"log {self._page}", said), limit_s, self._rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
 
 def _reason(verdict: Verdict, rank: int) -> str:

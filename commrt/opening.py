@@ -13,6 +13,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.asking import another_connection
 from commrt.connection import connect_hosts, local_rank
+from commrt.doorbell import own_address
 from commrt.errors import TransportClosed, UsageError
 from commrt.launch import DEFAULT_TIMEOUT_S, LOOPBACK, Launch, default_timeout_s, launched, require_deadlines
 from commrt.rendezvous import is_loopback, meet
@@ -87,8 +88,7 @@ def _in_running_group(timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     connect = _connecting(store, rank)
     transport = connect(0, range(size), timeout_s)
-    towards = LOOPBACK if transport.kind == "shared" else None  # a group does not say where the others are
-    means = Means(connect, towards)
+    means = Means(connect, _towards(transport, None))  # a group does not say where the others are
     return World(transport, store, local, "torch.distributed", holds_store=rank == 0, means=means)
 
 
@@ -98,8 +98,18 @@ def _launched(launch: Launch, timeout_s: float) -> World:
     _joined.add((launch.address, launch.port))
     connect = _connecting(store, launch.rank, LOOPBACK if is_loopback(launch.address) else None)
     transport = connect(0, range(launch.size), timeout_s)
-    holds_store, means = launch.rank == 0 and not launch.store_exists, Means(connect, launch.address)
+    holds_store, means = (
+        launch.rank == 0 and not launch.store_exists,
+        Means(connect, _towards(transport, launch.address)),
+    )
     return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store, means=means)
+
+
+def _towards(transport: Transport, address: str | None) -> str | None:
+    """Whence the ranks see each other; None on the host of `address`, which may know itself by a name of its own."""
+    if transport.kind == "shared" or address is None or is_loopback(address):
+        return LOOPBACK if transport.kind == "shared" or address else None
+    return None if is_loopback(own_address(address)) else address
 
 
 def _connecting(store: Store, rank: int, host: str | None = None) -> Connect:

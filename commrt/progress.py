@@ -10,7 +10,7 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
-from commrt.errors import DeadlineExceeded, Place
+from commrt.errors import DeadlineExceeded, PeerLost, Place
 
 __all__ = ["Progress"]
 
@@ -22,8 +22,16 @@ RUNNING = "running"
 class Progress:
     """Of all `members` that work until they have no more data; collective, and each is made on a shelf of its own."""
 
-    def __init__(self, store: Store, rank: int, members: Callable[[], Sequence[int]], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Callable[[], Sequence[int]],
+        timeout_s: float,
+        are_gone: Callable[[list[int]], bool],
+    ) -> None:
         self._store, self._rank, self._members, self._timeout_s = store, rank, members, timeout_s
+        self._are_gone = are_gone
         self._set("ended", RUNNING)
 
     def begin(self, steps: int) -> None:
@@ -34,7 +42,7 @@ class Progress:
         """This rank has ended after `steps`: the steps that others still do, one by one, as they begin them.
 
         Returns when all have ended and nobody has done more. Raises `DeadlineExceeded` with the ranks of which nothing
-        was heard.
+        was heard, `PeerLost` if one is gone.
         """
         self._set("ended", str(steps))
         heard_s, before = monotonic(), {0: ""}
@@ -57,6 +65,8 @@ class Progress:
         return max(ends, key=lambda rank: (ends[rank], -rank))
 
     def _wait(self, running: list[int], heard_s: float) -> None:
+        if running and self._are_gone(running):
+            raise PeerLost("a rank that had not ended is gone: look at its output", Place(self._rank))
         if monotonic() - heard_s > self._timeout_s:
             what = (
                 f"ranks {running} began no step within {self._timeout_s:g} s, and have not ended: look at their output"

@@ -44,10 +44,10 @@ class Rounds:
     """
 
     def __init__(self, world: World, algorithm: Gossip) -> None:
-        self.world, self.algorithm = world, algorithm
-        self._wanted = algorithm
+        self.world, self._wanted = world, algorithm
         self.members = tuple(world.members)
         """Who takes part."""
+        self.algorithm = algorithm.among(len(self.members)) if world.lost else algorithm
         self._program = lru_cache(KEPT)(self._proven_program)
         self._bound = lru_cache(KEPT)(self._bind)
 
@@ -90,12 +90,17 @@ class Rounds:
             except LOST as error:
                 failure = error
             if self.world.survival.all_came_through(failure):
-                return value
+                return value  # all have one, or the vote would say so
 
     def part(self, failure: TransportError, step: int) -> None:
         """Find out who is left after `failure`, without waiting for the next period."""
-        self.world.lane.submit(lambda: self.world.survival.let_go(failure)).result()
-        self.world.lane.submit(lambda: self._settle(step)).result()
+
+        def come_together() -> None:
+            self.world.survival.let_go(failure)
+            self._reform(step)
+            self.world.survival.reach(step)
+
+        self.world.lane.submit(come_together).result()
 
     def all_have(self, mark: str, step: int) -> bool:
         """True if all members came with the same `mark`; on the lane."""
@@ -106,7 +111,7 @@ class Rounds:
         return True
 
     def _settle(self, step: int) -> None:
-        """Do not wait for the next period: all who are left come here, or to this."""
+        """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
         if self.world.survival.is_broken:
             self._reform(step)
         self.world.survival.apart_until = 0

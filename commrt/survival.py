@@ -7,6 +7,7 @@ from rank to rank, as broken connections, until all know of it and come together
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -59,8 +60,10 @@ class Survival:
     def __init__(
         self, store: Store, transport: Media, lane: Lane, means: Means | None, connect_gpu: ConnectGpu
     ) -> None:
-        self.membership = Membership(store, transport.rank, transport.members, means and means.towards)
+        towards = None if means is None else means.towards
+        self.membership = Membership(store, transport.rank, transport.members, towards, lambda: transport.timeout_s)
         self._dependants: WeakSet[object] = WeakSet()
+        self._is_on = False
         self.apart_until: float = 0
         """The step from which this rank exchanges with the others again; infinite until they have connected."""
         self.room = 0
@@ -71,20 +74,33 @@ class Survival:
 
     @property
     def is_possible(self) -> bool:
-        """True if a lost rank does not end this world: one dependant says when, and it is known how to connect."""
-        return self._means is not None and len(self._dependants) == 1
+        """True if a lost rank does not end this world; the same on all ranks."""
+        return self._is_on
 
-    def begin(self, dependant: object) -> None:
-        """From now on, `dependant` goes on without a lost rank: it calls `let_go`, and `reform` when that suits it."""
+    def others(self) -> int:
+        """Dependants that are there already, without those that were dropped."""
+        if self._dependants:
+            gc.collect()  # a model and its hooks are a cycle
+        return len(self._dependants)
+
+    def begin(self, dependant: object, alone: bool) -> None:
+        """From now on, `dependant` goes on without a lost rank: it calls `let_go`, and `reform` when that suits it.
+
+        Not if it is not `alone`, on all ranks: nobody could say when all come together. Collective.
+        """
+        if self._is_on:
+            self.membership.leave("another model gossips now")
         self._dependants.add(dependant)
-        if self.is_possible:
+        self._is_on = alone and self._means is not None
+        if self._is_on:
             self.membership.enter()
 
     def end(self, dependant: object) -> None:
         """It does not any more, and the others need not wait for this rank."""
-        if dependant in self._dependants:
+        if self._is_on and dependant in self._dependants:
             self.leave("it detached its model")
-            self._dependants.discard(dependant)
+            self._is_on = False
+        self._dependants.discard(dependant)
 
     @property
     def is_apart(self) -> bool:

@@ -90,7 +90,7 @@ class Vote:
         return set(map(int, found.split()))
 
     def _asked(self, question: Callable[[], T]) -> T:
-        return ask(question, ANSWER_S, self.rank)
+        return ask(question, self.timeout_s + ANSWER_S, self.rank)
 
 
 def _pauses() -> Iterator[float]:

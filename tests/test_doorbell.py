@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 
 import casualties
 import pytest
@@ -27,8 +29,21 @@ def test_it_listens_where_the_others_are_and_nowhere_else():
     bell.close()
 
 
-def test_a_host_that_does_not_exist_is_gone():
+@pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EMFILE, "too many open files"), OSError(113, "")])
+def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
+    def fail(*_):
+        raise error
+
     assert is_gone("127.0.0.1 1")
+    monkeypatch.setattr(socket, "create_connection", fail)
+    assert not is_gone("127.0.0.1 1")
+
+
+def test_it_answers_more_often_than_a_queue_is_long(monkeypatch):
+    monkeypatch.setattr(socket, "SOMAXCONN", 2)
+    bell = Doorbell("127.0.0.1")
+    assert [is_gone(bell.address) for _ in range(20)] == [False] * 20
+    bell.close()
 
 
 @pytest.mark.processes

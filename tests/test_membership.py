@@ -128,3 +128,20 @@ def test_those_who_left_one_page_of_the_log_may_enter_the_next():
         room.enter()
     assert assembled(rooms, [3, 3]) == [3, 3]
     assert not rooms[0].lost
+
+
+def test_whoever_has_not_entered_the_next_page_is_not_taken_for_gone():
+    rooms = entered(2)
+    for room in rooms:
+        room.leave("it detached its model")
+    rooms[0].enter()
+    assert not rooms[0].are_gone([1])
+    rooms[1].enter()
+    assert not rooms[0].are_gone([1])
+
+
+def test_who_was_found_gone_and_is_there_after_all_learns_it():
+    rooms = entered(2)
+    rooms[0]._say("left", 1, 1, "rank 0 found that its process is gone")
+    (error,) = assembled(rooms[1:], [4])
+    assert isinstance(error, LeftBehind)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
+from commrt.launch import LOOPBACK
 from commrt.survival import Means
 from commrt.testing import nccl
 from commrt.transport.local import Fabric
@@ -76,7 +77,7 @@ def local_worlds(
     again = AGAIN[chosen](store, size) if chosen in AGAIN else None
 
     def open_one(rank: int, transport: Transport) -> World:
-        means = None if again is None else Means(lambda *given: wrap(again(rank, *given)))
+        means = None if again is None else Means(lambda *given: wrap(again(rank, *given)), LOOPBACK)
         return World(wrap(transport), store, rank, "threads", means=means)
 
     return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]

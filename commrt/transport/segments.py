@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import deque
 from itertools import count
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Segment(NamedTuple):
 class Arena:
     """The segments of one rank. Tensors are cut from them in order; a segment dies with the last tensor on it.
 
-    For one thread at a time, but tensors may die on any.
+    For any thread, and tensors may die on any.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class Arena:
         """Numbers of segments that are no more; whoever tells the peers takes them out."""
         self._living: dict[int, Segment] = {}
         self._numbers = count(1)
+        self._lock = Lock()
         self._memory: mmap.mmap | None = None  # what tensors are cut from now
         self._used = 0
 
@@ -54,10 +56,11 @@ class Arena:
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
-        if self._memory is None or self._used + nbytes > len(self._memory):
-            self._memory, self._used = self._segment(nbytes), 0
-        start, self._used = self._used, aligned(self._used + nbytes)
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
+        with self._lock:
+            if self._memory is None or self._used + nbytes > len(self._memory):
+                self._memory, self._used = self._segment(nbytes), 0
+            start, self._used = self._used, aligned(self._used + nbytes)
+            return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def covers(self, data: Tensor) -> bool:
         """True if `data` lies in a segment of this arena."""
