@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from commrt.answer import Answer
 from commrt.errors import UsageError
+from commrt.journey import Journey, Neighbours, Past
 from commrt.opening import current
-from commrt.row import Row
-from commrt.survival import LOST
-from commrt.transport.protocol import Exchange, Group, Moment, Parcel
 from commrt.world import World
 
 __all__ = ["RingShuffle"]
@@ -44,8 +41,8 @@ class RingShuffle:
     ``for batch in ring`` is one pass: a tuple of tensors [batch_size, ...], the last of a pass may be smaller; their
     order follows from `seed`, the rank and the pass. Batches leave on the world's lane while the next one is used, so
     the iterator belongs to the thread that trains, and between two batches all ranks make the same collective calls.
-    With a model that gossips, the ring closes around a rank that is lost: what it held is lost with it, and batches
-    that were under way then may be lost too, or be there twice.
+    With a model that gossips, the ring closes around a rank that is lost: what it held is lost with it, and nothing
+    else (who was ahead takes back what others did not get), if no rank was more than 8 batches ahead of another.
 
     Costs one batch sent per rank and step, two of them in memory. Raises `UsageError` for samples that cannot travel,
     `DisagreementError` if ranks come with different ones.
@@ -68,8 +65,9 @@ class RingShuffle:
         """Whole ones so far."""
         self._taken = 0  # batches of the running pass
         self._used: Tensor | None = None  # places of the batch that was used last, which is still here
-        self._under_way: _Journey | None = None
-        self._journeys: dict[int, list[_Journey]] = {}  # by size, those at home
+        self._neighbours, self._past = Neighbours(self._world), Past(self._fields)
+        self._under_way: Journey | None = None
+        self._journeys: dict[int, list[Journey]] = {}  # by size, those at home
         kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._fields)
         self._world.agree("RingShuffle", samples=kinds, batch_size=str(self._batch_size))
 
@@ -104,21 +102,21 @@ class RingShuffle:
         if self._used is not None and len(self._world.members) > 1:
             batch = [field[self._used] for field in self._fields]
             self._under_way = self._journey(batch)
-            self._under_way.begin(batch, self._used)
+            self._under_way.begin(batch, self._used, self._past.completed)
         self._used = None
 
-    def _journey(self, batch: Sequence[Tensor]) -> _Journey:
+    def _journey(self, batch: Sequence[Tensor]) -> Journey:
         """One that is at home, unless ranks were lost since it was made: who was to get a batch may still read it."""
         waiting = self._journeys.setdefault(len(batch[0]), [])
         while waiting:
             if (journey := waiting.pop()).room == self._world.survival.room:
                 return journey
-        return _Journey(self._world, batch)
+        return Journey(self._neighbours, batch)
 
     def _arrive(self) -> None:
         if self._under_way is not None:
             journey, self._under_way = self._under_way, None
-            journey.end(self._fields)
+            journey.end(self._past)
             self._journeys[len(journey.places)].append(journey)
 
     def drain(self) -> None:
@@ -141,55 +139,7 @@ class RingShuffle:
         self.passes, self._taken, self._used = state["passes"], state["taken"], state["used"]
         for own, saved in zip(self._fields, state["samples"], strict=True):
             own.copy_(saved)
-
-
-class _Journey:
-    """Room for one batch that leaves and one that comes."""
-
-    def __init__(self, world: World, batch: Sequence[Tensor]) -> None:
-        self._world, self.room = world, world.survival.room
-        self._leaving, self._coming = (Row(batch, world.transport.allocate) for _ in range(2))
-        self._landed = [torch.empty_like(part) for part in batch]
-        self._answer: Answer[bool] | None = None
-        self.places = torch.empty(0, dtype=torch.int64, device="cpu")
-        """Of the batch that leaves, in the shard."""
-        self._exchange: Exchange | None = None
-
-    def begin(self, batch: Sequence[Tensor], places: Tensor) -> None:
-        """To the next rank, from the one before."""
-        self._leaving.fill(batch)
-        self.places = places
-        self._answer = self._world.lane.submit(self._run)
-
-    def _run(self) -> bool:
-        """True if something came: nothing does while ranks that lost one have not come together again."""
-        survival = self._world.survival
-        if survival.is_apart or len(self._world.members) == 1:
-            return False
-        if self._exchange is None:
-            self._exchange = self._world.transport.bind(self._group())
-        try:
-            self._exchange(Moment(0, "samples"))
-            if survival.is_possible:
-                self._world.transport.wait()
-        except LOST as failure:
-            survival.let_go(failure)
-            return False
-        return True
-
-    def _group(self) -> Group:
-        members = self._world.members
-        place = members.index(self._world.rank)
-        after, before = members[(place + 1) % len(members)], members[place - 1]
-        return Group([Parcel(after, self._leaving.flat)], [Parcel(before, self._coming.flat)])
-
-    def end(self, fields: Sequence[Tensor]) -> None:
-        """What has come takes the place of what has left."""
-        if self._answer is not None and not self._answer.result():
-            return
-        self._coming.empty(self._landed)
-        for field, part in zip(fields, self._landed, strict=True):
-            field[self.places] = part
+        self._past.forget()
 
 
 def _stacked(samples: _Indexed | Iterable[Any]) -> tuple[list[Tensor], int | None]:

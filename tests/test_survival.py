@@ -179,24 +179,30 @@ def test_the_only_rank_that_still_had_data_may_be_lost():
     assert [lost for _, lost in seen] == [[1], [1]]
 
 
-def test_a_ring_of_samples_closes_around_a_lost_rank():
+@pytest.mark.parametrize("staleness", [0, 1])
+@given(data=st.data())
+@settings(max_examples=8)
+def test_a_ring_of_samples_closes_around_a_lost_rank_and_loses_what_that_held_and_nothing_else(staleness, data):
+    ranks, kept = data.draw(st.integers(3, 6), "ranks"), 8
+    gone, last = data.draw(st.integers(0, ranks - 1), "gone"), data.draw(st.integers(0, 11), "last step")
+
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
-        mine = torch.arange(8) + 8 * world.rank
-        ring = commrt.RingShuffle((mine,), batch_size=2, world=world)
-        for _ in range(1 if world.rank == 1 else 6):
+        replica, optimizer = attached(world, Gossip(staleness=staleness))
+        ring = commrt.RingShuffle((torch.arange(kept) + kept * world.rank,), batch_size=2, world=world)
+        steps = 0
+        for _ in range(6):
             for step, _ in enumerate(ring):
-                if (world.rank, step) == (1, 2):
+                if world.rank == gone and steps == last:
                     return None
-                local_step(model, optimizer, step, world.rank)
+                local_step(replica.model, optimizer, step, world.rank)
+                steps += 1
+        ring.drain()
         return ring.state_dict()["samples"][0].tolist()
 
-    left = [sample for samples in run_ranks(4, body, timeout_s=PATIENT_S) if samples for sample in samples]
-    assert len(left) == 24
-    assert {sample // 8 for sample in left} >= {0, 2, 3}
-    assert len(set(left)) >= 24 - 4  # of batches under way, on each side of the gap
+    held = [samples for samples in run_ranks(ranks, body, timeout_s=PATIENT_S) if samples is not None]
+    left = [sample for samples in held for sample in samples]
+    assert len(held) == ranks - 1
+    assert len(left) == len(set(left)) == kept * (ranks - 1)
 
 
 def test_after_a_loss_a_checkpoint_is_loaded_by_those_who_are_left():
