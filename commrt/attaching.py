@@ -120,7 +120,7 @@ class _Chosen:
         try:
             replica.overwrite_with_first()
             if have_state(self.optimizers):
-                replica.together(lambda: overwrite_states(lane, self.optimizers, 0))
+                self.world.survival.together(lambda: overwrite_states(lane, self.optimizers, 0))
             prepare()
         except BaseException:
             replica.detach()

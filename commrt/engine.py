@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ COMPARISONS_KEPT = 256
 """Of the schedules and members used last; a digest and a few numbers each."""
 
 
-T = TypeVar("T")
 Bound = Callable[[Schedule, tuple[int, ...]], list[BoundProgram]]
 """The programs of all buckets, for a schedule and who takes part."""
 
@@ -113,10 +111,6 @@ class Engine:
     def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
         """Overwrite `flat` with the first member's."""
         return self.world.lane.submit(lambda: self._broadcast(flat, step))
-
-    def submit_task(self, task: Callable[[], T]) -> Answer[T]:
-        """Run `task`."""
-        return self.world.lane.submit(task)
 
     def submit_roll_call(self, present: bool, step: int) -> Answer[None]:
         """Ask all ranks who still has data; the answer is `members` from here on (empty if nobody)."""

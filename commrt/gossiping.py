@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -22,7 +21,7 @@ from commrt.anchor import Hook
 from commrt.autograd import on_gradient
 from commrt.buckets import Named
 from commrt.bundles import Bundle
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import UsageError
 from commrt.handover import overwrite_states
 from commrt.progress import Progress
 from commrt.recording import within_range
@@ -35,8 +34,6 @@ from commrt.state import Stateful
 from commrt.survival import LOST
 
 __all__ = ["Gossiping"]
-
-T = TypeVar("T")
 
 
 class Gossiping(Replica):
@@ -82,8 +79,8 @@ class Gossiping(Replica):
 
     def _go_on_at(self, step: int) -> None:
         self.drain()
-        self.together(int)  # whoever came back late from a loss is with the others now
-        self._step = step
+        self._rounds.world.survival.together(int)  # whoever came back late from a loss is with the others now
+        self._step = self._rounds.world.survival.step = step
 
     def _on_modules(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -160,6 +157,7 @@ class Gossiping(Replica):
                 self._progress.begin(self._step + 1)
             self._mix_what_nobody_awaits()
         self._step += 1
+        world.survival.step = self._step
 
     def _mix_what_nobody_awaits(self) -> None:
         """Compiled modules call no hooks, nor do those whose parameters others use."""
@@ -195,20 +193,6 @@ class Gossiping(Replica):
             self._mix(bundle, 0)
         self._report()
 
-    def together(self, work: Callable[[], T]) -> T:
-        """See `Replica`; once more if a rank is lost."""
-        self._rounds.world.require_all_ranks("what all ranks do together")
-        return self._rounds.together(work, self._step)
-
-    def _all_have(self, mark: str) -> bool:
-        return self.together(lambda: self._rounds.submit_task(lambda: self._rounds.all_have(mark, self._step)).result())
-
-    def _require_same(self, what: str, claim: str) -> None:
-        """Raise `DisagreementError` on every rank if they come to `what` with different claims; collective."""
-        mark = hashlib.sha256(f"{what} {claim}".encode()).hexdigest()
-        if not self._all_have(mark):
-            raise DisagreementError(f"{what}: the ranks came with different steps or arguments; here {claim}")
-
     def average(self) -> None:
         """See `Replica.average`: the weights as they are, now."""
         if self._is_synchronous:
@@ -241,7 +225,7 @@ class Gossiping(Replica):
         are_gone = world.survival.membership.are_gone
         progress = Progress(shelf, world.rank, lambda: world.members, world.timeout_s, are_gone)
         progress.begin(self._step)
-        self._require_same("join", f"{self._step} {','.join(type(owner).__name__ for owner in also)}")
+        world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         return progress
 
     def _outlast(self, progress: Progress, also: Sequence[Stateful]) -> None:
@@ -251,7 +235,7 @@ class Gossiping(Replica):
         self._answer_the_others(progress)
         self._rounds.world.joined = None
         self.consolidate()
-        self.together(lambda: self._take_states(progress.last(), also))
+        self._rounds.world.survival.together(lambda: self._take_states(progress.last(), also))
 
     def _answer_the_others(self, progress: Progress) -> None:
         while True:
@@ -259,17 +243,16 @@ class Gossiping(Replica):
                 for _ in progress.outlast(self._step):
                     self._launch()
             except LOST as failure:
-                self._rounds.part(failure, self._step)
+                self._rounds.world.survival.part(failure)
             else:
                 return
 
     def _take_states(self, first: int, also: Sequence[Stateful]) -> None:
-        before = self._rounds.members
-        self._rounds.members = (first, *(rank for rank in before if rank != first))
+        self._rounds.first = first
         try:
             overwrite_states(self._rounds, [*self._optimizers, *also], self._step)
         finally:
-            self._rounds.members = before
+            self._rounds.first = None
 
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; waits for all that is under way. Each rank saves a model of its own."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,11 @@ from commrt.algorithms import halving_doubling
 from commrt.buckets import MIB
 from commrt.report import Span
 from commrt.state import Stateful, batches, dump, flatten, load, restore, unread_buffers
+from commrt.survival import Pending
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Broadcasting", "Pending", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
-
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """What the lane will answer."""
-
-    def result(self) -> T_co:
-        """Wait for it, and return or raise it."""
-        ...
+__all__ = ["Broadcasting", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
 
 
 class Broadcasting(Protocol):
@@ -46,10 +35,6 @@ class Broadcasting(Protocol):
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
-        ...
-
-    def submit_task(self, task: Callable[[], T]) -> Pending[T]:
-        """Run `task`, which exchanges, on the world's lane."""
         ...
 
 
@@ -93,7 +78,7 @@ def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tenso
     wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
     schedule = halving_doubling.all_reduce(len(members)).over(members, world=world.size)
-    lane.submit_task(lambda: world.run_now(schedule, flat, Moment(step, "mean"))).result()
+    world.survival.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"))).result()
     return [
         part.view(like.shape) for part, like in zip(torch.split(flat, [t.numel() for t in wide]), wide, strict=True)
     ]

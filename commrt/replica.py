@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -23,8 +22,6 @@ from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint
 
 __all__ = ["Replica", "attached"]
-
-T = TypeVar("T")
 
 
 class Replica(ABC):
@@ -96,11 +93,11 @@ class Replica(ABC):
         self.drain()
         buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
         tensors = [param for _, param in self._params] + [*buffers]
-        values = self.together(lambda: mean(self._lane, tensors, self.step))
+        values = self._lane.world.survival.together(lambda: mean(self._lane, tensors, self.step))
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        self.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
+        self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def disagreement(self) -> float:
         """How far the farthest replica is from the mean of all, relative to the mean's norm; collective.
@@ -110,38 +107,28 @@ class Replica(ABC):
         self._lane.world.require_all_ranks("disagreement()")
         self.drain()
         own = [param.detach() for _, param in self._params]
-        means = self.together(lambda: mean(self._lane, own, self.step))
+        means = self._lane.world.survival.together(lambda: mean(self._lane, own, self.step))
         pairs = [(tensor.double(), value.double()) for tensor, value in zip(own, means, strict=True)]
         apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
         norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
         every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
         every[self._lane.world.rank] = (apart / norm) ** 0.5
-        shares = self.together(lambda: mean(self._lane, [every], self.step))
+        shares = self._lane.world.survival.together(lambda: mean(self._lane, [every], self.step))
         return float(shares[0].max()) * len(self._lane.members)
-
-    def together(self, work: Callable[[], T]) -> T:
-        """`work`, a collective that may be done again."""
-        return work()
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
         self._lane.world.require_all_ranks("overwrite_with_first()")
-        self.together(lambda: overwrite_model(self._lane, self.model, self.step))
+        self._lane.world.survival.together(lambda: overwrite_model(self._lane, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
         self._lane.world.require_all_ranks("sync_buffers()")
-        self.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
+        self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
-        return self._all_have(fingerprint(self.model))
-
-    def _require_same(self, what: str, claim: str) -> None:
-        self._lane.world.agree(what, step=claim)
-
-    def _all_have(self, mark: str) -> bool:
-        return self._lane.world.all_equal("replicas", mark)
+        return self._lane.world.all_equal("replicas", fingerprint(self.model))
 
     @property
     def lost(self) -> tuple[Loss, ...]:
@@ -165,7 +152,7 @@ class Replica(ABC):
         step = state.get("step") if isinstance(state, Mapping) else None
         if not isinstance(step, int) or step < 0:
             raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
-        self._require_same("load_state_dict", str(step))
+        self._lane.world.agree("load_state_dict", step=str(step))
         self._go_on_at(step)
 
     def detach(self) -> None:

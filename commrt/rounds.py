@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +12,8 @@ from torch import Tensor
 from commrt.algorithms.gossip import Gossip
 from commrt.answer import Answer
 from commrt.bundles import Message
-from commrt.errors import DisagreementError, TransportError
+from commrt.errors import DisagreementError
 from commrt.executor import bind
-from commrt.handover import Pending
 from commrt.kernels.layout import STAMP_NUMEL
 from commrt.mixing import promise
 from commrt.program import Program, program
@@ -25,13 +22,11 @@ from commrt.recording import within_range
 from commrt.report import Span
 from commrt.schedule import Schedule
 from commrt.stamp import complaint
-from commrt.survival import LOST
+from commrt.survival import LOST, Pending
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
 from commrt.world import World
 
 __all__ = ["Rounds"]
-
-T = TypeVar("T")
 
 KEPT = 64
 """Programs and exchanges that are kept, of the steps and partners used last."""
@@ -45,11 +40,24 @@ class Rounds:
 
     def __init__(self, world: World, algorithm: Gossip) -> None:
         self.world, self._wanted = world, algorithm
-        self.members = tuple(world.members)
-        """Who takes part."""
-        self.algorithm = algorithm.among(len(self.members)) if world.lost else algorithm
+        self.first: int | None = None
+        """Who broadcasts, if that is not the first of those who take part."""
+        self._generation = world.survival.membership.generation
         self._program = lru_cache(KEPT)(self._proven_program)
         self._bound = lru_cache(KEPT)(self._bind)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who takes part."""
+        members = tuple(self.world.members)
+        if self.first is None:
+            return members
+        return (self.first, *(rank for rank in members if rank != self.first))
+
+    @property
+    def algorithm(self) -> Gossip:
+        """What those who take part run."""
+        return self._wanted.among(len(self.world.members)) if self.world.lost else self._wanted
 
     def schedule(self, step: int) -> Schedule:
         """The exchange of `step`, proven."""
@@ -63,58 +71,7 @@ class Rounds:
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
-        return self.submit_task(lambda: self._broadcast(flat, step))
-
-    def submit_task(self, task: Callable[[], T]) -> Pending[T]:
-        """Run `task`; if that loses a rank, ``result()`` raises it, and the lane goes on."""
-        return _Spared(self.world.lane.submit(lambda: self._spared(task)))
-
-    def _spared(self, task: Callable[[], T]) -> T | TransportError:
-        try:
-            value = task()
-            self.world.transport.wait()
-        except LOST as failure:
-            self.world.survival.let_go(failure)
-            return failure
-        return value
-
-    def together(self, work: Callable[[], T], step: int) -> T:
-        """What `work`, a collective after `step` steps, gives; done again by all who are left if a rank is lost."""
-        if not self.world.survival.is_possible:
-            return work()
-        while True:
-            self.world.lane.submit(lambda: self._settle(step)).result()
-            failure: TransportError | None = None
-            try:
-                value = work()
-            except LOST as error:
-                failure = error
-            if self.world.survival.all_came_through(failure):
-                return value  # all have one, or the vote would say so
-
-    def part(self, failure: TransportError, step: int) -> None:
-        """Find out who is left after `failure`, without waiting for the next period."""
-
-        def come_together() -> None:
-            self.world.survival.let_go(failure)
-            self._reform(step)
-            self.world.survival.reach(step)
-
-        self.world.lane.submit(come_together).result()
-
-    def all_have(self, mark: str, step: int) -> bool:
-        """True if all members came with the same `mark`; on the lane."""
-        try:
-            self.world.require_same_now(mark, self.members, step)
-        except DisagreementError:
-            return False
-        return True
-
-    def _settle(self, step: int) -> None:
-        """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
-        if self.world.survival.is_broken:
-            self._reform(step)
-        self.world.survival.apart_until = 0
+        return self.world.survival.submit(lambda: self._broadcast(flat, step))
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight."""
@@ -132,18 +89,16 @@ class Rounds:
         return Span(bundle, begin_s, perf_counter(), nbytes_sent)
 
     def _come_back(self, step: int) -> None:
-        if self.world.survival.is_broken and step % self.algorithm.period(len(self.members)) == 0:
-            self._reform(step)
-        self.world.survival.reach(step)
-
-    def _reform(self, step: int) -> None:
-        self.world.survival.reform(step)
-        self.members = tuple(self.world.members)
-        self.algorithm = self._wanted.among(len(self.members))
-        self.release()
+        survival = self.world.survival
+        if survival.is_broken and step % self.algorithm.period(len(self.members)) == 0:
+            survival.reform(step)
+        survival.reach(step)
 
     def _exchange(self, message: Message, bundle: int, step: int) -> int:
         """Bytes sent."""
+        if self._generation != (generation := self.world.survival.membership.generation):
+            self._generation = generation
+            self.release()  # it was bound to other connections
         mine = self._program(self.algorithm.schedule(step, len(self.members)))
         if not mine.hops:
             return 0
@@ -188,20 +143,6 @@ class Rounds:
         begin_s = perf_counter()
         nbytes_sent = self.world.broadcast_now(flat, self.members, Moment(step, "state"))
         return Span("state", begin_s, perf_counter(), nbytes_sent)
-
-
-class _Spared(Generic[T]):
-    """An answer that may be the loss of a rank."""
-
-    def __init__(self, answer: Answer[T | TransportError]) -> None:
-        self._answer = answer
-
-    def result(self) -> T:
-        """See `Pending`."""
-        value = self._answer.result()
-        if isinstance(value, TransportError):
-            raise value
-        return value
 
 
 def _require_same_claim(message: Message, bundle: int) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from threading import Event
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
+from commrt.answer import Answer
 from commrt.asking import begun
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.lane import Lane
@@ -27,9 +29,10 @@ from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Transport
 from commrt.vote import Vote
 
-__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Survival"]
+__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Pending", "Survival"]
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 LOOK_S = 0.1
 """Between two looks at who lives."""
@@ -38,6 +41,14 @@ LOST = (PeerLost, DeadlineExceeded)
 
 Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> what carries host memory among them; collective, once in each generation."""
+
+
+class Pending(Protocol[T_co]):
+    """What the lane will answer."""
+
+    def result(self) -> T_co:
+        """Wait for it, and return or raise it."""
+        ...
 
 
 class Means(NamedTuple):
@@ -70,6 +81,8 @@ class Survival:
         """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
         self._store, self._transport, self._lane = store, transport, lane
         self._means, self._connect_gpu = means, connect_gpu
+        self.step = 0
+        """The step that training here comes to next."""
         self._votes = 0  # in this generation: who comes from an earlier step has missed those of the one before
 
     @property
@@ -79,8 +92,10 @@ class Survival:
 
     def others(self) -> int:
         """Dependants that are there already, without those that were dropped."""
-        if self._dependants:
-            gc.collect()  # a model and its hooks are a cycle
+        for pause_s in (0.0, 0.01, 0.1):
+            if self._dependants:
+                Event().wait(pause_s)  # while another thread collects, this one would not
+                gc.collect()  # a model and its hooks are a cycle
         return len(self._dependants)
 
     def begin(self, dependant: object, alone: bool) -> None:
@@ -124,6 +139,50 @@ class Survival:
             self._transport.abort()
             self.apart_until = inf
             self.room += 1
+
+    def submit(self, task: Callable[[], T]) -> Pending[T]:
+        """Run `task` on the lane; where it loses a rank, ``result()`` raises that, and the lane goes on."""
+        return _Spared(self._lane.submit(lambda: self._spared(task)))
+
+    def _spared(self, task: Callable[[], T]) -> T | TransportError:
+        try:
+            value = task()
+            if self._is_on:
+                self._transport.wait()
+        except LOST as failure:
+            self.let_go(failure)
+            return failure
+        return value
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work`, a collective, gives; done again by all who are left if a rank is lost. Not on the lane."""
+        if not self._is_on:
+            return work()
+        while True:
+            self._lane.submit(self._settle).result()
+            failure: TransportError | None = None
+            try:
+                value = work()
+            except LOST as error:
+                failure = error
+            if self._all_came_through(failure):
+                return value  # all have one, or the vote would say so
+
+    def _settle(self) -> None:
+        """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
+        if self.is_broken:
+            self.reform(self.step)
+        self.apart_until = 0
+
+    def part(self, failure: TransportError) -> None:
+        """Find out who is left after `failure`, without waiting for the next period. Not on the lane."""
+
+        def come_together() -> None:
+            self.let_go(failure)
+            self.reform(self.step)
+            self.reach(self.step)
+
+        self._lane.submit(come_together).result()
 
     def reform(self, step: int) -> None:
         """Connect anew with those who are left, before `step`; collective, waits for all whom nobody misses.
@@ -181,8 +240,8 @@ class Survival:
             self._transport.abort()
             raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
 
-    def all_came_through(self, failure: TransportError | None) -> bool:
-        """Has nobody seen a `failure` in what all did together? The same answer everywhere; not on the lane."""
+    def _all_came_through(self, failure: TransportError | None) -> bool:
+        """Has nobody seen a `failure` in what all did together? The same answer everywhere."""
         self._votes += 1
         shelf = PrefixStore(f"vote {self.membership.generation}.{self._votes}", self._store)
         timeout_s = self._transport.timeout_s
@@ -201,3 +260,17 @@ class Survival:
         """After `leave`: hold the store no more."""
         self._means, self._store = None, HashStore()
         self.membership.close()
+
+
+class _Spared(Generic[T]):
+    """An answer that may be the loss of a rank."""
+
+    def __init__(self, answer: Answer[T | TransportError]) -> None:
+        self._answer = answer
+
+    def result(self) -> T:
+        """See `Pending`."""
+        value = self._answer.result()
+        if isinstance(value, TransportError):
+            raise value
+        return value
