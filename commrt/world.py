@@ -133,7 +133,7 @@ class World:
             )
 
     def agree(self, topic: str, **claim: str) -> None:
-        """Compare `claim` with all ranks; see `commrt.agreement.agree`.
+        """Compare `claim` with all ranks; see `commrt.agreement.agree`. Where a model gossips, with those who are left.
 
         The world goes on after a `DisagreementError`, which every rank gets. Whatever else ends the question is this
         rank's alone, so it could take the answer to one question for that to another: the world is given up.

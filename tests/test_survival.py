@@ -34,14 +34,18 @@ PATIENT_S = 30.0
 STEPS = 16
 
 
-def trained(world, algorithm, ends, begin=lambda world: None):
-    """Steps until this rank's end; whom it heard in each, and what it holds."""
-    model = model_of()
+def attached(world, algorithm=None, seed=0):
+    model = model_of(seed)
     optimizer = optimizer_of(model)
-    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=1e-4)
+    return commrt.attach(model, optimizer, algorithm or Gossip(), world=world, bucket_cap_mb=1e-4), optimizer
+
+
+def trained(world, algorithm, ends):
+    """Steps until this rank's end; whom it heard in each, and what it holds."""
+    replica, optimizer = attached(world, algorithm)
     heard = []
     for step in range(ends.get(world.rank, STEPS)):
-        local_step(model, optimizer, step, world.rank)
+        local_step(replica.model, optimizer, step, world.rank)
         replica.drain()
         heard.append(replica.last.heard)
     return replica, heard
@@ -140,15 +144,13 @@ def test_who_detaches_its_model_is_not_waited_for():
 
 def test_a_rank_may_be_lost_in_join_and_all_who_are_left_end_equal():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
+        replica, optimizer = attached(world)
         with replica.join():
             for step in range((3, 6, 9, 12)[world.rank]):
                 if (world.rank, step) == (1, 5):
                     raise OSError("the disk is full")
-                local_step(model, optimizer, step, world.rank)
-        return params(model), replica.step, world.members
+                local_step(replica.model, optimizer, step, world.rank)
+        return params(replica.model), replica.step, world.members
 
     seen = []
     with pytest.raises(OSError, match="the disk is full"):
@@ -160,15 +162,13 @@ def test_a_rank_may_be_lost_in_join_and_all_who_are_left_end_equal():
 
 def test_the_only_rank_that_still_had_data_may_be_lost():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
+        replica, optimizer = attached(world)
         with replica.join():
             for step in range(9 if world.rank == 1 else 3):
                 if (world.rank, step) == (1, 7):
                     raise OSError("the disk is full")
-                local_step(model, optimizer, step, world.rank)
-        return params(model), [loss.rank for loss in replica.lost]
+                local_step(replica.model, optimizer, step, world.rank)
+        return params(replica.model), [loss.rank for loss in replica.lost]
 
     seen, begin_s = [], monotonic()
     with pytest.raises(OSError, match="the disk is full"):
@@ -245,12 +245,6 @@ def test_two_models_that_gossip_in_one_world_end_with_a_lost_rank():
 
     with pytest.raises(commrt.PeerLost):
         run_ranks(3, body, timeout_s=PATIENT_S)
-
-
-def attached(world, algorithm=None, seed=0):
-    model = model_of(seed)
-    optimizer = optimizer_of(model)
-    return commrt.attach(model, optimizer, algorithm or Gossip(), world=world, bucket_cap_mb=1e-4), optimizer
 
 
 def test_models_that_were_dropped_do_not_count_whoever_collected_them():
