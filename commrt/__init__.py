@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commrt.algorithms.backup import BackupWorkers
     from commrt.algorithms.gossip import Gossip
     from commrt.algorithms.halving_doubling import HalvingDoubling
     from commrt.algorithms.ring import Ring
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         DisagreementError,
         LeftBehind,
         PeerLost,
+        QuorumLost,
         ScheduleError,
         TransportError,
         UsageError,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "commrt.algorithms.backup": ("BackupWorkers",),
     "commrt.algorithms.gossip": ("Gossip",),
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
     "commrt.algorithms.ring": ("Ring",),
@@ -57,6 +60,7 @@ _HOMES = {
         "DisagreementError",
         "LeftBehind",
         "PeerLost",
+        "QuorumLost",
         "ScheduleError",
         "TransportError",
         "UsageError",
@@ -78,6 +82,7 @@ __all__ = [
     "COPY",
     "MIX",
     "Algorithm",
+    "BackupWorkers",
     "CommrtError",
     "DeadlineExceeded",
     "DisagreementError",
@@ -86,6 +91,7 @@ __all__ = [
     "LeftBehind",
     "Loss",
     "PeerLost",
+    "QuorumLost",
     "Replica",
     "Ring",
     "RingShuffle",

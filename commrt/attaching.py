@@ -16,6 +16,7 @@ from commrt.admission import (
     check_kinds,
     check_model,
     check_optimizers,
+    check_stateful,
     check_wire,
     describe,
     describe_buffers,
@@ -23,18 +24,21 @@ from commrt.admission import (
     have_state,
     listed,
 )
+from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
-from commrt.buckets import MIB, Named, build_buckets
+from commrt.backed import Backed
+from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.bundles import Bundle, build_bundles, held_by
 from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gossiping import Gossiping
-from commrt.handover import Broadcasting, overwrite_states
+from commrt.handover import Broadcasting, Gathering, overwrite_states
 from commrt.opening import current
-from commrt.replica import Replica, attached
+from commrt.replica import Replica, attached, attached_to
 from commrt.rounds import Rounds
 from commrt.schedule import Algorithm, Schedule
+from commrt.state import Stateful, dump
 from commrt.synchronous import Synchronous
 from commrt.world import World
 
@@ -53,6 +57,7 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     bucket_cap_mb: float = 25.0,
     broadcast_buffers: bool = True,
     graphs: bool = False,
+    also: Sequence[Stateful] = (),
 ) -> Replica:
     """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over all ranks.
 
@@ -68,12 +73,15 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
     not read them). With `graphs`, not yet tried on a GPU (docs/nccl.md), a device remembers what it does for a bucket
     after two steps with a schedule, and repeats it by one launch; `Replica.why_not_graphs` says where it does not.
+    With `BackupWorkers` a rank that was late takes the state of another: name in `also` what goes along with the
+    optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
     Collective. The hooks live as long as the model, or until `Replica.detach`.
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """
     world = _checked(world)
     world.require_all_ranks("attach()")
+    _require_room(world)
     check_kinds(model, algorithm)
     optimizers = listed(optimizer)
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -85,6 +93,11 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
         world.connect(device)
     world.attached += 1
     chosen = _Chosen(world, model, params, optimizers, wire, int(bucket_cap_mb * MIB))
+    if isinstance(algorithm, BackupWorkers):
+        algorithm.needed(world.size)
+        if world.size > 1:
+            return _backed(chosen, algorithm, also, broadcast_buffers)
+        algorithm = algorithm.inner
     if isinstance(algorithm, Gossip) and algorithm.payload == "weights":
         return _gossiping(chosen, algorithm)
     _require_nobody_lost(world)
@@ -151,6 +164,33 @@ def _synchronous(chosen: _Chosen, algorithm: Algorithm, broadcast_buffers: bool,
     return chosen.begin(replica, engine, lambda: engine.submit_preparation(0).result())
 
 
+def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful], broadcast_buffers: bool) -> Replica:
+    world, needed = chosen.world, algorithm.needed(chosen.world.size)
+    _check_for_backups(chosen, also)
+
+    def cut(params: Sequence[Named]) -> list[Bucket]:
+        return build_buckets(params, chosen.wire, chosen.cap_nbytes, world.attached, allocate=world.transport.allocate)
+
+    engine = Engine(world, algorithm.inner, cut(chosen.params[::-1]), players=needed)
+    chosen.agree(algorithm, engine.schedule(0), engine.buckets, broadcast_buffers=str(broadcast_buffers))
+    replica = Backed(chosen.model, chosen.optimizers, also, algorithm, engine, cut, broadcast_buffers=broadcast_buffers)
+    return chosen.begin(replica, Gathering(world), replica.drain)
+
+
+def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
+    check_stateful(also)
+    if not chosen.optimizers:
+        raise UsageError("BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)")
+    if not dump([*chosen.optimizers, *also]).numel():
+        raise UsageError("the state of the optimizers, or of also=, is more than plain values: it cannot be sent")
+    own = f"more on rank {chosen.world.rank}" if attached_to(chosen.world) else "0"
+    if not chosen.world.all_equal("other models", own) or own != "0":
+        raise UsageError(
+            "another model is attached to this world, and with BackupWorkers ranks do different numbers of steps: "
+            "attach them as one, in an nn.ModuleList, or detach() the other"
+        )
+
+
 def _gossiping(chosen: _Chosen, algorithm: Gossip) -> Replica:
     world = chosen.world
     rounds = Rounds(world, algorithm)
@@ -169,6 +209,14 @@ def _check_wire_of_rows(algorithm: Gossip, bundles: Sequence[Bundle]) -> None:
         raise UsageError(
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
             "leave wire out"
+        )
+
+
+def _require_room(world: World) -> None:
+    if world.survival.has_need:
+        raise UsageError(
+            "a model with BackupWorkers is attached to this world, whose ranks do different numbers of steps: attach "
+            "both as one, in an nn.ModuleList, or detach() it first"
         )
 
 

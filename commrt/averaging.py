@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from time import perf_counter
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from commrt.admission import describe_buffers
 from commrt.answer import Answer
 from commrt.autograd import current_pass
-from commrt.buckets import Bucket, Named
-from commrt.engine import Engine
+from commrt.engine import Cut, Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
 from commrt.ready import LaunchOrder
@@ -23,11 +22,9 @@ from commrt.roster import Roster
 from commrt.row import Row
 from commrt.stamp import WIDTHS, Claim
 from commrt.state import unread_buffers
+from commrt.survival import Pending
 
-__all__ = ["BY_HAND", "LATE", "Averaging", "Cut"]
-
-Cut = Callable[[Sequence[Named]], list[Bucket]]
-"""Makes buckets of parameters, given in the order in which gradients become ready."""
+__all__ = ["BY_HAND", "LATE", "Averaging"]
 
 LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 """In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
@@ -60,7 +57,7 @@ class Averaging:
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._settings = 0  # of the optimizers, as ranks compare them
         self._roll_call: Answer[None] | None = None
-        self._in_flight: list[Answer[Span]] = []
+        self._in_flight: list[Pending[Span]] = []
 
     def is_new(self, what: str) -> bool:
         """True if `what`, which comes from the running backward pass, is the first of a step.

@@ -182,6 +182,10 @@ class Bucket:
             if made.is_cuda:  # made on the lane's stream, used and freed on this one
                 made.record_stream(torch.cuda.current_stream(made.device))
             self.params[i][1].grad = made
+        self.release()
+
+    def release(self) -> None:
+        """Instead of `settle`, for what will not be used: let go of the gradients."""
         self._grads, self._made, self._versions = [], {}, []  # or they would live until the next step
 
     def _require_agreement(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from commrt.algorithms import halving_doubling
 from commrt.algorithms.gossip import Gossip
 from commrt.answer import Answer
-from commrt.buckets import Bucket
+from commrt.buckets import Bucket, Named
 from commrt.collective import Collective, all_reduce
 from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
@@ -25,10 +25,11 @@ from commrt.recording import within_range
 from commrt.repeating import Repetition
 from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
+from commrt.survival import Pending
 from commrt.transport.protocol import Group, Moment, Parcel
 from commrt.world import World
 
-__all__ = ["Engine"]
+__all__ = ["Cut", "Engine"]
 
 KEPT = 16
 """Proofs and bound programs that are kept, of the schedules and members used last."""
@@ -36,6 +37,8 @@ COMPARISONS_KEPT = 256
 """Of the schedules and members used last; a digest and a few numbers each."""
 
 
+Cut = Callable[[Sequence[Named]], list[Bucket]]
+"""Makes buckets of parameters, given in the order in which gradients become ready."""
 Bound = Callable[[Schedule, tuple[int, ...]], list[BoundProgram]]
 """The programs of all buckets, for a schedule and who takes part."""
 
@@ -47,8 +50,17 @@ class Engine:
     same answer is proven and bound once.
     """
 
-    def __init__(self, world: World, algorithm: Algorithm, buckets: Sequence[Bucket], *, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        algorithm: Algorithm,
+        buckets: Sequence[Bucket],
+        *,
+        graphs: bool = False,
+        players: int | None = None,
+    ) -> None:
         self.world = world
+        self._players = world.size if players is None else players  # of a step, when all goes well
         self._graphs = graphs
         self.algorithm = algorithm
         self.members = tuple(range(world.size))
@@ -59,8 +71,8 @@ class Engine:
         self.replace_buckets(buckets)
 
     def schedule(self, step: int) -> Schedule:
-        """What training step `step` runs when everybody takes part; proven."""
-        return self._proven(self.algorithm.schedule(step, self.world.size))
+        """What training step `step` runs when as many take part as should; proven."""
+        return self._proven(self.algorithm.schedule(step, self._players))
 
     def _prove(self, schedule: Schedule) -> Schedule:
         prove(schedule, self._promise(schedule))
@@ -108,9 +120,9 @@ class Engine:
         bound = self._bound
         return self.world.lane.submit(lambda: self._carry(bucket, step, bound))
 
-    def submit_broadcast(self, flat: Tensor, step: int) -> Answer[Span]:
+    def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
-        return self.world.lane.submit(lambda: self._broadcast(flat, step))
+        return self.world.lane.submit(lambda: self.broadcast_now(flat, step))
 
     def submit_roll_call(self, present: bool, step: int) -> Answer[None]:
         """Ask all ranks who still has data; the answer is `members` from here on (empty if nobody)."""
@@ -143,6 +155,17 @@ class Engine:
             if not self._repeat(bucket, programs, step):
                 self._carry_by_calls(bucket, programs[bucket.index], step)
         return Span(bucket.index, begin_s, perf_counter(), programs[bucket.index].nbytes_sent)
+
+    def gather_now(self, bucket: Bucket, step: int) -> Span:
+        """Add up `bucket` over `members`, and leave the sum on the wire for `Bucket.unpack`; on the lane."""
+        begin_s = perf_counter()
+        schedule, recorder = self.algorithm.schedule(step, len(self.members)), self.world.recorder
+        own = self._bound(self._proven(schedule), self.members)[bucket.index]
+        with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
+            with within_range(recorder, "pack"):
+                bucket.pack(self._scale())
+            own.run(Moment(step, bucket.index), recorder)
+        return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
     def _repeat(self, bucket: Bucket, programs: Sequence[BoundProgram], step: int) -> bool:
         """True if the device knew what to do."""
@@ -191,7 +214,8 @@ class Engine:
         """What all ranks compared before the first step."""
         return self._digest(self.schedule(0)), tuple(range(self.world.size))
 
-    def _broadcast(self, flat: Tensor, step: int) -> Span:
+    def broadcast_now(self, flat: Tensor, step: int) -> Span:
+        """Overwrite `flat` with the first member's; on the lane."""
         begin_s = perf_counter()
         nbytes_sent = self.world.broadcast_now(flat, self.members, Moment(step, "state"))
         return Span("state", begin_s, perf_counter(), nbytes_sent)

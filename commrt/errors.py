@@ -12,7 +12,8 @@
         ├── PeerLost               the connection to the peer broke: its process is gone
         ├── SizeMismatch           two ends of one transfer disagree about its size
         ├── TransportClosed        this side closed the transport, or an earlier error did
-        └── LeftBehind             the others go on, and did not wait for this rank
+        ├── LeftBehind             the others go on, and did not wait for this rank
+        └── QuorumLost             fewer ranks are left than gradients are needed for a step
 
 A message says what happened, what was expected, and what to do. ``UsageError`` is a ``ValueError`` and
 ``DeadlineExceeded`` a ``TimeoutError``, so code that knows nothing of commrt can still catch them.
@@ -29,6 +30,7 @@ __all__ = [
     "LeftBehind",
     "PeerLost",
     "Place",
+    "QuorumLost",
     "ScheduleError",
     "SizeMismatch",
     "TransportClosed",
@@ -103,3 +105,7 @@ class TransportClosed(TransportError):
 
 class LeftBehind(TransportError):
     """The other ranks lost one and came together again without this rank, which came too late or was out of reach."""
+
+
+class QuorumLost(TransportError):
+    """With backup workers: fewer ranks are left than gradients are needed for a step."""

@@ -81,6 +81,11 @@ class Gate:
         self._held_back = self._closed = False
         self._unused_by = {id(optimizer) for optimizer in self._optimizers}
 
+    def drop(self) -> None:
+        """The gradients at hand are not to be used."""
+        self._held_back = self._closed = False
+        self._unused_by.clear()
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._require_sound()
         self._refuse_strangers(optimizer)

@@ -69,7 +69,7 @@ class Gossiping(Replica):
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._heard: set[int] = set()
-        rounds.world.survival.begin(self, alone)
+        rounds.world.survival.begin(self, alone=alone)
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
 
     @property

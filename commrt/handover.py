@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from commrt.survival import Pending
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Broadcasting", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
+__all__ = ["Broadcasting", "Gathering", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
 
 
 class Broadcasting(Protocol):
@@ -36,6 +37,27 @@ class Broadcasting(Protocol):
     def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
         ...
+
+
+class Gathering:
+    """All ranks that are left, as a `Broadcasting`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See `Broadcasting`."""
+        return tuple(self.world.members)
+
+    def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
+        """See `Broadcasting`."""
+        return self.world.survival.submit(lambda: self._broadcast(flat, step))
+
+    def _broadcast(self, flat: Tensor, step: int) -> Span:
+        begin_s = perf_counter()
+        nbytes_sent = self.world.broadcast_now(flat, self.members, Moment(step, "state"))
+        return Span("state", begin_s, perf_counter(), nbytes_sent)
 
 
 def overwrite_model(lane: Broadcasting, model: nn.Module, step: int) -> None:

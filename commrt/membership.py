@@ -7,6 +7,9 @@ All that is said is one log on the store, of which everybody reads the whole. It
     here g rank step          rank has come to g, before its step `step`
     left g rank why           rank comes to nothing any more: it closed its world, failed, or was found gone
 
+Where those who come need not wait for a rank that is alive, one that was left behind, or that takes the place of a dead
+one, is a member again once it is here.
+
 Who breaks its connections says so first. So a rank that is missed and says nothing is gone, or stopped. Those who wait
 look after those who do not come (`commrt.doorbell`), and a rank of which only a connection broke is not missed while it
 lives. The first verdict stands, and is everybody's.
@@ -15,7 +18,7 @@ lives. The first verdict stands, and is everybody's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event
@@ -40,6 +43,17 @@ AGAIN_S = 0.2
 T = TypeVar("T")
 
 MISSED, HERE, LEFT = "missed", "here", "left"
+
+
+class Need(NamedTuple):
+    """For those who need not wait for a rank that is alive."""
+
+    members: int
+    """So many must come, or the deadline passes."""
+    patience_s: float
+    """How long one that promised nothing may be silent."""
+    summon: Callable[[int, int], bool]
+    """(rank, generation) -> it promised to come; from any thread."""
 
 
 class Loss(NamedTuple):
@@ -76,32 +90,66 @@ class Attendance:
     """Likewise."""
 
     @classmethod
-    def of(cls, lines: Iterable[Sequence[Any]], generation: int) -> Attendance:
-        """What the log says of `generation`."""
+    def of(cls, lines: Iterable[Sequence[Any]], generation: int, *, may_return: bool = False) -> Attendance:
+        """What the log says of `generation`; who has left may come to it if ranks `may_return`."""
         said = [(kind, g == generation, *rest) for kind, g, *rest in lines]
+        left: dict[int, str] = {}
+        for kind, is_now, rank, *rest in said:
+            if kind == LEFT:
+                left[rank] = rest[0]
+            elif kind == HERE and is_now and may_return:
+                left.pop(rank, None)  # it is back, or another took its place
         missed = [rest for kind, is_now, *rest in said if kind == MISSED and is_now]
         return cls(
             here={rank: step for kind, is_now, rank, step, *_ in said if kind == HERE and is_now},
             coming=frozenset(rank for rank, *_ in missed),
             missed={peer: why for _, peer, why in missed},
-            left={rank: why for kind, _, rank, why, *_ in said if kind == LEFT},
+            left=left,
         )
+
+    def candidates(self, members: Sequence[int]) -> list[int]:
+        """The `members` before, and those who have come back."""
+        return sorted({*members, *self.here})
 
     def absent(self, members: Sequence[int]) -> list[int]:
         """Those who may still come."""
         return [rank for rank in members if rank not in self.here and rank not in self.left]
 
-    def verdict(self, members: Sequence[int], waited_s: float, timeout_s: float) -> Verdict | None:
+    def verdict(
+        self,
+        members: Sequence[int],
+        waited_s: float,
+        timeout_s: float,
+        need: Need | None = None,
+        promised: Collection[int] = (),
+    ) -> Verdict | None:
         """What follows after waiting so long; None if it is too early to say."""
-        absent = self.absent(members)
-        awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
-        stay = tuple(rank for rank in members if rank in self.here and rank not in self.left)
-        if not stay or waited_s < (timeout_s if awaited else min(GRACE_S, timeout_s) if absent else 0.0):
+        candidates = self.candidates(members)
+        stay = tuple(rank for rank in candidates if rank in self.here and rank not in self.left)
+        if not stay or waited_s < self._wait_s(members, stay, timeout_s, need, promised):
             return None
         step = max(self.here[rank] for rank in stay)
-        late = f"did not come within {timeout_s:g} s"
+        late = f"did not come within {timeout_s if need is None else need.patience_s:g} s"
         reasons = {rank: self.left.get(rank) or self.missed.get(rank) or late for rank in members if rank not in stay}
         return Verdict(stay, step, tuple(Loss(rank, step, why) for rank, why in reasons.items()))
+
+    def _wait_s(
+        self,
+        members: Sequence[int],
+        stay: Sequence[int],
+        timeout_s: float,
+        need: Need | None,
+        promised: Collection[int],
+    ) -> float:
+        """How long those who are here wait."""
+        absent = self.absent(members)
+        if need is None:
+            awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
+            silent_s = GRACE_S
+        else:
+            awaited = [rank for rank in absent if rank in self.coming or rank in promised or len(stay) < need.members]
+            silent_s = need.patience_s
+        return timeout_s if awaited else min(silent_s, timeout_s) if absent else 0.0
 
 
 class Membership:
@@ -123,15 +171,17 @@ class Membership:
         self._doorbell: Doorbell | None = None
         self._page, self._is_in = 0, False
         self._again_s = 0.0
+        self._need: Need | None = None
+        self._bells: dict[int, str] = {}  # by rank, of those that were looked after
         self.members = tuple(members)
         self.generation = 0
         """How often they have come together again."""
         self.lost: tuple[Loss, ...] = ()
         """All so far, in the order in which they were."""
 
-    def enter(self) -> None:
+    def enter(self, need: Need | None = None) -> None:
         """Take part, on a new page of the log, and let the others see whether this process is alive; collective."""
-        self._page, self._is_in = self._page + 1, True
+        self._page, self._is_in, self._need, self._bells = self._page + 1, True, need, {}
         self._store = another_connection(self._store)  # while one waits on the first for peers to connect
         if self._towards is not None:
             self._doorbell = bell = Doorbell(self._towards)
@@ -169,21 +219,30 @@ class Membership:
         """
         self.generation += 1
         self._say(HERE, self.generation, self._rank, step)
-        begin_s = monotonic()
+        begin_s, promised = monotonic(), set[int]()
         while (verdict := self._standing()) is None:
             require_open()
             attendance = self._attendance()
             if self._rank in attendance.left:
                 raise LeftBehind("this rank has left, or was found gone", Place(self._rank, step=step))
-            if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s):
+            if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s, self._need, promised):
                 self._propose(own)
             else:
-                self._look_after(attendance)
+                self._look_after(attendance, promised)
         if self._rank not in verdict.members:
             what = f"the other ranks went on without this one, which came too late: {_reason(verdict, self._rank)}"
             raise LeftBehind(what, Place(self._rank, step=verdict.step))
-        self.members, self.lost = verdict.members, (*self.lost, *verdict.lost)
+        self.members = verdict.members
+        self.lost = tuple(loss for loss in (*self.lost, *verdict.lost) if loss.rank not in verdict.members)
         return verdict.step
+
+    def follow(self) -> None:
+        """Learn to which generation the others have come without this rank."""
+        self.generation += 1
+        while (verdict := self._standing()) is not None:
+            self.members = verdict.members
+            self.generation += 1
+        self.generation -= 1
 
     def _standing(self) -> Verdict | None:
         key = f"verdict {self.generation}"
@@ -195,26 +254,41 @@ class Membership:
 
     def _attendance(self) -> Attendance:
         said = self._asked(lambda: self._store.get(f"log {self._page}")).decode().splitlines()
-        return Attendance.of(map(json.loads, said), self.generation)
+        return Attendance.of(map(json.loads, said), self.generation, may_return=self._need is not None)
 
     def _propose(self, verdict: Verdict) -> None:
         self._asked(lambda: self._store.compare_set(f"verdict {self.generation}", "", json.dumps(verdict)))
 
-    def _look_after(self, attendance: Attendance) -> None:
-        """Wait a little, then see whether those who are not here are alive."""
+    def _look_after(self, attendance: Attendance, promised: set[int]) -> None:
+        """Wait a little, then see whether those who are not here are alive, and whether they will come."""
         place = 1 + list(attendance.here).index(self._rank)
         Event().wait(min(LOOK_S * place, LOOK_MOST_S))
         for rank in attendance.absent(self.members):
-            if (bell := self._address(rank)) is not None and is_gone(bell):
+            if self._is_gone(rank):
                 self._say(LEFT, self.generation, rank, f"rank {self._rank} found that its process is gone")
+            elif self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
+                promised.add(rank)
 
     def are_gone(self, ranks: Iterable[int]) -> bool:
         """True if the process of one of them does not live; asks no more often than each `AGAIN_S`."""
         if monotonic() < self._again_s:
             return False
-        gone = any(bell is not None and is_gone(bell) for bell in map(self._address, ranks))
+        found = bool(self.gone(ranks))
         self._again_s = monotonic() + AGAIN_S
-        return gone
+        return found
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Those whose process does not live."""
+        return [rank for rank in ranks if self._is_gone(rank)]
+
+    def _is_gone(self, rank: int) -> bool:
+        known = self._bells.get(rank)
+        if known is not None and not is_gone(known):
+            return False
+        bell = self._address(rank)  # another process may have taken its place
+        if bell is not None:
+            self._bells[rank] = bell
+        return bell is not None and is_gone(bell)
 
     def _address(self, rank: int) -> str | None:
         key = f"bell/{self._page}/{rank}"

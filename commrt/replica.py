@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from threading import Event
 from weakref import WeakSet
 
 import torch
@@ -20,8 +22,9 @@ from commrt.membership import Loss
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint
+from commrt.world import World
 
-__all__ = ["Replica", "attached"]
+__all__ = ["Replica", "attached", "attached_to"]
 
 
 class Replica(ABC):
@@ -38,6 +41,7 @@ class Replica(ABC):
         self._stats = Stats()
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
+        self._last_words: list[Callable[[], object]] = []
 
     def _live(self, handles: Sequence[RemovableHandle]) -> None:
         """From now on until `detach`."""
@@ -84,47 +88,54 @@ class Replica(ABC):
     def drain(self) -> None:
         """Wait for all that is under way, and use it; before weights are saved or looked at. Not collective."""
 
+    def before_giving_up(self, call: Callable[[], object]) -> None:
+        """With backup workers: call `call` on every survivor before it raises `QuorumLost`, to save a checkpoint.
+
+        The weights are those of the last whole step then.
+        """
+        self._last_words.append(call)
+
     def consolidate(self) -> None:
         """Make all replicas bitwise equal now: the mean of what is floating point, rank 0's of the rest; collective.
 
         Optimizers keep what each rank's have gathered.
         """
-        self._lane.world.require_all_ranks("consolidate()")
-        self.drain()
-        buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
-        tensors = [param for _, param in self._params] + [*buffers]
-        values = self._lane.world.survival.together(lambda: mean(self._lane, tensors, self.step))
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
+        with self._lane.world.gathered("consolidate()"):
+            self.drain()
+            buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
+            tensors = [param for _, param in self._params] + [*buffers]
+            values = self._lane.world.survival.together(lambda: mean(self._lane, tensors, self.step))
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def disagreement(self) -> float:
         """How far the farthest replica is from the mean of all, relative to the mean's norm; collective.
 
         Costs two all-reduces, one of them of all parameters in fp32.
         """
-        self._lane.world.require_all_ranks("disagreement()")
-        self.drain()
-        own = [param.detach() for _, param in self._params]
-        means = self._lane.world.survival.together(lambda: mean(self._lane, own, self.step))
-        pairs = [(tensor.double(), value.double()) for tensor, value in zip(own, means, strict=True)]
-        apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
-        norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
-        every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
-        every[self._lane.world.rank] = (apart / norm) ** 0.5
-        shares = self._lane.world.survival.together(lambda: mean(self._lane, [every], self.step))
-        return float(shares[0].max()) * len(self._lane.members)
+        with self._lane.world.gathered("disagreement()"):
+            self.drain()
+            own = [param.detach() for _, param in self._params]
+            means = self._lane.world.survival.together(lambda: mean(self._lane, own, self.step))
+            pairs = [(tensor.double(), value.double()) for tensor, value in zip(own, means, strict=True)]
+            apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
+            norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
+            every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
+            every[self._lane.world.rank] = (apart / norm) ** 0.5
+            shares = self._lane.world.survival.together(lambda: mean(self._lane, [every], self.step))
+            return float(shares[0].max()) * len(self._lane.members)
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
-        self._lane.world.require_all_ranks("overwrite_with_first()")
-        self._lane.world.survival.together(lambda: overwrite_model(self._lane, self.model, self.step))
+        with self._lane.world.gathered("overwrite_with_first()"):
+            self._lane.world.survival.together(lambda: overwrite_model(self._lane, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
-        self._lane.world.require_all_ranks("sync_buffers()")
-        self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
+        with self._lane.world.gathered("sync_buffers()"):
+            self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
@@ -152,8 +163,9 @@ class Replica(ABC):
         step = state.get("step") if isinstance(state, Mapping) else None
         if not isinstance(step, int) or step < 0:
             raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
-        self._lane.world.agree("load_state_dict", step=str(step))
-        self._go_on_at(step)
+        with self._lane.world.gathered("load_state_dict()"):
+            self._lane.world.agree("load_state_dict", step=str(step))
+            self._go_on_at(step)
 
     def detach(self) -> None:
         """Remove every hook; the model is a plain model again. Not collective."""
@@ -175,3 +187,16 @@ def attached(params: Iterable[Tensor]) -> list[bool]:
     """Which of `params` have a replica."""
     taken = {id(param) for replica in _replicas for _, param in replica._params}  # noqa: SLF001  # of this module
     return [id(param) in taken for param in params]
+
+
+def attached_to(world: World) -> int:
+    """How many models are attached to `world`, without those that were dropped."""
+    for pause_s in (0.0, 0.01, 0.1):
+        if _of(world):
+            Event().wait(pause_s)  # while another thread collects, this one would not
+            gc.collect()  # a model and its hooks are a cycle
+    return _of(world)
+
+
+def _of(world: World) -> int:
+    return sum(replica._lane.world is world for replica in _replicas)  # noqa: SLF001  # of this module

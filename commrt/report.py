@@ -20,7 +20,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one synchronous step cost this rank."""
+    """What one step was, and cost this rank."""
 
     step: int
     members: tuple[int, ...]
@@ -31,6 +31,16 @@ class StepReport:
     """The lane's work, bucket by bucket."""
     heard: frozenset[int] = frozenset()
     """By gossip: the ranks whose values were mixed in."""
+    counted: bool = True
+    """This rank's gradient was used; with backup workers it may have come too late."""
+    late_s: float = 0.0
+    """With backup workers: how much later than the last that counted this rank's gradient was ready. So long would all
+    have waited for it (clocks of hosts may differ)."""
+    samples: int | None = None
+    """With backup workers: how many the gradients that counted were made of, by the first dimension of what the models
+    were given; None if a member could not say."""
+    dropped: tuple[int, ...] = ()
+    """With backup workers: the ranks whose gradients did not count, slow, stopped or gone."""
 
     @property
     def comm_s(self) -> float:
@@ -52,6 +62,11 @@ class Stats:
     exposed_s: float = 0.0
     nbytes_sent: int = 0
     heard: frozenset[int] = frozenset()
+    counted: int = 0
+    """Steps in which this rank's gradient was used."""
+    late_s: float = 0.0
+    samples: int = 0
+    """As far as members could say."""
 
     def plus(self, report: StepReport) -> Stats:
         """With one more step."""
@@ -61,4 +76,7 @@ class Stats:
             self.exposed_s + report.exposed_s,
             self.nbytes_sent + report.nbytes_sent,
             self.heard | report.heard,
+            self.counted + report.counted,
+            self.late_s + report.late_s,
+            self.samples + (report.samples or 0),
         )

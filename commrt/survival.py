@@ -22,9 +22,9 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.answer import Answer
 from commrt.asking import begun
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
 from commrt.lane import Lane
-from commrt.membership import Membership
+from commrt.membership import Loss, Membership, Need
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Transport
 from commrt.vote import Vote
@@ -71,10 +71,17 @@ class Survival:
     def __init__(
         self, store: Store, transport: Media, lane: Lane, means: Means | None, connect_gpu: ConnectGpu
     ) -> None:
-        towards = None if means is None else means.towards
-        self.membership = Membership(store, transport.rank, transport.members, towards, lambda: transport.timeout_s)
+        self.towards = None if means is None else means.towards
+        """Whence the others see this rank, where that is known."""
+        self.membership = Membership(
+            store, transport.rank, transport.members, self.towards, lambda: transport.timeout_s
+        )
         self._dependants: WeakSet[object] = WeakSet()
         self._is_on = False
+        self._need: Need | None = None
+        self._called = 0  # the latest generation to which others called this rank
+        self.is_outside = False
+        """The others have connected anew without this rank, which is alive: `rejoin`."""
         self.apart_until: float = 0
         """The step from which this rank exchanges with the others again; infinite until they have connected."""
         self.room = 0
@@ -84,6 +91,11 @@ class Survival:
         self.step = 0
         """The step that training here comes to next."""
         self._votes = 0  # in this generation: who comes from an earlier step has missed those of the one before
+
+    @property
+    def has_need(self) -> bool:
+        """True if what is attached has ranks do different numbers of steps, so that nothing else can be beside it."""
+        return self._need is not None
 
     @property
     def is_possible(self) -> bool:
@@ -98,23 +110,25 @@ class Survival:
                 gc.collect()  # a model and its hooks are a cycle
         return len(self._dependants)
 
-    def begin(self, dependant: object, alone: bool) -> None:
+    def begin(self, dependant: object, *, alone: bool, need: Need | None = None) -> None:
         """From now on, `dependant` goes on without a lost rank: it calls `let_go`, and `reform` when that suits it.
 
-        Not if it is not `alone`, on all ranks: nobody could say when all come together. Collective.
+        Not if it is not `alone`, on all ranks: nobody could say when all come together. Where all there is to `need` is
+        so many ranks, those who come go on without who is silent, and that one can `rejoin`. Collective.
         """
         if self._is_on:
             self.membership.leave("another model gossips now")
         self._dependants.add(dependant)
         self._is_on = alone and self._means is not None
+        self._need = need
         if self._is_on:
-            self.membership.enter()
+            self.membership.enter(need)
 
     def end(self, dependant: object) -> None:
         """It does not any more, and the others need not wait for this rank."""
         if self._is_on and dependant in self._dependants:
             self.leave("it detached its model")
-            self._is_on = False
+            self._is_on, self._need = False, None
         self._dependants.discard(dependant)
 
     @property
@@ -189,28 +203,83 @@ class Survival:
 
         Raises `LeftBehind` if they did not wait for this rank.
         """
+        if not self.is_broken:
+            self._transport.abort()  # or who waits for this rank would not come
         begin: float = inf
         while begin == inf:
-            before = len(self.membership.lost)
-            begin = self.membership.assemble(step, self._transport.timeout_s, self._require_open)
+            before = self.membership.lost
+            begin = self._assembled(step)
             self._tell(before)
+            self._require_enough(step)
             try:
                 self._connect()
             except LOST as failure:  # one was lost on the way
                 self.membership.miss(failure)
                 begin = inf
-        self.apart_until, self._votes = begin, 0
+        self.apart_until, self._votes, self.is_outside = begin, 0, False
         self.room += 1
+
+    def _assembled(self, step: int) -> int:
+        try:
+            return self.membership.assemble(step, self._transport.timeout_s, self.require_open)
+        except LeftBehind:
+            self.is_outside = True
+            raise
+
+    def _require_enough(self, step: int) -> None:
+        members, need = self.membership.members, self._need
+        if need is not None and len(members) < need.members:
+            what = (
+                f"ranks {list(members)} are left, fewer than the {need.members} whose gradients make a step: start "
+                "again from a checkpoint, with more backups or fewer ranks"
+            )
+            raise QuorumLost(f"{self.membership.lost[-1]}. {what}", Place(self._transport.rank, step=step))
+
+    def rejoin(self, step: int) -> None:
+        """Be one of those who exchange again, who connect anew for it; between steps of this rank."""
+        while self.is_outside:
+            self.membership.follow()
+            with suppress(LeftBehind):  # they were connecting just then
+                self.reform(step)
+        self.apart_until = 0
+
+    def call(self, generation: int) -> None:
+        """Others connect anew, and wait for this rank; from any thread. Raises `TransportClosed`."""
+        self._called = max(self._called, generation)
+        self._lane.submit(self._come)
+
+    @property
+    def is_called(self) -> bool:
+        """True if others wait for this rank to connect anew."""
+        return self._called > self.membership.generation and not self.is_outside
+
+    def _come(self) -> None:
+        if self.is_called:
+            with suppress(LeftBehind):
+                self.reform(self.step)
+            self.apart_until = 0
+
+    def note(self, generation: int) -> None:
+        """Others are in `generation`; on the lane."""
+        self.is_outside = self.is_outside or self.membership.generation < generation
+
+    def be_in(self, generation: int) -> int:
+        """Connect anew until this rank's generation is at least that one; in which it is then. On the lane."""
+        while self.membership.generation < generation or self.is_broken or self.is_called or self.is_outside:
+            with suppress(LeftBehind):
+                self.rejoin(self.step) if self.is_outside else self.reform(self.step)
+            self.apart_until = 0
+        return self.membership.generation
 
     def reach(self, step: int) -> None:
         """This rank is at `step`."""
         if step >= self.apart_until:
             self.apart_until = 0
 
-    def _tell(self, before: int) -> None:
+    def _tell(self, before: Sequence[Loss]) -> None:
         members = self.membership.members
         level = logging.WARNING if self._transport.rank == members[0] else logging.INFO
-        for loss in self.membership.lost[before:]:
+        for loss in (loss for loss in self.membership.lost if loss not in before):
             _log.log(level, "commrt: %s; %d ranks go on", loss, len(members))
 
     def _connect(self) -> None:
@@ -222,7 +291,7 @@ class Survival:
             for device in self._transport.gpus:
                 connect = partial(self._connect_gpu, f"generation {generation}", device)
                 self._transport.add(device, self._while_all_live(connect))
-        self._require_open()
+        self.require_open()
 
     def _while_all_live(self, connect: Callable[[], T]) -> T:
         """What `connect` returns; raises `PeerLost` if it waits for one who is gone, and lets it wait."""
@@ -234,7 +303,7 @@ class Survival:
                 raise PeerLost("a rank was lost while those who are left connected", Place(self._transport.rank))
         return answer.result()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         """Who gave this world up meanwhile ended what was there then."""
         if self._lane.failure is not None:
             self._transport.abort()

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from commrt.admission import check_stateful
 from commrt.algorithms.gossip import Gossip
 from commrt.autograd import at_end_of_backward, current_pass, on_gradient
-from commrt.averaging import BY_HAND, LATE, Averaging, Cut
+from commrt.averaging import BY_HAND, LATE, Averaging
 from commrt.buckets import Bucket
-from commrt.engine import Engine
+from commrt.engine import Cut, Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
 from commrt.handover import overwrite_model, overwrite_states

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -38,9 +40,20 @@ from commrt.survival import Means, Survival
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Moment, Transport
 
-__all__ = ["World"]
+__all__ = ["Around", "World"]
 
 UNNAMED = Moment(0, "run")
+
+
+@dataclass(slots=True)
+class Around:
+    """What is called before and after all ranks do something together, and before the world is closed in good order."""
+
+    gather: Callable[[], None] = lambda: None
+    disperse: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+    leave: Callable[[], None] = lambda: None
+    """The last that is asked of the store."""
 
 
 class World:
@@ -66,12 +79,16 @@ class World:
         self.local_rank = local_rank
         self.launcher = launcher
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
-        self._holds_store = holds_store
+        self.holds_store = holds_store
+        """The store ends with this process."""
         self._agreements = 0
         self.attached = 0
         """Models attached so far."""
         self.joined: object = None
         """Who is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
+        self.around = Around()
+        """Who is told of what all ranks do together, and of the end."""
+        self._gathered = 0
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
         """Who is told what happens when."""
         self._late_failure: TransportError | None = None
@@ -132,6 +149,20 @@ class World:
                 "before join() or after it"
             )
 
+    @contextmanager
+    def gathered(self, what: str) -> Iterator[None]:
+        """Around `what`, which all ranks do together; raises `UsageError` inside ``join()``."""
+        self.require_all_ranks(what)
+        if not self._gathered:
+            self.around.gather()
+        self._gathered += 1
+        try:
+            yield
+        finally:
+            self._gathered -= 1
+            if not self._gathered:
+                self.around.disperse()
+
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`. Where a model gossips, with those who are left.
 
@@ -140,7 +171,10 @@ class World:
         Raises `TransportClosed` at once if it was before, or closed, and `UsageError` inside a replica's ``join()``.
         """
         self.lane.require_unbroken()
-        self.require_all_ranks(f"agree ({topic})")
+        with self.gathered(f"agree ({topic})"):
+            self._agree(topic, claim)
+
+    def _agree(self, topic: str, claim: Mapping[str, str]) -> None:
         if self.survival.is_possible and self._all_have(f"{topic} {sorted(claim.items())}"):
             return
         self._agreements += 1
@@ -233,9 +267,9 @@ class World:
                 f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
-        self.require_all_ranks("run")
-        self._comparison.require(schedule, buffer)
-        self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
+        with self.gathered("run"):
+            self._comparison.require(schedule, buffer)
+            self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 
     def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> int:
         """As `run`, for tasks that are on the lane already; the bytes this rank sent."""
@@ -259,7 +293,7 @@ class World:
         self.transport.abort()
         self._end_next_question(failure)
         diagnose(self.store, self.rank, self.size, failure)
-        if self._holds_store:
+        if self.holds_store:
             linger(self.store)
 
     def close(self) -> None:
@@ -267,6 +301,8 @@ class World:
 
         Safe to call twice.
         """
+        if not self.closed:
+            self.around.end()
         self._closed = True
         if self._inherited:
             return
@@ -276,8 +312,10 @@ class World:
             self.transport.abort()
             raise
         self.survival.leave("it closed its world")
+        around, self.around = self.around, Around()
         try:
             self.transport.close()
+            around.leave()
         finally:
             self.survival.close()
             self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
@@ -298,7 +336,7 @@ class World:
             self.transport.abort()
         if is_news:
             self._end_next_question(reason)
-        if is_news and self._holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
+        if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 
     def leave_to_parent(self) -> None:

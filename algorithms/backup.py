@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup workers: of N + b ranks the first N whose gradients are ready make the step.
+
+Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.torus import Torus2D
+from commrt.errors import UsageError
+from commrt.schedule import Algorithm, Schedule
+
+__all__ = ["BackupWorkers"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackupWorkers:
+    """The first N of N + `backups` ranks count in each step, by `inner`; the others are dropped, and catch up.
+
+    A rank announces its gradient when its backward pass has ended; with `early`, when its first bucket is ready, so
+    that what the quorum exchanges is hidden under the rest, but all of it waits for who becomes slow in that rest.
+
+    >>> print(BackupWorkers(1, inner=Torus2D()).schedule(0, 3))
+    torus 2x1: 3 ranks, 2 chunks
+      0  add  0->1 [1:2)  1->0 [0:1)
+      1  copy  0->1 [0:1)  1->0 [1:2)
+    """
+
+    backups: int = 1
+    inner: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backups, bool) or not isinstance(self.backups, int) or self.backups < 0:
+            raise UsageError(f"backups={self.backups!r} is no number of ranks: give 0, 1, 2, ...")
+        if isinstance(self.inner, type) or not callable(getattr(self.inner, "schedule", None)):
+            raise UsageError(f"inner={self.inner!r} makes no schedules: pass an object, such as commrt.Ring()")
+        if isinstance(self.inner, Gossip | BackupWorkers):
+            raise UsageError(f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or HalvingDoubling()")
+
+    def needed(self, ranks: int) -> int:
+        """N, of `ranks`; raises `UsageError` unless there are fewer backups than that.
+
+        With as many, all who hold the sum of a step could die before a rank that was late has it.
+        """
+        if self.backups and self.backups >= ranks - self.backups:
+            raise UsageError(
+                f"backups={self.backups} of {ranks} ranks leave {max(ranks - self.backups, 0)} whose gradients count: "
+                f"there must be more of these than backups, so take at most {max((ranks - 1) // 2, 0)}"
+            )
+        return ranks - self.backups
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """What the quorum runs if the first N of `ranks` are the first to be ready."""
+        needed = self.needed(ranks)
+        return self.inner.schedule(step, needed).over(range(needed), world=ranks)

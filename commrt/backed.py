@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica with backup workers: it counts if it is among the first, and takes the others' state if it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event
+from time import monotonic
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from commrt.admission import check_stateful
+from commrt.algorithms.backup import BackupWorkers
+from commrt.anchor import Hook
+from commrt.autograd import at_end_of_backward, current_pass, on_gradient
+from commrt.backing import Backing
+from commrt.ballot import Ballot, Terms
+from commrt.donor import Donor, Edition, install
+from commrt.engine import Cut, Engine
+from commrt.errors import CommrtError, QuorumLost, UsageError
+from commrt.gate import Gate
+from commrt.handover import Gathering, mean
+from commrt.membership import Need
+from commrt.presence import Doing, Presence
+from commrt.quorum import Outcome
+from commrt.relief import PATIENCE_S, Due, Relief
+from commrt.replica import Replica, attached
+from commrt.report import StepReport
+from commrt.state import Stateful
+from commrt.world import Around
+
+__all__ = ["Backed"]
+
+LOOK_S = 0.05
+BY_CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
+
+
+class Backed(Replica):
+    """Its gradients are the mean of the quorum's when ``backward()`` returns, or zeros, and then the next step is none.
+
+    What a rank that was late has to become is fetched before its next forward pass. So what all ranks do between a
+    backward pass and the next forward pass, with schedulers for instance, it may do or leave.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        also: Sequence[Stateful],
+        algorithm: BackupWorkers,
+        engine: Engine,
+        cut: Cut,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        named = [named for bucket in engine.buckets for named in bucket.params]
+        self._world, self._needed = engine.world, algorithm.needed(engine.world.size)
+        super().__init__(model, named, algorithm, Gathering(self._world))
+        self._engine, self._optimizers, self._carried = engine, optimizers, [*optimizers, *also]
+        self._era = 0
+        self._due: Due | None = None
+        self._passing: int | None = None  # a backward pass that has not ended
+        self._is_stale = False  # it began with weights that the others have left
+        self._samples: int | None = 0
+        self._skips = False
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients of parameters that are not to be stepped
+        params = [param for _, param in named]
+        self._gate = Gate(optimizers, params, self._skip, self._refuse, self._require_sound)
+        self._backing = Backing(
+            model, engine, self._gate, cut, self._needed, early=algorithm.early, with_buffers=broadcast_buffers
+        )
+        self._meet_the_others(PrefixStore(f"backed {self._world.attached}", self._world.store))
+        self._live([*self._on_model(), *self._on_parameters(), *self._on_optimizers()])
+
+    def _meet_the_others(self, shelf: PrefixStore) -> None:
+        world, membership = self._world, self._world.survival.membership
+        self._shelf, self._donor = shelf, Donor(self.model, lambda: self._carried)
+        self._relief = Relief(world, shelf, self._donor)
+        self._presence = Presence(shelf, world.rank, range(world.size), lambda: world.timeout_s, membership.gone)
+        self._presence.say(Doing.TRAINS)
+        self._begin_era()
+        world.survival.begin(self, alone=True, need=Need(self._needed, PATIENCE_S, self._relief.summon))
+        world.around = Around(self._gather, self._disperse, self._end, self._leave)
+
+    def _begin_era(self) -> None:
+        """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
+        world, survival = self._world, self._world.survival
+        if self._era:
+            self._backing.ballot.close()
+        self._era += 1
+        terms = Terms(
+            world.rank, world.size, self._needed, lambda: world.timeout_s,
+            survival.require_open, lambda: survival.is_called, survival.membership.gone,
+        )  # fmt: skip
+        self._backing.ballot = Ballot(PrefixStore(f"era {self._era}", self._shelf), terms, self._presence)
+
+    @property
+    def step(self) -> int:
+        """How many updates these weights have seen; a rank that was late skips some, and fetches them when asked."""
+        self.drain()
+        return self._backing.version
+
+    def _go_on_at(self, step: int) -> None:
+        self._donor.shut()
+        self._backing.version = self._world.survival.step = step
+        self._backing.keep_buffers()
+        self._begin_era()
+
+    def _on_model(self) -> Iterator[RemovableHandle]:
+        weakly = ref(self)
+
+        def before_forward(_: nn.Module, given: tuple[Any, ...]) -> None:
+            replica = weakly()
+            if replica is not None:
+                replica._begin_forward(given)  # noqa: SLF001  # its own
+
+        def before_saving(*_: Any) -> None:
+            replica = weakly()
+            if replica is not None:
+                replica.drain()
+
+        yield self.model.register_forward_pre_hook(Hook(before_forward))
+        yield self.model.register_state_dict_pre_hook(Hook(before_saving))  # type: ignore[no-untyped-call]
+
+    def _on_parameters(self) -> Iterator[RemovableHandle]:
+        return (on_gradient(param, self._hook(name)) for name, param in self._params)
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        weakly = ref(self)
+
+        def ready(param: Tensor) -> None:
+            replica = weakly()
+            if replica is None:
+                raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
+            replica._on_gradient(name, param)  # noqa: SLF001  # its own
+
+        return ready
+
+    def _on_optimizers(self) -> Iterator[RemovableHandle]:
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._refuse_closures)
+        yield from self._gate.register()
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step)
+            yield optimizer.register_step_post_hook(self._after_step)
+
+    def _begin_forward(self, given: tuple[Any, ...]) -> None:
+        self._begin()
+        if self.model.training and torch.is_grad_enabled():
+            first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
+            self._samples = None if first is None or self._samples is None else self._samples + len(first)
+
+    def _begin(self) -> None:
+        """From here to the optimizer's step this rank's state is whole, and stays."""
+        if self._due is not None:
+            self._catch_up(self._due)
+        backing = self._backing
+        generation = self._world.survival.membership.generation
+        self._donor.open(Edition(backing.version, generation, self._gate.steps, backing.order), backing.buffers)
+
+    def _on_gradient(self, name: str, param: Tensor) -> None:
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise UsageError(f"the gradient of {name} is {param.grad.layout}: only dense gradients can be averaged")
+        if not self._is_synchronous:
+            self._gate.hold_back()
+            return
+        if self._is_new(f"the gradient of {name}"):
+            self._begin_pass(current_pass())
+            at_end_of_backward(self._finish)
+        if not self._is_stale:
+            self._backing.mark(name)
+
+    def _is_new(self, what: str) -> bool:
+        if self._passing is not None and self._passing != current_pass() and not self._world.closed:
+            raise UsageError(
+                f"{what} came from a backward pass inside or after one that did not end: an error interrupted it, or "
+                "reentrant activation checkpointing is on (use use_reentrant=False)"
+            )
+        return self._passing is None or self._passing != current_pass()
+
+    def _begin_pass(self, number: int) -> None:
+        self._passing, self._is_stale = number, self._due is not None
+        if not self._is_stale:
+            self._begin()  # a compiled or taken apart model calls no hooks
+            self._backing.begin(self._samples or None)
+
+    def _finish(self) -> None:
+        self._passing, self._samples = None, 0
+        if self._is_stale:
+            self._backing.drop()
+            self.last = StepReport(self._backing.version, (), 0.0, (), counted=False)
+            self._stats = self._stats.plus(self.last)
+            self._begin()
+            return
+        try:
+            self.last, outcome = self._backing.finish()
+        except CommrtError as error:
+            if QuorumLost in {type(error), type(error.__cause__)}:
+                self._speak()
+            raise
+        self._stats = self._stats.plus(self.last)
+        if outcome.is_over and not outcome.counts:
+            self._due = Due(self.last.step + 1, self._donors(outcome))
+
+    def _donors(self, outcome: Outcome) -> tuple[int, ...]:
+        """Those that were late ask different members first."""
+        known = outcome.members or tuple(rank for rank in range(self._world.size) if rank != self._world.rank)
+        start = max(outcome.place - self._needed, 0) if outcome.members else self._world.rank
+        start %= len(known)
+        return known[start:] + known[:start]
+
+    def _catch_up(self, due: Due) -> None:
+        """Become what one of the donors is."""
+        gift, backing = self._relief.fetch(due), self._backing
+        install(gift, self.model, self._carried)
+        edition, backing.buffers = gift.edition, gift.buffers
+        backing.version, self._gate.steps = edition.version, edition.optimizer_steps
+        backing.follow(edition.order)
+        self._world.survival.step = edition.version
+        self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
+        self._due = None
+
+    def _refuse_closures(self, _: Optimizer, args: Any, kwargs: Any) -> None:
+        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+            raise UsageError(BY_CLOSURE)
+
+    def _skip(self) -> None:
+        """The step that is about to come must change nothing."""
+        self._skips = True
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._donor.shut()
+        if self._skips:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
+            for param in params:
+                param.grad = None
+
+    def _after_step(self, *_: Any) -> None:
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._skips, self._hidden = False, []
+
+    def _require_sound(self) -> None:
+        if failure := self._world.untold:
+            raise failure
+
+    def _refuse(self, stranger: Tensor) -> None:
+        if not attached([stranger])[0]:
+            raise UsageError(
+                f"the optimizer steps a parameter of shape {list(stranger.shape)} which was frozen, absent or outside "
+                "of the model when it was attached: nobody averages its gradient; detach() and attach() again"
+            )
+
+    def average(self) -> None:
+        """See `Replica.average`: announces the gradients at hand; a rank without a batch may as well be absent."""
+        if self._is_synchronous:
+            self._begin_pass(current_pass())
+            self._finish()
+
+    def _speak(self) -> None:
+        calls, self._last_words = self._last_words, []
+        for call in calls:
+            call()
+
+    def _gather(self) -> None:
+        """Before all ranks do something together: also those that were left behind, and live."""
+        self._begin()
+        self._presence.say(Doing.GATHERS)
+        end_s = monotonic() + self._world.timeout_s
+        while self._is_somebody_outside() and monotonic() < end_s:
+            Event().wait(LOOK_S)
+
+    def _is_somebody_outside(self) -> bool:
+        self._world.lane.submit(lambda: self._world.survival.be_in(0)).result()
+        outside = set(range(self._world.size)) - set(self._world.members)
+        outside.difference_update(self._world.survival.membership.gone(outside))
+        return any(doing in {Doing.TRAINS, Doing.GATHERS} for doing in self._presence.of(outside).values())
+
+    def _disperse(self) -> None:
+        with suppress(CommrtError, RuntimeError):  # who gathers knows already
+            self._presence.say(Doing.TRAINS)
+
+    def _end(self) -> None:
+        """Let those who are late have this rank's state before it is gone."""
+        with suppress(CommrtError, RuntimeError):
+            self._begin()
+            self._presence.say(Doing.ENDS)
+            self._presence.outlast(lambda doing: doing is not Doing.TRAINS)
+
+    def _leave(self) -> None:
+        """Let those who have questions left ask them, if this process holds the store."""
+        with suppress(CommrtError, RuntimeError):
+            if self._world.holds_store:
+                self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})
+            else:
+                self._presence.say(Doing.LEFT)
+
+    def drain(self) -> None:
+        """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective."""
+        self._begin()
+
+    def replicas_equal(self) -> bool:
+        """See `Replica.replicas_equal`."""
+        self.drain()
+        return super().replicas_equal()
+
+    def consolidate(self) -> None:
+        """See `Replica.consolidate`: all take the state of those that have seen most updates; collective."""
+        with self._world.gathered("consolidate()"):
+            versions = self._versions()
+            latest = max(versions.values())
+            if self.step < latest:
+                self._due = Due(latest, tuple(rank for rank, version in versions.items() if version == latest))
+                self._begin()
+            self.sync_buffers()
+
+    def _versions(self) -> dict[int, int]:
+        """Of all who are left."""
+        own = torch.zeros(self._world.size, dtype=torch.float64, device="cpu")
+        own[self._world.rank] = self.step
+        means = self._world.survival.together(lambda: mean(self._lane, [own], self.step))[0]
+        members = self._world.members
+        return {rank: round(float(means[rank]) * len(members)) for rank in members}
+
+    @contextmanager
+    def join(self, *also: Stateful) -> Iterator[None]:
+        """See `Replica.join`: a rank that has finished counts as absent anyway; at the end all are made equal."""
+        check_stateful(also)
+        self._carried += also
+        yield
+        self.consolidate()
+
+    def detach(self) -> None:
+        """See `Replica.detach`; the others go on without this rank, if there are enough."""
+        super().detach()
+        with suppress(CommrtError, RuntimeError):
+            self._presence.say(Doing.LEFT)
+        self._world.around = Around()
+        self._donor.shut()
+        self._relief.close()
+        self._backing.ballot.close()
+        self._world.survival.end(self)
+        self._engine.release()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may still announce a gradient: not those that are gone, and not those that do something else together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import StrEnum
+from threading import Event
+from time import monotonic
+from typing import TypeVar
+
+from torch.distributed import Store
+
+from commrt.asking import ANSWER_S, ask
+
+__all__ = ["Doing", "Presence"]
+
+LOOK_S = 0.05
+T = TypeVar("T")
+
+
+class Doing(StrEnum):
+    """What a rank says that it does."""
+
+    TRAINS = "trains"
+    GATHERS = "gathers"
+    """It waits for all ranks in a collective call."""
+    ENDS = "ends"
+    """It has finished, and waits for those who may want its state."""
+    LEFT = "left"
+    """It asks nothing of anybody any more."""
+
+
+class Presence:
+    """Of all ranks, on a shelf of the store; every rank says what it does there when that changes.
+
+    `gone` gives those of some ranks whose process does not live.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, ranks: Sequence[int], timeout_s: Callable[[], float], gone: Gone
+    ) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._timeout_s, self._gone = timeout_s, gone
+        self.doing: Doing | None = None
+        """This rank, as it said last."""
+
+    def say(self, doing: Doing) -> None:
+        """What this rank does from now on; from the thread that trains."""
+        if doing != self.doing:
+            self._asked(lambda: self._store.set(_key(self._rank), doing))
+            self.doing = doing
+
+    def of(self, ranks: Collection[int]) -> Mapping[int, Doing | None]:
+        """What each of `ranks` said last; None for one whose process is gone without a word."""
+        keys = {rank: _key(rank) for rank in ranks}
+        said = self._asked(lambda: {rank: self._store.get(key).decode() for rank, key in keys.items()})
+        gone = self._gone([rank for rank, doing in said.items() if doing == Doing.TRAINS and rank != self._rank])
+        return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
+
+    def outlast(self, others: Callable[[Doing | None], bool]) -> None:
+        """Wait until what each other rank does is what `others` says, but no longer than a deadline."""
+        end_s = monotonic() + self._timeout_s()
+        while monotonic() < end_s:
+            doing = self.of([rank for rank in self._ranks if rank != self._rank])
+            if all(others(each) for each in doing.values()):
+                return
+            Event().wait(LOOK_S)
+
+    def _asked(self, question: Callable[[], T]) -> T:
+        return ask(question, self._timeout_s() + ANSWER_S, self._rank)
+
+
+Gone = Callable[[Collection[int]], Collection[int]]
+
+
+def _key(rank: int) -> str:
+    return f"doing/{rank}"

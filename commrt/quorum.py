@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose gradients count in a step: the first N that are announced, decided once and seen identically by all.
+
+A step as one rank goes through it is a generator, `deliberate`: it yields what it wants of the store and of the other
+ranks, and is sent the answers. So the rules that run are the rules that were checked, in every order of events and with
+a death at every instant (``tests/test_quorum.py``). `commrt.ballot` carries them out.
+
+Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+__all__ = [
+    "DONE",
+    "FAILED",
+    "FLOOR",
+    "VOID",
+    "Again",
+    "Announcement",
+    "Append",
+    "Count",
+    "Deliberation",
+    "Outcome",
+    "Read",
+    "Reduce",
+    "Settle",
+    "Survey",
+    "Wish",
+    "announced",
+    "deliberate",
+    "first",
+    "key",
+]
+
+DONE, FAILED = "done", "failed"
+"""How an attempt ended."""
+VOID = "void"
+"""In place of members: nobody's gradients count in this attempt."""
+FLOOR = "floor"
+"""The key of the first step of which the store still knows everything."""
+
+
+class Append(NamedTuple):
+    """Add a word to the text under `key`; answers nothing."""
+
+    key: str
+    word: str
+
+
+class Count(NamedTuple):
+    """Add one to the number under `key`; answers the sum."""
+
+    key: str
+
+
+class Settle(NamedTuple):
+    """Write `value` unless something is written there: the first stands; answers nothing."""
+
+    key: str
+    value: str
+
+
+class Survey(NamedTuple):
+    """Answers what is written under each of `keys`, all of which exist, at one instant or in this order."""
+
+    keys: tuple[str, ...]
+
+
+class Read(NamedTuple):
+    """Answers what is written under `key`, once something is.
+
+    Who waits looks after those it waits for meanwhile, and settles the matter if they will not: an attempt as failed
+    if a member is gone, its members as nobody if too few are left to announce.
+    """
+
+    key: str
+    step: int
+    attempt: int
+    members: tuple[int, ...] = ()
+    """Whom it waits for; nobody in particular if empty."""
+
+
+class Reduce(NamedTuple):
+    """Add up the gradients of `members`, this rank's too, without using the sum; answers whether that went well."""
+
+    step: int
+    attempt: int
+    members: tuple[int, ...]
+
+
+class Again(NamedTuple):
+    """Be in `generation` or a later one; answers in which, or None if there is no sense in another attempt."""
+
+    generation: int
+
+
+Wish = Append | Count | Settle | Survey | Read | Reduce | Again
+
+
+class Outcome(NamedTuple):
+    """How a step ended; the same for all but for `counts` and `place`."""
+
+    members: tuple[int, ...]
+    """Whose gradients were applied; empty if nobody remembers, or nobody's were."""
+    counts: bool
+    """This rank was a member, and has the sum."""
+    attempt: int
+    notes: tuple[str, ...] = ()
+    """What each member said of its gradient."""
+    is_over: bool = True
+    """False if the step has still to be done."""
+    place: int = 0
+    """How many had announced before this rank."""
+
+
+Deliberation = Generator[Wish, Any, Outcome]
+
+
+def key(step: int, attempt: int, what: str) -> str:
+    """Where the store keeps it."""
+    return f"{step}.{attempt}/{what}"
+
+
+class Announcement(NamedTuple):
+    """A word of the list of those whose gradients are ready."""
+
+    rank: int
+    generation: int
+    note: str
+    """What it says of its gradient; without blanks and ``@``."""
+
+    def __str__(self) -> str:
+        return "@".join(map(str, self))
+
+
+def _words(said: str) -> list[Announcement]:
+    words = (word.split("@") for word in said.split())
+    return [Announcement(int(rank), int(generation), note) for rank, generation, note in words]
+
+
+def announced(said: str, generation: int) -> list[Announcement]:
+    """Those of `generation`, in the order in which they came.
+
+    >>> [word.rank for word in announced("3@0@ 1@1@ 0@0@ ", generation=0)]
+    [3, 0]
+    """
+    return [word for word in _words(said) if word.generation == generation]
+
+
+def first(words: list[Announcement], needed: int) -> str:
+    """The members, by rank, as they are settled.
+
+    >>> first(announced("3@0@c 0@0@a 2@0@b", 0), needed=2)
+    '0@0@a 3@0@c'
+    """
+    return " ".join(map(str, sorted(words[:needed])))
+
+
+def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int = 0, note: str = "") -> Deliberation:
+    """Step `step` of `rank`, whose gradient is ready, until `needed` gradients are applied.
+
+    Each attempt: announce; the first `needed` are its members; they reduce; when all have the sum, it is done. An
+    attempt that loses a member fails for all, and everybody who is left announces again, with the gradients still in
+    memory. A rank that is no member waits for the end: its gradient is as good as any other if the attempt fails, and
+    is dropped if it does not. Only ranks of one `generation` can reduce together; who has missed one is late.
+    Costs five store operations, one more for the last to announce and for the last to have the sum.
+    """
+    while True:
+        written = key(step, attempt, "announced")
+        yield Append(written, f"{Announcement(rank, generation, note)} ")
+        floor, said = yield Survey((FLOOR, written))
+        if step < int(floor):
+            return Outcome((), counts=False, attempt=attempt)
+        order = announced(said, generation)
+        settled = yield from _settled(order, needed, step, attempt)
+        members = tuple(word.rank for word in settled)
+        if rank in members:
+            went_well = yield Reduce(step, attempt, members)
+            yield from _report(went_well, needed, step, attempt)
+        if members and (yield Read(key(step, attempt, "outcome"), step, attempt, members)) == DONE:
+            notes, place = tuple(word.note for word in settled), [word.rank for word in order].index(rank)
+            return Outcome(members, rank in members, attempt, notes, place=place)
+        attempt += 1
+        agreed = yield Again(settled[0].generation + 1 if settled else generation)
+        if agreed is None:
+            return Outcome((), counts=False, attempt=attempt, is_over=False)
+        generation = agreed
+
+
+def _settled(
+    order: list[Announcement], needed: int, step: int, attempt: int
+) -> Generator[Wish, Any, list[Announcement]]:
+    """Empty if it came to nothing."""
+    members = key(step, attempt, "members")
+    if len(order) >= needed:
+        yield Settle(members, first(order, needed))
+    said = yield Read(members, step, attempt)
+    return [] if said == VOID else _words(said)
+
+
+def _report(went_well: bool, needed: int, step: int, attempt: int) -> Generator[Wish, Any, None]:
+    outcome = key(step, attempt, "outcome")
+    if not went_well:
+        yield Settle(outcome, FAILED)
+    elif (yield Count(key(step, attempt, "through"))) == needed:
+        yield Settle(outcome, DONE)

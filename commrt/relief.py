@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do for each other beside their training: hand out their state, and call each other to connect anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from socket import gethostname
+from threading import Event
+from time import monotonic
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import Store
+
+from commrt.asking import ANSWER_S, ask
+from commrt.donor import Donor, Gift, unpacked
+from commrt.errors import DeadlineExceeded, Place, QuorumLost, TransportClosed
+from commrt.service import Service, asked
+from commrt.world import World
+
+__all__ = ["PATIENCE_S", "Due", "Relief"]
+
+PATIENCE_S = 2.0
+"""How long one who is called may be silent before the others go on without it."""
+CALL_S = 0.5
+WAIT_S = 1.0
+"""How long a donor may take to come to its next forward pass, before another is asked."""
+AGAIN_S = 0.01
+STATE, COME = b"S", b"C"
+"""Kinds of questions."""
+
+T = TypeVar("T")
+
+
+class Due(NamedTuple):
+    """What a rank that was late has to become before it goes on."""
+
+    version: int
+    donors: tuple[int, ...]
+    """Who has it, the one to ask first first."""
+
+
+class Relief:
+    """Of one model on one rank; the others find it on a shelf of the store."""
+
+    def __init__(self, world: World, shelf: Store, donor: Donor) -> None:
+        self._world, self._shelf, self._donor = world, shelf, donor
+        towards = world.survival.towards or gethostname()
+        self._service = Service(towards, {STATE: self._give, COME: self._come})
+        self._ask(lambda: shelf.set(_key(world.rank), self._service.address))
+
+    def _give(self, version: int) -> bytes | None:
+        return self._donor.give(version, WAIT_S)
+
+    def _come(self, generation: int) -> bytes | None:
+        try:
+            self._world.survival.call(generation)
+        except TransportClosed:
+            return None
+        return b""
+
+    def summon(self, rank: int, generation: int) -> bool:
+        """Call `rank`, which is alive, to connect anew; True if it promises to come."""
+        address = self._address(rank)
+        return address is not None and asked(address, COME, generation, CALL_S) is not None
+
+    def fetch(self, due: Due) -> Gift:
+        """The state of one of its donors; waits for the first of them to have it.
+
+        Raises `QuorumLost` if all of them are gone, `DeadlineExceeded`.
+        """
+        end_s = monotonic() + self._world.timeout_s
+        while True:
+            for rank in due.donors:
+                address = self._address(rank)
+                if address is not None and (said := asked(address, STATE, due.version, WAIT_S + PATIENCE_S)):
+                    return unpacked(said)
+            self._require_hope(due, end_s)
+            Event().wait(AGAIN_S)
+
+    def _require_hope(self, due: Due, end_s: float) -> None:
+        self._world.survival.require_open()
+        donors, place = list(due.donors), Place(self._world.rank, due.donors[0], due.version)
+        if len(self._world.survival.membership.gone(donors)) == len(donors):
+            raise QuorumLost(f"only ranks {donors} had the weights of step {due.version}, and they are gone", place)
+        if monotonic() > end_s:
+            what = (
+                f"this rank was late, and none of ranks {donors}, whose weights it needs, came to its next forward "
+                f"pass or closed its world within {self._world.timeout_s:g} s: look at their output"
+            )
+            raise DeadlineExceeded(what, place)
+
+    def _address(self, rank: int) -> str | None:
+        key = _key(rank)
+        return self._ask(lambda: self._shelf.get(key).decode() if self._shelf.check([key]) else None)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return ask(question, self._world.timeout_s + ANSWER_S, self._world.rank)
+
+    def close(self) -> None:
+        """Take no more callers."""
+        self._service.close()
+
+
+def _key(rank: int) -> str:
+    return f"service/{rank}"
