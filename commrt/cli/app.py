@@ -31,6 +31,52 @@ class Wire(StrEnum):
     fp16 = "fp16"
 
 
+class LawName(StrEnum):
+    """How long ranks take."""
+
+    paper = "paper"
+    exponential = "exponential"
+    slow = "slow"
+
+
+class Interpolation(StrEnum):
+    """What lies between two published counts."""
+
+    linear = "linear"
+    power = "power"
+
+
+Ranks = Annotated[int | None, typer.Option(min=1, max=4096, show_default="100", help="How many ranks there are.")]
+Steps = Annotated[int | None, typer.Option(min=1, show_default="10000", help="How many steps to sample.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of all that is drawn at random.")]
+LawOption = Annotated[
+    LawName | None,
+    typer.Option(
+        show_default="paper",
+        help="How long ranks take: a fit to published figures, as recalled; a constant and an exponential tail; or the "
+        "same for all, but 5 to 20 times as long in 3 % of steps.",
+    ),
+]
+Parameters = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="A parameter of the law; may be repeated.")
+]
+TimesFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="A run's own times instead of a law: JSON or CSV, per step each rank's seconds."),
+]
+Exponent = Annotated[
+    float | None,
+    typer.Option(
+        show_default="published counts with --law paper, else 1",
+        help="Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch halves them, 0 if it "
+        "does not help.",
+    ),
+]
+InterpolationOption = Annotated[
+    Interpolation | None, typer.Option(show_default="linear", help="Between the published counts of updates.")
+]
+
+
 @app.command()
 def verify(
     algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling, torus2d or gossip.")],
@@ -84,6 +130,50 @@ def train(
 
     job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace)
     command.run(job, compare or [], workers, as_json)
+
+
+@app.command()
+def simulate(
+    algorithm: Annotated[str, typer.Argument(help="backup: steps that wait for some of the ranks only.")],
+    ranks: Ranks = None,
+    steps: Steps = None,
+    seed: Seed = 0,
+    law: LawOption = None,
+    parameters: Parameters = None,
+    times: TimesFile = None,
+    exponent: Exponent = None,
+    interpolation: InterpolationOption = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a way of training would cost on many ranks, without them."""
+    from commrt.cli import simulate as command  # noqa: PLC0415  # commands are imported when called
+    from commrt.cli.backups import Question  # noqa: PLC0415
+
+    question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
+    command.run(algorithm, question, as_json)
+
+
+@app.command()
+def plan(
+    backups: Annotated[
+        str | None, typer.Option(help="auto, or how many of the ranks a step need not wait for, to be compared.")
+    ] = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+    seed: Seed = 0,
+    law: LawOption = None,
+    parameters: Parameters = None,
+    times: TimesFile = None,
+    exponent: Exponent = None,
+    interpolation: InterpolationOption = None,
+    as_json: Json = False,
+) -> None:
+    """Say what to choose for a job, and why: so far, how many backups."""
+    from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
+    from commrt.cli.backups import Question  # noqa: PLC0415
+
+    question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
+    command.run(backups, question, as_json)
 
 
 @app.command()

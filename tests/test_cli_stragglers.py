@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt simulate backup`` and ``commrt plan --backups`` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from commrt.cli.app import app
+from commrt.errors import UsageError
+
+FAST = ("--steps", "500")
+COMMANDS = [("simulate", "backup"), ("plan", "--backups", "auto")]
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
+
+
+def told(*args):
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*args):
+    with pytest.raises(UsageError) as refusal:
+        CliRunner().invoke(app, list(args), catch_exceptions=False)
+    return str(refusal.value)
+
+
+def test_simulate_backup_says_which_split_is_best_and_what_each_costs():
+    record = told("simulate", "backup", "--ranks", "100", *FAST)
+    assert record["best_quorum"] in range(94, 98)
+    assert record["backups"] == 100 - record["best_quorum"]
+    assert len(record["kth_time_s"]) == len(record["hours"]) == 100
+    assert record["hours"][:49] == [None] * 49  # nothing was published for so few
+    assert min(record["hours"][49:]) == record["hours"][record["best_quorum"] - 1] == pytest.approx(37.2, rel=0.03)
+    assert 0.9 * min(record["hours"][49:]) < record["lower_bound_hours"] < min(record["hours"][49:])
+    assert record["law"]["name"] == "paper"
+    assert record["sources"].count("as recalled") == 2
+
+
+def test_the_same_seed_gives_the_same_answer_and_another_one_another():
+    first, again, other = (told("simulate", "backup", *FAST, "--seed", seed)["kth_time_s"] for seed in "112")
+    assert first == again != other
+
+
+def test_the_table_shows_landmarks_and_all_numbers_of_backups_near_the_best():
+    output = invoke("simulate", "backup", *FAST).stdout
+    shown = [int(number) for number in re.findall(r"^│ +(\d+) │", output, re.MULTILINE)]
+    assert shown == [1, 50, 80, *range(88, 101)]
+    assert "hours" in output
+    assert re.search(r"^best: wait for 9[4-7] of 100 ranks", output, re.MULTILINE)
+
+
+def test_a_law_with_a_closed_form_shows_it_and_hours_that_nobody_knows_are_left_out():
+    args = ("simulate", "backup", "--law", "exponential", "--ranks", "8", "--set", "constant_s=0", *FAST)
+    record = told(*args)
+    assert record["expected_kth_time_s"][5:] == pytest.approx([1.2179, 1.7179, 2.7179], abs=1e-4)
+    assert record["hours"] is record["lower_bound_hours"] is None
+    assert record["law"] == {"name": "exponential", "constant_s": 0.0, "rate_per_s": 1.0}
+    assert "closed form" in (output := invoke(*args).stdout)
+    assert "hours" not in output
+
+
+def test_what_training_needs_is_assumed_as_the_options_say():
+    def best(*args):
+        return told("simulate", "backup", "--law", "slow", "--ranks", "8", *FAST, *args)["best_quorum"]
+
+    assert best() == best("--exponent", "1") > best("--exponent", "0")
+    power = told("simulate", "backup", "--interpolation", "power", *FAST)
+    assert power["iterations"] == {"name": "published", "power_law": True}
+    assert power["best_quorum"] in range(94, 97)
+
+
+def test_both_commands_say_what_uninterrupted_late_ranks_would_change():
+    simulated, planned = told("simulate", "backup", *FAST), told("plan", "--backups", "auto", *FAST)
+    assert planned["backups"] == simulated["backups"]
+    assert planned["backups_if_late_finish"] == 100 - simulated["best_quorum_if_late_finish"] > planned["backups"]
+
+
+def test_a_plan_says_how_many_backups_and_why():
+    output = invoke("plan", "--backups", "auto", "--ranks", "100", *FAST).stdout
+    advice = output.splitlines()[-1]
+    assert re.match(r"use [3-6] backups \(.* in 90 % of resamplings.*\): a step ends with gradient 9\d of 100", advice)
+    record = told("plan", "--backups", "auto", "--ranks", "100", *FAST)
+    assert record["asked"] in record["table"]
+    assert record["table"][-1]["relative_time"] == 1
+    assert record["asked"]["relative_time"] == min(row["relative_time"] for row in record["table"])
+
+
+def test_a_plan_compares_a_number_of_backups_with_the_best():
+    record = told("plan", "--backups", "20", *FAST)
+    assert record["asked"]["backups"] == 20
+    assert record["asked"]["relative_time"] > 1.1 * record["table"][-1 - record["backups"]]["relative_time"]
+    output = invoke("plan", "--backups", "20", *FAST).stdout
+    ratio = re.search(r"^20 backups: (1\.\d\d) times as long as with \d$", output, re.MULTILINE)
+    assert 1.1 < float(ratio[1]) < 1.3
+
+
+def test_a_plan_without_stragglers_needs_no_backups():
+    output = invoke("plan", "--backups", "auto", "--law", "slow", "--set", "chance=0", "--ranks", "4", *FAST).stdout
+    assert "use no backups" in output
+
+
+RECORDED = [[1.0, 1.1, 1.2, 9.0], [2.0, 2.1, 20.0, 2.2], [1.0, 1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(RECORDED),
+        "\n".join(",".join(map(str, step)) for step in RECORDED),
+        "\ufeffrank 0,rank 1,rank 2,rank 3\n\n" + "\r\n".join(", ".join(map(str, step)) for step in RECORDED),
+    ],
+    ids=["JSON", "CSV", "CSV with a header"],
+)
+def test_a_recorded_run_is_taken_as_it_is(text, tmp_path):
+    file = tmp_path / "times"
+    file.write_text(text)
+    record = told("simulate", "backup", "--times", str(file))
+    assert record["kth_time_s"] == pytest.approx(np.sort(RECORDED, axis=1).mean(axis=0).tolist())
+    assert (record["ranks"], record["steps"], record["best_quorum"]) == (4, 3, 3)
+    assert record["law"] == {"name": "recorded", "file": str(file)}
+    assert told("plan", "--backups", "auto", "--times", str(file), "--ranks", "4")["backups"] == 1
+    assert f"recorded, {file}" in invoke("plan", "--backups", "auto", "--times", str(file)).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no step: write one list of seconds per step"),
+        ("[]", "holds no step"),
+        ("[[]]", "step 0 has 0 times"),
+        ("[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
+        ("1,2\n1,2,3\n", "step 1 has 3 times, step 0 has 2"),
+        ("[[1, 2], [1, null]]", "step 1, rank 1: None is no number of seconds above 0"),
+        ("[[1, true]]", "step 0, rank 1: True is no number of seconds"),
+        ("[[1, NaN]]", "step 0, rank 1: nan is no number of seconds"),
+        ("[[1, -2]]", "step 0, rank 1: -2 is no number of seconds"),
+        ("[[0, 1]]", "step 0, rank 0: 0 is no number of seconds"),
+        ("[[1e999, 1]]", "step 0, rank 0: inf is no number of seconds"),
+        (f"[[{10**400}, 1]]", "rank 0: 1000"),
+        ("1,2\n3,fast\n", "step 1, rank 1: 'fast' is no number of seconds"),
+        ("[[1, 2]", "is no JSON: .*; write one list"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"times": [[1]]}', "is no list of lists: write"),
+        ("[1, 2]", "is no list of lists"),
+    ],
+)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_bad_file_is_refused_with_the_place_of_what_is_wrong(command, text, says, tmp_path):
+    file = tmp_path / "times"
+    file.write_text(text)
+    assert re.match(f"{re.escape(str(file))}.*{says}", refused(*command, "--times", str(file)))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    assert "cannot be read: " in refused("simulate", "backup", "--times", str(tmp_path / "none"))
+    assert "cannot be read: " in refused("simulate", "backup", "--times", str(tmp_path))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read: " in refused("simulate", "backup", "--times", str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("simulate", "gossip"), "'gossip' cannot be simulated: so far only backup can"),
+        (("simulate", "torus2d"), "'torus2d' cannot be simulated: so far only backup can"),
+        (("simulate", "backup", "--ranks", "8"), "say nothing of 8 ranks: give --exponent"),
+        (("simulate", "backup", "--ranks", "101"), "say nothing of 101 ranks: give --exponent"),
+        (("simulate", "backup", "--exponent", "2"), "an exponent of 2: give one between 0"),
+        (("simulate", "backup", "--exponent", "1", "--interpolation", "power"), "leave one out"),
+        (("simulate", "backup", "--set", "chance=0.5"), "--set chance=0.5: write NAME=NUMBER, .* common_sd, "),
+        (("simulate", "backup", "--law", "slow", "--set", "chance"), "one of base_s, chance, low, high"),
+        (("simulate", "backup", "--law", "slow", "--set", "chance=often"), "--set chance=often: write NAME=NUMBER"),
+        (("simulate", "backup", "--law", "slow", "--set", "chance=2"), "chance is 2: it must be between 0 and 1"),
+        (("simulate", "backup", "--steps", "1000000"), "give up to --steps "),
+        (("simulate", "backup", "--times", "run.json", "--law", "slow"), "leave out --law, --set and --steps"),
+        (("simulate", "backup", "--times", "run.json", "--steps", "9"), "leave out --law, --set and --steps"),
+        (("plan",), "give --backups auto, or a number"),
+        (("plan", "--backups", "many"), "--backups many: give auto, or a number"),
+        (("plan", "--backups", "-1"), "--backups -1: give auto, or a number"),
+        (("plan", "--backups", "100", *FAST), "--backups 100 of 100 ranks leaves none to wait for: give up to 99"),
+        (("plan", "--backups", "60", *FAST), "nothing is known of updates with 40 gradients each"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_sentence(args, says):
+    assert re.search(says, refused(*args))
+
+
+def test_a_recording_of_other_ranks_than_asked_for_is_refused(tmp_path):
+    file = tmp_path / "times"
+    file.write_text("[[1, 2]]")
+    assert "holds times of 2 ranks, not of 3: leave --ranks out" in refused(
+        "simulate", "backup", "--times", str(file), "--ranks", "3"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_one_rank_and_many_work_too(command):
+    one = told(*command, "--ranks", "1", "--exponent", "1", *FAST)
+    assert (one["backups"], len(one["table"])) == (0, 1)
+    assert told(*command, "--ranks", "300", "--exponent", "1", "--steps", "50")["backups"] < 60
+
+
+@pytest.mark.parametrize("args", [("simulate", "gossip"), ("plan", "--backups", "many")])
+def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(args):
+    command = Path(sys.executable).with_name("commrt")
+    result = subprocess.run([command, *args, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+
+
+def test_neither_command_needs_torch():
+    calls = "".join(f"app({[*command, *FAST]}, standalone_mode=False); " for command in COMMANDS)
+    script = f"import sys; from commrt.cli.app import app; {calls}print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.endswith("False\n")

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When gradients come, and how many of them to wait for.
+
+Figures called published are as recalled, not checked against the paper; the targets beside them are our own estimates.
+"""
+
+from __future__ import annotations
+
+import re
+from math import inf, nan
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from commrt.errors import UsageError
+from commrt.splits import Published, Scaling, choose
+from commrt.stragglers import Exponential, HeavyTails, Recorded, SlowSteps, kth_time_s, step_time_s
+
+ESTIMATED_S = {1: 1.23, 50: 1.46, 80: 1.54, 90: 1.58, 94: 1.61, 95: 1.63, 96: 1.65, 97: 1.70, 98: 1.81, 99: 2.16}
+"""k to mean time of the k-th of 100 gradients, by an earlier sampling of the same family of laws; the 100th: 4.99."""
+ESTIMATED_HOURS = {50: 55.6, 80: 43.0, 90: 38.8, 94: 37.5, 95: 37.2, 96: 37.2, 97: 37.6, 98: 39.4, 99: 46.4}
+LAWS = [HeavyTails(), Exponential(), SlowSteps(), Recorded(np.array([[1.0, 2.0, 3.0, 9.0], [4.0, 4.0, 4.0, 4.0]]))]
+
+
+def named(law):
+    return type(law).__name__
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def sampled(law, ranks=100, steps=10_000, seed=0):
+    return law.sample(rng(seed), steps, ranks)
+
+
+PAPER = sampled(HeavyTails())
+TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 9)), elements=st.floats(0.125, 64, width=16))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=named)
+def test_a_law_gives_a_time_for_each_rank_and_step_and_the_same_for_the_same_seed(law):
+    times_s = sampled(law, 4, 7)
+    assert times_s.shape == (7, 4)
+    assert (times_s > 0).all()
+    assert (times_s == sampled(law, 4, 7)).all()
+
+
+@given(TIMES)
+def test_gradients_come_one_after_the_other(times_s):
+    kth_s = kth_time_s(times_s)
+    assert (np.diff(kth_s) >= 0).all()
+    assert kth_s.sum() == pytest.approx(times_s.mean(axis=0).sum())
+
+
+TAILS = [(100, 100, 5.1874), (100, 96, 3.1040), (50, 50, 4.4992), (53, 50, 2.7236)]
+TAILS += [(8, 8, 2.7179), (8, 7, 1.7179), (8, 6, 1.2179)]
+
+
+@pytest.mark.parametrize(("ranks", "needed", "tails"), TAILS)
+def test_exponential_tails_have_a_closed_form(ranks, needed, tails):
+    law = Exponential(constant_s=3.0, rate_per_s=2.0)
+    assert law.expected_kth_s(ranks)[needed - 1] == pytest.approx(3 + tails / 2, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        Exponential(),
+        Exponential(0.0, 4.0),
+        SlowSteps(),
+        SlowSteps(2.0, 0.5, 1.0, 3.0),
+        SlowSteps(chance=0.2, low=4.0, high=4.0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("ranks", [1, 8, 33])
+def test_closed_forms_are_what_samples_tend_to(law, ranks):
+    kth_s = np.sort(sampled(law, ranks, 10_000), axis=1)
+    error_s = kth_s.std(axis=0) / np.sqrt(len(kth_s))
+    rare_s = 1e-3  # what too few steps show at all, such as eight slow ranks of eight
+    assert (np.abs(kth_s.mean(axis=0) - law.expected_kth_s(ranks)) <= 5 * error_s + rare_s).all()
+
+
+def test_how_slow_steps_compare_is_known_without_sampling():
+    eight = SlowSteps(chance=0.03, low=5.0, high=20.0).expected_kth_s(8)
+    some_slow, several_slow = 1 - 0.97**8, 1 - 0.97**8 - 8 * 0.03 * 0.97**7
+    assert eight[-1] > 1 + some_slow * (12.5 - 1)
+    assert 1 + several_slow * (5 - 1) < eight[-2] < 1 + several_slow * (12.5 - 1)
+    assert SlowSteps(chance=0.0).expected_kth_s(3).tolist() == [1, 1, 1]
+    assert SlowSteps(chance=1.0, low=2.0, high=6.0).expected_kth_s(3).tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fit_meets_the_two_published_percentages(seed):
+    arrivals_s = np.sort(sampled(HeavyTails(), seed=seed), axis=1)
+    assert (arrivals_s[:, 97] < 2).mean() == pytest.approx(0.80, abs=0.06)
+    assert (arrivals_s[:, 99] < 2).mean() == pytest.approx(0.30, abs=0.06)
+    assert arrivals_s.max() <= 310
+
+
+def test_the_fit_meets_the_estimated_times_and_hours():
+    kth_s = kth_time_s(PAPER)
+    assert {k: kth_s[k - 1] for k in ESTIMATED_S} == pytest.approx(ESTIMATED_S, rel=0.02)
+    assert kth_s[99] == pytest.approx(4.99, rel=0.12)  # the mean of a tail whose variance is in the cap
+    hours = choose(PAPER, Published(), rng()).goal_s / 3600
+    assert {k: hours[k - 1] for k in ESTIMATED_HOURS} == pytest.approx(ESTIMATED_HOURS, rel=0.02)
+    assert hours[99] == pytest.approx(105.6, rel=0.12)
+
+
+@pytest.mark.parametrize("power_law", [False, True], ids=["linear", "power"])
+@pytest.mark.parametrize("seed", range(4))
+def test_of_100_ranks_about_96_are_worth_waiting_for(seed, power_law):
+    choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(power_law), rng())
+    assert choice.best == (95 if power_law else 96)
+    assert 94 <= choice.likely[0] <= choice.best <= choice.likely[1] <= 97
+    assert choice.kth_s[99] > 2.5 * choice.kth_s[95]
+    assert 0.9 * choice.goal_s[choice.best - 1] < choice.bound_s < choice.goal_s[choice.best - 1]
+
+
+def test_steps_have_something_in_common():
+    assert np.corrcoef(kth_time_s(PAPER[:, :50]), kth_time_s(PAPER[:, 50:]))[0, 1] > 0.9
+    medians = np.median(PAPER[:, :50], axis=1), np.median(PAPER[:, 50:], axis=1)
+    assert np.corrcoef(*medians)[0, 1] > 0.95
+    apart = np.median(sampled(HeavyTails(common_sd=0.0)), axis=1)
+    assert np.std(medians[0]) > 5 * apart.std()
+
+
+def test_a_recording_is_drawn_again_by_whole_steps():
+    steps = [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [5.0, 10.0, 15.0]]
+    drawn = Recorded(np.array(steps)).sample(rng(), 200, 3).tolist()
+    assert sorted(map(list, {tuple(step) for step in drawn})) == steps
+    assert drawn != steps[:1] * 200
+
+
+@given(TIMES)
+def test_a_late_rank_that_is_not_interrupted_only_makes_steps_longer(times_s):
+    kth_s = kth_time_s(times_s)
+    steps_s = step_time_s(times_s, np.arange(1, len(kth_s) + 1))
+    assert (steps_s >= kth_s - 1e-9).all()
+    assert steps_s[-1] == pytest.approx(kth_s[-1])
+
+
+def test_a_late_rank_misses_the_steps_in_which_it_is_not_done():
+    times_s = np.array([[1.0, 1.0, 9.0], [1.0, 2.0, 1.0], [9.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    # steps end at 1, at 3, at 10, when the third rank, free from 9 on, is the second one to be done, and at 11
+    assert step_time_s(times_s, [2, 3]).tolist() == [11 / 4, 21 / 4]
+    assert kth_time_s(times_s)[1:].tolist() == [1.0, 21 / 4]
+
+
+def test_injected_delays_that_are_not_interrupted_cost_more_than_order_statistics_say():
+    times_s = sampled(SlowSteps(), 8)
+    assert kth_time_s(times_s)[6] == pytest.approx(1.20, abs=0.04)
+    assert step_time_s(times_s, 7) == pytest.approx(1.95, abs=0.1)
+
+
+def test_published_counts_are_met_and_nothing_is_claimed_beyond_them():
+    needed = np.array([49, 50, 75, 100, 101])
+    assert Published().iterations(needed) == pytest.approx([nan, 137.5e3, 106.85e3, 76.2e3, nan], nan_ok=True)
+    power = Published(power_law=True).iterations(needed)
+    assert power == pytest.approx([nan, 137.5e3, 137.5e3 * 1.5**-0.8516, 76.2e3, nan], nan_ok=True, rel=1e-4)
+
+
+GOALS = st.floats(0.125, 1).map(Scaling)
+FEWER = settings(max_examples=40)  # each draws its steps again a hundred times
+
+
+@FEWER
+@given(GOALS, st.integers(1, 40), st.floats(0.125, 64, width=16))
+def test_if_nobody_straggles_all_ranks_are_worth_waiting_for(goal, ranks, time_s):
+    choice = choose(np.full((5, ranks), time_s), goal, rng())
+    assert (choice.best, choice.likely) == (ranks, (ranks, ranks))
+    assert choice.bound_s == pytest.approx(choice.goal_s[-1])
+
+
+@FEWER
+@given(TIMES, GOALS)
+def test_the_best_split_is_the_cheapest_and_hindsight_is_cheaper(times_s, goal):
+    choice = choose(times_s, goal, rng())
+    assert choice.goal_s[choice.best - 1] == choice.goal_s.min()
+    assert 0 < choice.bound_s <= choice.goal_s.min() * (1 + 1e-9)
+    assert 1 <= choice.likely[0] <= choice.likely[1] <= len(choice.kth_s)
+
+
+def test_hindsight_waits_for_all_but_where_one_straggles():
+    times_s = np.array([[1.0, 1.0], [1.0, 101.0]])
+    choice = choose(times_s, Scaling(1.0), rng())
+    assert (choice.best, choice.goal_s[0]) == (1, 1.0)
+    assert choice.bound_s == pytest.approx(2 / 3)  # two seconds for three gradients
+
+
+def test_if_more_gradients_do_not_help_the_first_is_enough_and_no_free_one_is_wasted():
+    assert choose(PAPER, Scaling(0.0), rng()).best == 1
+    assert choose(np.array([[1.0, 1.0, 1.0, 2.0]]), Scaling(0.0), rng()).best == 3
+
+
+def test_a_few_steps_do_not_decide_what_many_do():
+    few = choose(PAPER[:20], Published(), rng()).likely
+    assert few[1] - few[0] > np.subtract(*choose(PAPER, Published(), rng()).likely[::-1])
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: HeavyTails(tail_chance=1.5), "tail_chance is 1.5: it must be between 0 and 1"),
+        (lambda: HeavyTails(cap_s=1.0), "cap_s is 1: it must be at least 1.1, and finite"),
+        (lambda: HeavyTails(tail_exponent=0.0), "tail_exponent is 0: it must be above 0, and finite"),
+        (lambda: HeavyTails(body_s=nan), "body_s is nan: it must be at least 0, and finite"),
+        (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be above 0"),
+        (lambda: Exponential(constant_s=inf), "constant_s is inf: it must be at least 0, and finite"),
+        (lambda: SlowSteps(chance=-0.1), "chance is -0.1: it must be between 0 and 1"),
+        (lambda: SlowSteps(low=0.5), "low is 0.5: it must be at least 1"),
+        (lambda: SlowSteps(low=5.0, high=4.0), "high is 4: it must be at least 5"),
+        (lambda: Recorded(np.ones(3)), "times of shape (3,): give them as [steps, ranks]"),
+        (lambda: Recorded(np.ones((0, 3))), "times of shape (0, 3)"),
+        (lambda: Recorded(np.array([[1.0, nan]])), "no positive number of seconds"),
+        (lambda: sampled(Recorded(np.ones((2, 3))), 4), "3 ranks were recorded, their times say nothing of 4 ranks"),
+        (lambda: Scaling(1.5), "an exponent of 1.5: give one between 0"),
+        (lambda: Scaling(nan), "an exponent of nan"),
+        (lambda: choose(np.ones((2, 8)), Published(), rng()), "nothing is known of the updates that 8 ranks or fewer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_in_one_sentence(build, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        build()
