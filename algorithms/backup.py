@@ -42,10 +42,12 @@ class BackupWorkers:
             raise UsageError(f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or HalvingDoubling()")
 
     def needed(self, ranks: int) -> int:
-        """N, of `ranks`; raises `UsageError` unless there are fewer backups than that.
+        """N, of `ranks`; raises `UsageError` unless there are fewer backups than that; one rank alone needs no other.
 
         With as many, all who hold the sum of a step could die before a rank that was late has it.
         """
+        if ranks == 1:
+            return 1
         if self.backups and self.backups >= ranks - self.backups:
             raise UsageError(
                 f"backups={self.backups} of {ranks} ranks leave {max(ranks - self.backups, 0)} whose gradients count: "

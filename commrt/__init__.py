@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from commrt.membership import Loss
     from commrt.opening import init
     from commrt.proof import prove, verify
+    from commrt.reissue import reissued
     from commrt.replica import Replica
     from commrt.report import Stats, StepReport
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
@@ -67,6 +68,7 @@ _HOMES = {
     ),
     "commrt.attaching": ("attach",),
     "commrt.data": ("RingShuffle",),
+    "commrt.reissue": ("reissued",),
     "commrt.replica": ("Replica",),
     "commrt.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
@@ -109,6 +111,7 @@ __all__ = [
     "beside",
     "init",
     "prove",
+    "reissued",
     "verify",
 ]
 

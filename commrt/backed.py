@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event
@@ -39,6 +40,7 @@ from commrt.world import Around
 __all__ = ["Backed"]
 
 LOOK_S = 0.05
+_log = logging.getLogger("commrt")
 BY_CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
 
 
@@ -69,7 +71,7 @@ class Backed(Replica):
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it began with weights that the others have left
         self._samples: int | None = 0
-        self._skips = False
+        self._skips = self._has_told = False
         self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients of parameters that are not to be stepped
         params = [param for _, param in named]
         self._gate = Gate(optimizers, params, self._skip, self._refuse, self._require_sound)
@@ -206,8 +208,20 @@ class Backed(Replica):
                 self._speak()
             raise
         self._stats = self._stats.plus(self.last)
+        self._tell_once(self.last)
         if outcome.is_over and not outcome.counts:
             self._due = Due(self.last.step + 1, self._donors(outcome))
+
+    def _tell_once(self, report: StepReport) -> None:
+        if report.ended and not self._has_told:
+            _log.warning(
+                "commrt: rank %d drops its batches from step %d on, until others train again: fewer than the %d ranks "
+                "whose gradients make a step do, since the others have finished",
+                self._world.rank,
+                report.step,
+                self._needed,
+            )
+        self._has_told = report.ended
 
     def _donors(self, outcome: Outcome) -> tuple[int, ...]:
         """Those that were late ask different members first."""
@@ -246,6 +260,7 @@ class Backed(Replica):
     def _after_step(self, *_: Any) -> None:
         for param, grad in self._hidden:
             param.grad = grad
+        self._gate.steps -= self._skips  # it was none
         self._skips, self._hidden = False, []
 
     def _require_sound(self) -> None:
@@ -297,6 +312,10 @@ class Backed(Replica):
 
     def _leave(self) -> None:
         """Let those who have questions left ask them, if this process holds the store."""
+        self._relief.close()
+        self._backing.ballot.close()
+        if self._world.lane.failure is not None:  # it counts as gone
+            return
         with suppress(CommrtError, RuntimeError):
             if self._world.holds_store:
                 self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})

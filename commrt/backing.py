@@ -178,6 +178,7 @@ class Backing:
             exposed_s,
             tuple(running.spans or ()),
             counted=outcome.counts,
+            ended=not outcome.is_over,
             late_s=max(self._ready_s - closed_s, 0.0) if closed_s and not outcome.counts else 0.0,
             samples=sum(samples) if len(samples) == len(said) > 0 else None,
             dropped=tuple(rank for rank in range(self._world.size) if outcome.members and rank not in outcome.members),

@@ -33,6 +33,8 @@ class StepReport:
     """By gossip: the ranks whose values were mixed in."""
     counted: bool = True
     """This rank's gradient was used; with backup workers it may have come too late."""
+    ended: bool = False
+    """With backup workers: so few ranks train still that nobody's gradient was used."""
     late_s: float = 0.0
     """With backup workers: how much later than the last that counted this rank's gradient was ready. So long would all
     have waited for it (clocks of hosts may differ)."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
-from threading import Event
 
 import torch
 from torch import nn
@@ -158,81 +155,3 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
             tell("done")
             world.store.wait(["left behind"])
         return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)
-
-
-@dataclass(frozen=True)
-class Blow:
-    """What happens to a rank, and where in its step."""
-
-    rank: int
-    step: int
-    where: str
-    """``backward``: before it announces; ``counted``: before it reduces; ``reducing``; ``through``: it has the sum."""
-    kind: str
-    """``kill``, ``stop`` (for a while), ``slow``."""
-
-
-def batch_of(rank, version):
-    """The samples of a gradient, by who makes it and of which weights."""
-    generator = torch.Generator().manual_seed(1000 * version + rank)
-    x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 4, (8,), generator=generator)
-
-
-def gradient_step(model, rank, version):
-    x, y = batch_of(rank, version)
-    model.zero_grad()
-    cross_entropy(model(x), y).backward()
-
-
-def backed(tell, algorithm, timeout_s, steps, blows):
-    """Trains until the weights have seen `steps` updates, and is struck by its `blows`; what it has seen."""
-    model = model_of().double()
-    replica, optimizer, world = joined(algorithm, timeout_s, model)
-    mine = [blow for blow in blows if blow.rank == world.rank]
-
-    def strike(where, step):
-        for blow in [blow for blow in mine if blow.where == where and blow.step <= step]:
-            mine.remove(blow)
-            if blow.kind == "slow":
-                time.sleep(0.5)
-            else:
-                tell(blow.kind)
-                Event().wait(0.2 if blow.kind == "stop" else 60.0)
-
-    strike_in_reduction(replica, strike)
-    model[2].weight.register_hook(lambda _: strike("backward", replica.step))
-    used, longest_s = {}, 0.0
-    replica.before_giving_up(lambda: tell(("giving up", replica.step)))
-    with world:
-        while replica.step < steps:
-            begin_s = time.perf_counter()
-            gradient_step(model, world.rank, replica.step)
-            optimizer.step()
-            longest_s = max(longest_s, time.perf_counter() - begin_s)
-            if replica.last.counted:
-                used[replica.last.step] = replica.last.members
-        equal = replica.replicas_equal()
-        params = [param.detach().numpy() for param in model.parameters()]
-        return {
-            "equal": equal, "used": used, "params": params, "longest_s": longest_s, "step": replica.step,
-            "lost": [loss.rank for loss in replica.lost],
-        }  # fmt: skip
-
-
-def strike_in_reduction(replica, strike):
-    """Call `strike` on the lane: before the first bucket, after it, and when all have been added up."""
-    engine = replica._engine  # there is no other way to be struck there
-    whole = engine.gather_now
-
-    def gather_now(bucket, step):
-        if bucket.index == 0:
-            strike("counted", step)
-        span = whole(bucket, step)
-        if bucket.index == 0:
-            strike("reducing", step)
-        if bucket.index == len(engine.buckets) - 1:
-            strike("through", step)
-        return span
-
-    engine.gather_now = gather_now

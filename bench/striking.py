@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What faults cost backup workers: ``python bench/striking.py`` strikes real processes at every place of a step.
+
+Each run trains a small network until its weights have seen a number of updates. Its outcome is checked against the same
+steps in one process, with the gradients that were counted: none may be lost, or applied twice. The time to continue is
+the longest step of a rank that was not struck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from itertools import combinations_with_replacement, pairwise
+from multiprocessing.process import BaseProcess
+from statistics import median
+from threading import Event
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.engine import Engine
+from commrt.replica import Replica
+from commrt.schedule import Algorithm
+from commrt.testing.processes import Outcome, run_processes
+
+__all__ = ["Blow", "reference_holds", "struck", "work"]
+
+STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
+PLACES = [
+    ("slow", "backward"),
+    ("stop", "backward"),
+    ("stop", "counted"),
+    ("stop", "reducing"),
+    ("kill", "backward"),
+    ("kill", "counted"),
+    ("kill", "reducing"),
+    ("kill", "through"),
+]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to a rank, and where in its first step from `step` on in which it comes there."""
+
+    rank: int
+    step: int
+    where: str
+    """``backward``: before it announces; ``counted``: before it reduces; ``reducing``; ``through``: it has the sum."""
+    kind: str
+    """``kill``, ``stop`` for a while, or ``slow``."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} rank {self.rank} {self.where}"
+
+
+def network() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    layers = [layer for a, b in pairwise((16, 64, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers).double()
+
+
+def backward(model: nn.Module, rank: int, version: int) -> None:
+    """The gradient of a rank, for weights of a version."""
+    generator = torch.Generator().manual_seed(1000 * version + rank)
+    x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    model.zero_grad()
+    cross_entropy(model(x), torch.randint(0, 4, (8,), generator=generator)).backward()
+
+
+class Struck:
+    """Strikes this process where its blows say."""
+
+    def __init__(self, tell: Callable[[Any], None], blows: Sequence[Blow]) -> None:
+        self._tell, self._blows = tell, list(blows)
+
+    def at(self, where: str, step: int) -> None:
+        """This process is there."""
+        for blow in [blow for blow in self._blows if blow.where == where and blow.step <= step]:
+            self._blows.remove(blow)
+            if blow.kind == "slow":
+                time.sleep(SLOW_S)
+            else:
+                self._tell(blow.kind)
+                Event().wait(0.2 if blow.kind == "stop" else 60.0)
+
+    def watch(self, engine: Engine) -> None:
+        """Also on the lane: before the first bucket, after it, and when all have been added up."""
+        whole = engine.gather_now
+
+        def gather_now(bucket: Any, step: int) -> Any:
+            if bucket.index == 0:
+                self.at("counted", step)
+            span = whole(bucket, step)
+            if bucket.index == 0:
+                self.at("reducing", step)
+            if bucket.index == len(engine.buckets) - 1:
+                self.at("through", step)
+            return span
+
+        engine.gather_now = gather_now  # type: ignore[method-assign]
+
+
+def work(
+    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, steps: int, blows: Sequence[Blow]
+) -> dict[str, Any]:
+    """One worker: trains until its weights have seen `steps` updates; what it has seen."""
+    torch.set_num_threads(1)
+    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
+        blow = Struck(tell, [blow for blow in blows if blow.rank == world.rank])
+        blow.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
+        model[2].weight.register_hook(lambda _: blow.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
+        replica.before_giving_up(lambda: tell(("giving up", replica.step)))
+        used, times_s = _train(replica, optimizer, world.rank, steps)
+        return {
+            "used": used,
+            "longest_s": max(times_s),
+            "equal": replica.replicas_equal(),
+            "params": [param.detach().numpy() for param in model.parameters()],
+            "lost": [loss.rank for loss in replica.lost],
+        }
+
+
+def _train(
+    replica: Replica, optimizer: torch.optim.Optimizer, rank: int, steps: int
+) -> tuple[dict[int, tuple[int, ...]], list[float]]:
+    used, times_s = {}, []
+    while (version := replica.step) < steps:
+        begin_s = time.perf_counter()
+        backward(replica.model, rank, version)
+        optimizer.step()
+        times_s.append(time.perf_counter() - begin_s)
+        if replica.last is not None and replica.last.counted:
+            used[replica.last.step] = replica.last.members
+    return used, times_s
+
+
+def struck(
+    ranks: int,
+    algorithm: Algorithm,
+    blows: Sequence[Blow],
+    *,
+    steps: int = STEPS,
+    timeout_s: float = 15.0,
+    stop_s: float = STOP_S,
+) -> list[Outcome]:
+    """How each rank ended."""
+
+    def on_message(_: int, message: Any, process: BaseProcess) -> bool | None:
+        if message == "kill":
+            process.kill()
+            return True
+        if message == "stop" and process.pid is not None:
+            os.kill(process.pid, signal.SIGSTOP)
+            threading.Timer(stop_s, os.kill, (process.pid, signal.SIGCONT)).start()
+        return None
+
+    return run_processes(ranks, work, algorithm, timeout_s, steps, blows, limit_s=60.0, on_message=on_message)
+
+
+def reference_holds(ends: Sequence[Outcome], needed: int, steps: int = STEPS) -> None:
+    """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of `steps` steps."""
+    used: dict[int, tuple[int, ...]] = {}
+    for end in ends:
+        for step, members in end.value["used"].items():
+            if used.setdefault(step, members) != members:
+                raise AssertionError(f"step {step}: {members} and {used[step]}")
+    if sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
+        raise AssertionError(f"not {needed} gradients in each step: {used}")
+    wanted = list(_same_steps(steps, used).parameters())
+    for end in ends:
+        for param, theirs in zip(wanted, end.value["params"], strict=True):
+            if not torch.allclose(param, torch.from_numpy(theirs), rtol=0, atol=1e-12):
+                raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
+
+
+def _same_steps(steps: int, used: dict[int, tuple[int, ...]]) -> nn.Module:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        gradients = []
+        for rank in used[step]:
+            backward(model, rank, step)
+            gradients.append([deepcopy(param.grad) for param in model.parameters()])
+        for param, *parts in zip(model.parameters(), *gradients, strict=True):
+            param.grad = sum(part for part in parts if part is not None) / len(parts)  # type: ignore[assignment]
+        optimizer.step()
+    return model
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a fault, or a pair of them, did."""
+
+    blows: str
+    inner: str
+    runs: int
+    steps_lost: int
+    median_s: float
+    longest_s: float
+
+
+def cases(pairs: bool) -> Iterator[tuple[int, int, list[Blow]]]:
+    """(ranks, backups, blows)."""
+    for kind, where in PLACES:
+        yield 4, 1, [Blow(2, 4, where, kind)]
+    if pairs:
+        for (kind, where), (other, there) in combinations_with_replacement(PLACES, 2):
+            yield 6, 2, [Blow(2, 4, where, kind), Blow(4, 4, there, other)]
+
+
+def row(ranks: int, backups: int, blows: Sequence[Blow], inner: Algorithm, runs: int) -> Row:
+    """Strikes `runs` times; raises if a step was lost, done twice, or a rank did not end as it should."""
+    waits_s = []
+    hit = {blow.rank for blow in blows}
+    dead = {blow.rank for blow in blows if blow.kind == "kill"}
+    for _ in range(runs):
+        ends = struck(ranks, commrt.BackupWorkers(backups, inner), blows, stop_s=4.0 if backups > 1 else STOP_S)
+        alive = [end for end in ends if end.exit_code == 0 or end.rank not in dead]
+        if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
+            raise RuntimeError("; ".join(broken))
+        reference_holds(alive, ranks - backups)
+        waits_s.append(max(end.value["longest_s"] for end in alive if end.rank not in hit))
+    name = type(inner).__name__
+    return Row(" + ".join(map(str, blows)), name, runs, 0, median(waits_s), max(waits_s))
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--pairs", action="store_true", help="also two faults at once, with two backups")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for inner in (commrt.Torus2D(), commrt.Ring()):
+        for ranks, backups, blows in cases(options.pairs):
+            rows.append(row(ranks, backups, blows, inner, options.runs))
+            if not options.json:
+                found = rows[-1]
+                print(f"{found.inner:<8} {found.blows:<50} {found.median_s:6.2f} s, at most {found.longest_s:.2f} s")
+    if options.json:
+        print(json.dumps([asdict(found) for found in rows]))
+
+
+if __name__ == "__main__":
+    main()

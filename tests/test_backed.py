@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with backup workers: exactly N gradients of the right weights, whoever is late, and equal replicas."""
+
+from __future__ import annotations
+
+import threading
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import commrt
+from commrt import ballot
+from commrt.errors import DisagreementError, QuorumLost, UsageError
+from commrt.testing.ranks import run_ranks
+
+LIMIT_S = 30.0
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+with torch.random.fork_rng():
+    MODEL = made()
+    NORMED = nn.Sequential(deepcopy(MODEL).float(), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def batch(rank, version):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * version + rank), dtype=torch.float64)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def backward(model, rank, version):
+    model.zero_grad()
+    model(batch(rank, version)).square().mean().backward()
+
+
+def attached(world, algorithm):
+    model = deepcopy(MODEL)
+    return commrt.attach(model, sgd(model), algorithm, world=world)
+
+
+@dataclass
+class Progress:
+    """How far the ranks of a test have come, so that one can be late without anybody sleeping."""
+
+    passed: int = 0  # steps that somebody has passed
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def tell(self, step):
+        with self.changed:
+            self.passed = max(self.passed, step)
+            self.changed.notify_all()
+
+    def wait_for(self, step):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.passed >= step, LIMIT_S)
+
+
+def trained(world, algorithm, steps, progress, lateness, **options):
+    """Trains until the weights have seen `steps` updates; late by ``lateness(rank, version)`` steps where not None."""
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=1e-4, **options)
+    used = {}
+    while (version := replica.step) < steps:
+        late = lateness(world.rank, version)
+        if late is not None:
+            progress.wait_for(min(version + late, steps))
+        backward(model, world.rank, version)
+        optimizer.step()
+        if replica.last.counted:
+            used[replica.last.step] = replica.last.members
+        progress.tell(replica._backing.version)
+    return used, [param.detach().clone() for param in model.parameters()], replica.replicas_equal()
+
+
+def reference(steps, used):
+    """The same steps in one process, with the gradients that were counted."""
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    for step in range(steps):
+        gradients = []
+        for rank in used[step]:
+            backward(model, rank, step)
+            gradients.append([param.grad.clone() for param in model.parameters()])
+        for param, *parts in zip(model.parameters(), *gradients, strict=True):
+            param.grad = sum(parts) / len(parts)
+        optimizer.step()
+    return list(model.parameters())
+
+
+def check(ends, steps, needed):
+    used = {}
+    for mine, _, equal in ends:
+        assert equal
+        for step, members in mine.items():
+            assert used.setdefault(step, members) == members
+    assert sorted(used) == list(range(steps))
+    assert all(len(members) == needed for members in used.values())
+    for step, members in used.items():  # all whom the others counted know it, and nobody else does
+        assert {rank for rank, (mine, _, _) in enumerate(ends) if step in mine} == set(members)
+    for (_, params, _), wanted in ((end, reference(steps, used)) for end in ends):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(params, wanted, strict=True))
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_whoever_is_late_exactly_n_gradients_of_the_right_weights_count_and_all_end_equal(data):
+    ranks = data.draw(st.integers(3, 7))
+    backups = data.draw(st.integers(1, (ranks - 1) // 2))
+    steps, early = data.draw(st.integers(1, 40)), data.draw(st.booleans())
+    inner = data.draw(st.sampled_from([commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling()]))
+    places = st.tuples(st.integers(0, ranks - 1), st.integers(0, steps - 1))
+    late = data.draw(st.dictionaries(places, st.integers(1, 9), max_size=30))
+    progress, may = Progress(), threading.Semaphore(backups)
+
+    def lateness(rank, version):
+        """As drawn, but never more than there are backups at once."""
+        if (rank, version) not in late or not may.acquire(blocking=False):
+            return
+        progress.wait_for(min(version + late[rank, version], steps))
+        may.release()
+        return
+
+    algorithm = commrt.BackupWorkers(backups, inner, early)
+    check(run_ranks(ranks, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, ranks - backups)
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": torch.bfloat16}, {"bucket_cap_mb": 1.0}], ids=str)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_without_backups_the_result_is_that_of_plain_averaging_bit_for_bit(ranks, early, options):
+    def one(world, algorithm):
+        model = deepcopy(NORMED)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, algorithm, world=world, **{"bucket_cap_mb": 1e-4, **options})
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch(world.rank, step).float()).square().mean().backward()
+            optimizer.step()
+        return [tensor.clone() for tensor in model.state_dict().values()]
+
+    inner = commrt.Torus2D()
+    plain = run_ranks(ranks, lambda world: one(world, inner))
+    backed = run_ranks(ranks, lambda world: one(world, commrt.BackupWorkers(0, inner, early)))
+    for ours, theirs in zip(backed, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+LATE, AT = 2, 3
+"""Who is late in most tests, and in which step."""
+
+
+class Loop:
+    """A training loop of which one rank is late once; `each` is called after every backward pass."""
+
+    def __init__(self, ranks=4, algorithm=None, late_by=1, steps=8):
+        self.ranks, self.algorithm, self.steps = ranks, algorithm or commrt.BackupWorkers(1), steps
+        self.progress, self.late_by = Progress(), late_by
+
+    def wait(self, world, replica):
+        """The rank that is late waits here until the others are gone."""
+        if world.rank == LATE and replica.step == AT:
+            self.progress.wait_for(AT + self.late_by)
+
+    def run(self, body):
+        return run_ranks(self.ranks, lambda world: body(self, world))
+
+
+def test_a_late_gradient_is_zeroed_its_step_changes_nothing_and_the_report_says_so():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        seen = None
+        while replica.step < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            if world.rank == LATE and replica.last.step == AT:
+                before = [param.detach().clone() for param in model.parameters()]
+                zeros = all(not param.grad.any() for param in model.parameters())
+                optimizer.step()
+                same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                seen = replica.last, zeros, same, all(param.grad is not None for param in model.parameters())
+            else:
+                optimizer.step()
+            loop.progress.tell(replica._backing.version)
+            if seen is None and replica.last.step == AT:
+                seen = replica.last
+        return seen, replica.stats()
+
+    ends = Loop().run(body)
+    (late, zeros, same, kept), stats = ends[LATE]
+    assert zeros, "a gradient that came too late was left"
+    assert same, "a gradient that came too late was stepped with"
+    assert kept, "who looks at gradients finds None"
+    assert (late.counted, late.members, late.dropped) == (False, (0, 1, 3), (LATE,))
+    assert late.late_s > 0
+    assert late.samples == 12
+    assert stats.counted < stats.steps
+    assert stats.late_s >= late.late_s
+    counted, _ = ends[0]
+    assert (counted.counted, counted.members, counted.dropped, counted.late_s) == (True, (0, 1, 3), (LATE,), 0.0)
+
+
+def test_who_catches_up_takes_schedulers_averages_of_weights_and_buffers_along():
+    def body(loop, world):
+        model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler, average])
+        while replica.step < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            average.update_parameters(model)
+            scheduler.step()
+            loop.progress.tell(replica._backing.version)
+        replica.drain()
+        kept = [tensor.clone() for tensor in (*average.state_dict().values(), *model.state_dict().values())]
+        return scheduler.last_epoch, scheduler.get_last_lr(), kept, replica.last.step
+
+    ends = Loop(late_by=4).run(body)
+    for epoch, rates, kept, _ in ends:
+        assert epoch == 8
+        assert rates == ends[0][1]
+        assert all(torch.equal(a, b) for a, b in zip(kept, ends[0][2], strict=True))
+
+
+def test_a_scheduler_that_was_not_named_is_found_out():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        try:
+            while replica.step < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
+                loop.wait(world, replica)
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+                scheduler.step()
+                loop.progress.tell(replica._backing.version)
+        finally:
+            loop.progress.tell(20)  # nobody need wait for who has failed
+
+    with pytest.raises(DisagreementError, match="settings"):
+        Loop(3, late_by=3).run(body)
+
+
+def test_a_grad_scaler_that_met_an_infinity_while_a_rank_was_late_is_the_same_everywhere():
+    def body(loop, world):
+        model = deepcopy(MODEL).float()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scaler])
+        scales = {}
+        while replica.step < loop.steps:
+            version = replica.step
+            loop.wait(world, replica)
+            optimizer.zero_grad()
+            loss = model(batch(world.rank, version).float()).square().mean()
+            scales[version] = scaler.get_scale()
+            scaler.scale(loss * (float("inf") if version == AT else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            loop.progress.tell(replica._backing.version)
+        return scales, replica.replicas_equal()
+
+    ends = Loop(late_by=1).run(body)
+    for scales, equal in ends:
+        assert equal
+        assert all(scales[version] == ends[0][0].get(version, scales[version]) for version in scales)
+
+
+def test_a_rank_that_was_away_for_longer_than_the_store_remembers_comes_back(monkeypatch):
+    monkeypatch.setattr(ballot, "KEPT", 4)
+    monkeypatch.setattr(ballot, "TIDIED", 2)
+    steps = 40
+    progress = Progress()
+    ends = run_ranks(
+        4,
+        lambda world: trained(
+            world, commrt.BackupWorkers(1), steps, progress, lambda rank, v: 30 if (rank, v) == (LATE, AT) else None
+        ),
+    )
+    check(ends, steps, 3)
+
+
+def test_gradients_that_were_accumulated_are_dropped_or_counted_together():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        counts = {}
+        while (version := replica.step) < loop.steps:
+            optimizer.zero_grad()
+            with replica.no_sync():
+                model(batch(world.rank, version)).square().mean().backward()
+            loop.wait(world, replica)
+            model(batch(world.rank + 50, version)).square().mean().backward()
+            optimizer.step()
+            counts[replica.last.step] = replica.last.samples
+            loop.progress.tell(replica._backing.version)
+        return counts, replica.replicas_equal()
+
+    for counts, equal in Loop().run(body):
+        assert equal
+        assert set(counts.values()) == {24}
+
+
+@pytest.mark.parametrize("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)], ids=str)
+def test_ranks_that_run_out_of_data_are_absent_and_nobody_waits_for_them(batches):
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        for _ in range(batches[world.rank]):
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        replica.consolidate()
+        return replica.step, replica.replicas_equal(), replica.last
+
+    ends = run_ranks(4, body)
+    assert {step for step, _, _ in ends} == {ends[0][0]}
+    assert sorted(batches)[1] >= ends[0][0] >= min(batches)
+    assert all(equal for _, equal, _ in ends)
+    assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
+
+
+def test_a_second_epoch_after_what_all_do_together_needs_no_special_call():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        for epoch in range(3):
+            for _ in range(4 + (world.rank + epoch) % 3):
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+            score = torch.ones(8)
+            world.run(commrt.Ring().schedule(0, world.size), score)
+            assert score[0] == world.size
+        replica.consolidate()
+        return replica.replicas_equal()
+
+    assert all(run_ranks(4, body))
+
+
+def test_a_batch_that_was_dropped_is_given_out_again_until_it_counts():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        counted, given_out = [], []
+        for number in commrt.reissued(range(6), replica):
+            given_out.append(number)
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            loop.progress.tell(replica._backing.version)
+            if replica.last.counted:
+                counted.append(number)
+        return counted, given_out, replica.last.ended
+
+    for counted, given_out, ended in Loop().run(body):
+        assert counted == list(range(len(counted)))
+        assert ended or counted == list(range(6))
+        assert len(given_out) >= len(counted)
+
+
+def test_batches_of_one_accumulation_are_given_out_again_together():
+    class Reported:
+        last = None
+
+    replica, seen = Reported(), []
+    fates = iter([True, False, True])
+    for number, each in enumerate(commrt.reissued("abcd", replica)):
+        seen.append(each)
+        if number % 2:
+            replica.last = commrt.StepReport(0, (), 0.0, (), counted=next(fates, True))
+    assert "".join(seen) == "abcdcd"
+
+
+def test_a_checkpoint_is_gone_on_from_with_old_numbers():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+
+        def train(steps):
+            while replica.step < steps:
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+
+        train(3)
+        replica.consolidate()
+        saved = deepcopy((model.state_dict(), optimizer.state_dict())), replica.state_dict()
+        train(6)
+        replica.consolidate()
+        (weights, state), at = saved
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        replica.load_state_dict(at)
+        again = replica.step
+        train(at["step"] + 3)
+        return again, at["step"], replica.replicas_equal()
+
+    for again, saved, equal in run_ranks(3, body):
+        assert again == saved
+        assert equal
+
+
+def test_one_rank_alone_is_legal():
+    with commrt.init() as world:
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        backward(model, 0, 0)
+        optimizer.step()
+        assert replica.step == 1
+        replica.close()
+
+
+@pytest.mark.parametrize(("ranks", "backups", "most"), [(2, 1, 0), (3, 2, 1), (4, 2, 1), (5, 3, 2)], ids=str)
+def test_as_many_backups_as_members_are_refused(ranks, backups, most):
+    with pytest.raises(UsageError, match=f"take at most {most}"):
+        run_ranks(
+            ranks, lambda world: commrt.attach(m := deepcopy(MODEL), sgd(m), commrt.BackupWorkers(backups), world=world)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: commrt.BackupWorkers(-1), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(1.5), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(True), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(1, commrt.Gossip()), "no all-reduce"),
+        (lambda: commrt.BackupWorkers(1, commrt.BackupWorkers(1)), "no all-reduce"),
+        (lambda: commrt.BackupWorkers(1, commrt.Ring), "makes no schedules"),
+    ],
+)
+def test_backup_workers_that_cannot_work_are_refused(make, what):
+    with pytest.raises(UsageError, match=what):
+        make()
+
+
+def test_without_an_optimizer_there_is_nothing_to_catch_up_with():
+    with pytest.raises(UsageError, match="needs the optimizers"):
+        run_ranks(3, lambda world: commrt.attach(deepcopy(MODEL), None, commrt.BackupWorkers(1), world=world))
+
+
+@pytest.mark.parametrize("first", [commrt.BackupWorkers(1), commrt.Ring(), commrt.Gossip()], ids=str)
+def test_another_model_in_the_same_world_is_refused(first):
+    def body(world):
+        one, other = deepcopy(MODEL), deepcopy(MODEL)
+        replica = commrt.attach(one, sgd(one), first, world=world)
+        second = commrt.Ring() if isinstance(first, commrt.BackupWorkers) else commrt.BackupWorkers(1)
+        with pytest.raises(UsageError, match=r"another model|attached to this world"):
+            commrt.attach(other, sgd(other), second, world=world)
+        replica.detach()
+        return True
+
+    assert all(run_ranks(3, body))
+
+
+def test_a_closure_is_refused():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        with pytest.raises(UsageError, match="closure"):
+            optimizer.step(lambda: 0.0)
+        return True
+
+    assert all(run_ranks(3, body))
+
+
+class OnPurposeError(Exception):
+    """What ends a rank in these tests."""
+
+
+def left_to_die(world, algorithm, dying, steps, saved):
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
+    while replica.step < steps:
+        if world.rank in dying and replica.step == dying[world.rank]:
+            raise OnPurposeError
+        backward(model, world.rank, replica.step)
+        optimizer.step()
+    return replica.replicas_equal(), [loss.rank for loss in replica.lost]
+
+
+def outcomes(ranks, body):
+    """What each rank returned or raised."""
+
+    def one(world):
+        try:
+            return body(world)
+        except Exception as error:  # what it is, the test looks at
+            world.abort(error)
+            return error
+
+    return run_ranks(ranks, one)
+
+
+@pytest.mark.parametrize("backups", [1, 2])
+def test_as_many_ranks_as_there_are_backups_may_die(backups):
+    dying = {1: 3, 4: 5} if backups == 2 else {1: 3}
+    ends = outcomes(5, lambda world: left_to_die(world, commrt.BackupWorkers(backups), dying, 9, []))
+    for rank, end in enumerate(ends):
+        if rank in dying:
+            assert isinstance(end, OnPurposeError)
+        else:
+            assert end == (True, sorted(dying))
+
+
+def test_one_more_that_dies_ends_all_with_a_checkpoint_and_an_error_that_says_who():
+    saved = []
+    ends = outcomes(5, lambda world: left_to_die(world, commrt.BackupWorkers(1), {1: 3, 4: 5}, 9, saved))
+    for rank in (0, 2, 3):
+        assert isinstance(ends[rank], commrt.TransportError)
+        assert isinstance(ends[rank], QuorumLost) or isinstance(ends[rank].__cause__, QuorumLost)
+    assert sorted(rank for rank, _ in saved) == [0, 2, 3]
+    assert {step for _, step in saved} == {5}

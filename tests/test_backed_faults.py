@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup workers in real processes that are slow, stopped, or killed, at every place of a step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import commrt
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from striking import Blow, reference_holds, struck
+
+INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
+AT = 4
+
+
+def survivors(ends, dead):
+    return [end for rank, end in enumerate(ends) if rank not in dead]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("slow", "backward"),
+        ("stop", "backward"),
+        ("stop", "reducing"),
+        ("kill", "backward"),
+        ("kill", "counted"),
+        ("kill", "reducing"),
+        ("kill", "through"),
+    ],
+)
+def test_one_of_four_is_struck_and_no_step_is_lost_or_done_twice(kind, where, inner):
+    ends = struck(4, commrt.BackupWorkers(1, INNER[inner]), [Blow(2, AT, where, kind)])
+    alive = survivors(ends, [2] if kind == "kill" else [])
+    assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
+    reference_holds(alive, needed=3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Blow(2, AT, "counted", "kill"), Blow(4, AT, "reducing", "kill")),
+        (Blow(2, AT, "backward", "stop"), Blow(4, AT, "reducing", "kill")),
+        (Blow(2, AT, "backward", "kill"), Blow(4, AT + 1, "through", "kill")),
+    ],
+    ids=str,
+)
+def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
+    ends = struck(6, commrt.BackupWorkers(2), [first, second], stop_s=4.0)
+    alive = survivors(ends, [blow.rank for blow in (first, second) if blow.kind == "kill"])
+    assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
+    reference_holds(alive, needed=4)
+
+
+def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
+    blows = [Blow(1, AT, "backward", "kill"), Blow(2, AT, "counted", "kill")]
+    ends = struck(4, commrt.BackupWorkers(1), blows)
+    for end in (ends[0], ends[3]):
+        assert end.error is not None
+        assert "gradients make a step" in end.error
+        assert any(message[0] == "giving up" for message in end.messages)
+
+
+def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
+    ends = struck(4, commrt.BackupWorkers(1), [Blow(0, AT, "backward", "kill")])
+    for end in ends[1:]:
+        assert end.error is not None
+        assert "the process that holds the store" in end.error
