@@ -89,10 +89,14 @@ class Job:
         """Steps of the whole run."""
         return self.epochs * (TRAIN_IMAGES // (self.batch_size // workers * workers))
 
+    def outlives(self, workers: int) -> int:
+        """How many of so many workers may die without ending the run."""
+        return workers - 1 if self.algorithm == GOSSIP else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run showed; times are rank 0's, means over all steps."""
+    """What a run showed; times are those of the first rank that is left, means over all steps."""
 
     algorithm: str
     workers: int
@@ -109,6 +113,8 @@ class Result:
     comm_seconds: float | None
     bytes_sent_per_step: int | None
     fingerprint: str
+    lost: tuple[int, ...]
+    """Ranks without which the others went on."""
 
 
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
@@ -166,6 +172,7 @@ def _train(
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, seconds: float) -> Result:
     steps, apart, cost = job.steps(world.size), averaging.finish(), averaging.cost()
     mark = fingerprint(model)
+    shares = steps * world.size - sum(steps - loss.step for loss in world.lost)
     return Result(
         algorithm=job.algorithm,
         workers=world.size,
@@ -175,12 +182,13 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         test_accuracy=_accuracy(model, test.pixels, test.digits),
         disagreement=apart,
         replicas_equal=world.all_equal("trained model", mark),
-        images_per_second=steps * (job.batch_size // world.size * world.size) / seconds,
+        images_per_second=shares * (job.batch_size // world.size) / seconds,
         step_seconds=seconds / steps,
         exposed_comm_seconds=cost.exposed_s / steps,
         comm_seconds=None if cost.comm_s is None else cost.comm_s / steps,
         bytes_sent_per_step=None if cost.nbytes_sent is None else cost.nbytes_sent // steps,
         fingerprint=mark,
+        lost=tuple(loss.rank for loss in world.lost),
     )
 
 
