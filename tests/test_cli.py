@@ -83,6 +83,8 @@ def test_verify_can_show_the_schedule():
         (("train", "--seed", str(2**64 - 9)), "--seed 18446744073709551607 with --epochs 10: each epoch needs a seed"),
         (("train", "--seed", str(-(2**63) - 1)), "each epoch needs a seed of its own in -9223372036854775808.."),
         (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
+        (("train", "--inject", "slow"), "some field is missing, unknown or there twice: write slow:prob=0.1"),
+        (("train", "--inject", "kill:rank=4,step=1"), r": rank=4 must be in 0\.\.3 in this run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

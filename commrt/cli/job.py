@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
 from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
+from commrt.cli.inject import Fault, Injection, check
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
@@ -54,6 +55,8 @@ class Job:
     start_timeout_s: float
     trace: str | None = None
     """File for a timeline of all ranks."""
+    inject: tuple[Fault, ...] = ()
+    """What goes wrong."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
@@ -68,6 +71,8 @@ class Job:
                 f"{TRAIN_IMAGES} to train on"
             )
         self._check_numbers()
+        for fault in self.inject:
+            check(fault, workers, self.steps(workers))
         if self.trace is not None:
             check_file(self.trace)
 
@@ -156,11 +161,14 @@ def _train(
     job: Job, images: Images, world: World, averaging: Averaging, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
+    injected = Injection(job.inject, job.seed, world.rank)
     for epoch in range(job.epochs):
         for pixels, digits in images.batches(job.batch_size, world.rank, world.size, job.seed + epoch):
+            injected.begin_step()
             optimizer.zero_grad()
             with within_range(world.recorder, "forward"):
                 loss = cross_entropy(averaging.model(pixels), digits)
+            injected.compute()
             with within_range(world.recorder, "backward"):
                 averaging.backward(loss)
             with within_range(world.recorder, "optimizer"):
