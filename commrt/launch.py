@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who am I among how many: read from what a launcher left in the environment.
 
-The only module that reads environment variables. Known launchers: torchrun (and anything that sets RANK and
-WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
+The only module that reads environment variables, and sets them for workers of our own. Known launchers: torchrun (and
+anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
 A batch script and a shell inside a Slurm job find most of Slurm's variables set too, SLURM_PROCID=0 and the job's
 SLURM_NTASKS among them, though nobody started the other ranks. Only the variables of a step tell; and a step of
@@ -22,6 +22,7 @@ from commrt.errors import UsageError
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "Launch",
+    "announce",
     "chosen_transport",
     "default_timeout_s",
     "is_timeout",
@@ -95,6 +96,20 @@ variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not 
 def launched() -> Launch | None:
     """`read_launch` of this process's environment."""
     return read_launch(os.environ)
+
+
+def announce(launch: Launch) -> None:
+    """Leave `launch` in this process's environment as torchrun would, for `launched` and all who read the same."""
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_WORLD_SIZE=str(launch.local_size),
+        MASTER_ADDR=launch.address,
+        MASTER_PORT=str(launch.port),
+        TORCHELASTIC_USE_AGENT_STORE=str(launch.store_exists),
+        TORCHELASTIC_RESTART_COUNT=str(launch.attempt),
+    )
 
 
 def default_timeout_s() -> float:

@@ -14,7 +14,7 @@ from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.launch import LOOPBACK, Launch
 
-__all__ = ["is_loopback", "meet"]
+__all__ = ["hold", "is_loopback", "listen", "meet"]
 
 _held: dict[tuple[str, int], Store] = {}
 """The stores that live in this process, as long as it does: the next world meets at the same port."""
@@ -87,11 +87,18 @@ def _loopback_listener(launch: Launch) -> int | None:
 
     None if the port is taken: perhaps by a store of this process, which torch will share.
     """
-    host = _numeric(launch.address)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):
-            listener.bind((host, launch.port))
-            listener.listen(socket.SOMAXCONN)
-            return listener.detach()
+    with suppress(OSError):
+        return listen(_numeric(launch.address), launch.port).detach()
     return None
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Where calls to a store wait until somebody answers; at a free port, if none is given."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def hold(listener: socket.socket) -> Store:
+    """A store in this process, which takes part in nothing, for the ranks that call `listener`; that is used up."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

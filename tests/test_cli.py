@@ -13,6 +13,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
+from time import sleep
 
 import meetings
 import pytest
@@ -82,6 +83,8 @@ def test_verify_can_show_the_schedule():
         (("train", "--seed", str(2**64 - 9)), "--seed 18446744073709551607 with --epochs 10: each epoch needs a seed"),
         (("train", "--seed", str(-(2**63) - 1)), "each epoch needs a seed of its own in -9223372036854775808.."),
         (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
+        (("train", "--inject", "slow"), "some field is missing, unknown or there twice: write slow:prob=0.1"),
+        (("train", "--inject", "kill:rank=4,step=1"), r": rank=4 must be in 0\.\.3 in this run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -153,11 +156,10 @@ def test_what_workers_refuse_is_bad_input_too(images, says, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def workers_importing_torch(process):
+def workers_of(process):
     """Process ids of the workers of `process` that have come so far."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return [pid for pid in workers if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+    return [pid for pid in children if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
 
 
 def blocks(pid, number):
@@ -173,8 +175,9 @@ def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(whom):
         workers = []
         try:
             while len(workers) < 2 and process.poll() is None:
-                workers = workers_importing_torch(process)
-            assert blocks(workers[-1], signal.SIGINT)  # interrupted now, it would print a traceback
+                workers = workers_of(process)
+                sleep(0.01)
+            assert blocks(workers[-1], signal.SIGINT)  # interrupted at any time, it would print a traceback
             whom(process.pid, signal.SIGINT)
             output = process.communicate(timeout=60)
         finally:

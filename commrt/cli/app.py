@@ -122,13 +122,27 @@ def train(
     trace: Annotated[
         str | None, typer.Option(help="Write what each worker did when to this file, for ui.perfetto.dev.")
     ] = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FAULT",
+            help="Let something go wrong in each run; may be repeated. slow:rank=2,prob=0.1,seconds=0.5: rank 2 (each "
+            "rank, if none is named) computes that much longer in a tenth of its steps. slow:prob=0.03,low=5,high=20: "
+            "5 to 20 times as long. kill:rank=3,step=20: SIGKILL when it begins that step, counted from 0. "
+            "stop:rank=1,step=30,seconds=5: SIGSTOP, and it goes on after so many seconds.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small CNN on 5,000 real MNIST images with several workers."""
     from commrt.cli import train as command  # noqa: PLC0415  # commands are imported when called
+    from commrt.cli.inject import parse  # noqa: PLC0415
     from commrt.cli.job import Job  # noqa: PLC0415
 
-    job = Job(algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace)
+    faults = tuple(parse(fault) for fault in inject or ())
+    job = Job(
+        algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults
+    )
     command.run(job, compare or [], workers, as_json)
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
 from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
+from commrt.cli.inject import Fault, Injection, check
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
@@ -54,6 +55,8 @@ class Job:
     start_timeout_s: float
     trace: str | None = None
     """File for a timeline of all ranks."""
+    inject: tuple[Fault, ...] = ()
+    """What goes wrong."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
@@ -68,6 +71,8 @@ class Job:
                 f"{TRAIN_IMAGES} to train on"
             )
         self._check_numbers()
+        for fault in self.inject:
+            check(fault, workers, self.steps(workers))
         if self.trace is not None:
             check_file(self.trace)
 
@@ -89,10 +94,14 @@ class Job:
         """Steps of the whole run."""
         return self.epochs * (TRAIN_IMAGES // (self.batch_size // workers * workers))
 
+    def outlives(self, workers: int) -> int:
+        """How many of so many workers may die without ending the run."""
+        return workers - 1 if self.algorithm == GOSSIP else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run showed; times are rank 0's, means over all steps."""
+    """What a run showed; times are those of the first rank that is left, means over all steps."""
 
     algorithm: str
     workers: int
@@ -109,6 +118,8 @@ class Result:
     comm_seconds: float | None
     bytes_sent_per_step: int | None
     fingerprint: str
+    lost: tuple[int, ...]
+    """Ranks without which the others went on."""
 
 
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
@@ -150,11 +161,14 @@ def _train(
     job: Job, images: Images, world: World, averaging: Averaging, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
+    injected = Injection(job.inject, job.seed, world.rank)
     for epoch in range(job.epochs):
         for pixels, digits in images.batches(job.batch_size, world.rank, world.size, job.seed + epoch):
+            injected.begin_step()
             optimizer.zero_grad()
             with within_range(world.recorder, "forward"):
                 loss = cross_entropy(averaging.model(pixels), digits)
+            injected.compute()
             with within_range(world.recorder, "backward"):
                 averaging.backward(loss)
             with within_range(world.recorder, "optimizer"):
@@ -166,6 +180,7 @@ def _train(
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, seconds: float) -> Result:
     steps, apart, cost = job.steps(world.size), averaging.finish(), averaging.cost()
     mark = fingerprint(model)
+    shares = steps * world.size - sum(steps - loss.step for loss in world.lost)
     return Result(
         algorithm=job.algorithm,
         workers=world.size,
@@ -175,12 +190,13 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         test_accuracy=_accuracy(model, test.pixels, test.digits),
         disagreement=apart,
         replicas_equal=world.all_equal("trained model", mark),
-        images_per_second=steps * (job.batch_size // world.size * world.size) / seconds,
+        images_per_second=shares * (job.batch_size // world.size) / seconds,
         step_seconds=seconds / steps,
         exposed_comm_seconds=cost.exposed_s / steps,
         comm_seconds=None if cost.comm_s is None else cost.comm_s / steps,
         bytes_sent_per_step=None if cost.nbytes_sent is None else cost.nbytes_sent // steps,
         fingerprint=mark,
+        lost=tuple(loss.rank for loss in world.lost),
     )
 
 

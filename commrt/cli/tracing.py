@@ -28,7 +28,7 @@ def check_file(path: str) -> None:
 
 @contextmanager
 def traced(world: World, path: str | None) -> Iterator[None]:
-    """Record what happens meanwhile, and let rank 0 write it; collective, and nothing without a `path`."""
+    """Record what happens meanwhile, and let the first rank write it; collective, and nothing without a `path`."""
     if path is None:
         yield
         return
@@ -37,7 +37,7 @@ def traced(world: World, path: str | None) -> Iterator[None]:
     world.recorder = None
     world.store.set(f"timeline/{world.rank}", json.dumps(timeline.events))
     world.agree("trace")
-    if world.rank == 0:
-        events = [event for rank in range(world.size) for event in json.loads(world.store.get(f"timeline/{rank}"))]
+    if world.rank == world.members[0]:
+        events = [event for rank in world.members for event in json.loads(world.store.get(f"timeline/{rank}"))]
         Path(path).write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
     world.agree("trace written")  # rank 0 may hold the store

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt train``: start local workers with torch's own elastic launcher, show progress, end with a table."""
+"""``commrt train``: start local workers, show progress, end with a table."""
 
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from multiprocessing import resource_tracker
+from importlib import import_module
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from commrt.cli import job as running
 from commrt.cli.job import Job, Result, work
 from commrt.cli.mnist import load, require_images
-from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
-from commrt.launch import LOOPBACK, chosen_transport, launched
+from commrt.cli.workers import run_workers
+from commrt.launch import chosen_transport, launched
 
 __all__ = ["run"]
 
@@ -38,8 +34,7 @@ ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("replicas apart by", lambda r: f"{r.disagreement:.2g}"),
     ("replicas bitwise equal", lambda r: "yes" if r.replicas_equal else "NO"),
 )
-
-BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}
+LOST_ROW: tuple[str, Callable[[Result], str]] = ("workers lost", lambda r: ", ".join(map(str, r.lost)) or "none")
 
 
 def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
@@ -58,12 +53,11 @@ def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
 
 @contextmanager
 def _quiet_when_stopped() -> Iterator[None]:
-    """Ctrl-C, or a signal that torch's launcher has passed on to the workers: one line, and the shell's exit code."""
+    """Ctrl-C, or a signal that came as if it were that: one line, and the shell's exit code."""
     try:
         yield
-    except (KeyboardInterrupt, SignalException) as stopped:
-        received = stopped.sigval if isinstance(stopped, SignalException) else signal.SIGINT
-        Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
+    except KeyboardInterrupt as stopped:
+        received: signal.Signals = stopped.args[0] if stopped.args else signal.SIGINT
         print(f"commrt: stopped by {received.name}", file=sys.stderr)
         raise SystemExit(128 + received) from None
 
@@ -79,63 +73,28 @@ def _work_through(jobs: Sequence[Job]) -> list[Result]:
     return results
 
 
-@contextmanager
-def _ctrl_c_for_this_process_first() -> Iterator[None]:
-    """Workers are born with SIGINT blocked: interrupted while they import torch, each would print a traceback.
-
-    Here it still arrives, on a thread that does not block it, and is handled on the main thread as ever.
-    """
-    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts, which is before the first worker else
-    over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True).start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        over.set()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@record  # hands a worker's error to the launcher
-def _work_as_child(jobs: Sequence[Job]) -> list[Result]:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # torch's launcher ends an interrupted worker quietly
-    return _work_through(jobs)
-
-
-def _quieten_launcher() -> None:
-    """Each of its loggers has a level of its own; what goes wrong is raised too."""
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
 def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
-    _quieten_launcher()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id="commrt",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOOPBACK}:0",
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    config.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # on Ctrl-C workers get SIGTERM, which they cannot put off
+    """As many workers anew for each of `jobs`: one may lose some."""
+    _read_ahead()
+    return [_run_by_workers(job, workers) for job in jobs]
+
+
+def _read_ahead() -> None:
+    """Read once what all workers will need. What is wrong with the images is theirs to say."""
+    import_module("torch._dynamo")  # optimizers do, which takes as long as the rest of torch
+    torch.set_num_threads(1)  # more cannot be handed on to forked workers
+    with suppress(Exception):
+        load()
+
+
+def _run_by_workers(job: Job, workers: int) -> Result:
+    """What the first worker that is left says; who is missing was lost."""
     try:
-        with _ctrl_c_for_this_process_first():
-            results: dict[int, list[Result]] = elastic_launch(config, _work_as_child)(jobs)
-    except ChildFailedError as failed:
-        raise _error_of(*failed.get_first_failure()) from failed
-    return results[0]
-
-
-def _error_of(rank: int, failure: ProcessFailure) -> CommrtError:
-    """What a worker raised is in a record, what killed it is plain text; bad input stays bad input."""
-    message: object = failure.message  # torch declares text only
-    text = str(message["message"] if isinstance(message, dict) else message)
-    return BAD_INPUT.get(text.partition(":")[0], CommrtError)(f"worker {rank} failed: {text}")
+        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers))
+    finally:
+        Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
+    first = results[min(results)]
+    return replace(first, lost=tuple(sorted({*range(workers)} - results.keys() | {*first.lost})))
 
 
 @contextmanager
@@ -158,6 +117,7 @@ def _report(results: Sequence[Result], as_json: bool) -> None:
     table.add_column("")
     for result in results:
         table.add_column(result.algorithm, justify="right")
-    for title, cell in ROWS:
+    rows = (*ROWS, LOST_ROW) if any(result.lost for result in results) else ROWS
+    for title, cell in rows:
         table.add_row(title, *(cell(result) for result in results))
     Console().print(table)

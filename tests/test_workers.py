@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local workers say what became of them, and none is left when that is known."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe, get_context
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from commrt.cli import train, workers
+from commrt.cli.job import Job, Result
+from commrt.cli.workers import run_workers
+from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
+from commrt.launch import launched
+from commrt.rendezvous import meet
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
+LIMIT_S = 20.0
+
+
+def rank():
+    return launched().rank
+
+
+def pause():
+    sleep(1000)
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+
+def test_each_finds_its_place_and_the_store_that_outlives_all():
+    def body():
+        launch = launched()
+        store = meet(launch, LIMIT_S)
+        if launch.rank == 0:
+            store.set("said", "by one who is dead")
+            die()
+        return launch, store.get("said"), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    values = run_workers(3, body, may_lose=1)
+    assert sorted(values) == [1, 2]
+    for rank, (launch, said, blocked) in values.items():
+        assert (launch.launcher, launch.rank, launch.size) == ("torchrun", rank, 3)
+        assert (launch.local_rank, launch.local_size, launch.address) == (rank, 3, "127.0.0.1")
+        assert launch.store_exists
+        assert said == b"by one who is dead"
+        assert blocked == {signal.SIGINT}
+
+
+def test_one_crew_after_the_other_leaves_nothing_here_not_even_one_that_failed():
+    def left():
+        held = [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
+        return held, signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    assert run_workers(2, rank) == {0: 0, 1: 1}
+    before = left()
+    assert run_workers(2, rank) == {0: 0, 1: 1}
+    with pytest.raises(CommrtError) as kept:
+        run_workers(2, die)
+    assert left() == before
+    assert kept.traceback
+
+
+@pytest.mark.parametrize("kind", [UsageError, DisagreementError, PeerLost, KeyError])
+def test_an_error_ends_all_others_at_once_and_bad_input_stays_bad_input(kind, monkeypatch):
+    monkeypatch.setattr(workers, "CAUSE_S", 0.05)
+
+    def body():
+        if rank() == 1:
+            raise kind("too much")
+        pause()
+
+    begin_s = monotonic()
+    with pytest.raises(CommrtError, match=rf"^worker 1 failed: {kind.__name__}: '?too much'?$") as raised:
+        run_workers(3, body, may_lose=2)
+    assert monotonic() - begin_s < LIMIT_S
+    assert type(raised.value) is (kind if kind in (UsageError, DisagreementError) else CommrtError)
+
+
+def test_an_error_after_a_death_that_was_borne_names_both():
+    def body():
+        if rank() == 1:
+            die()
+        sleep(0.5)
+        raise OSError("the disk is full")
+
+    says = r"^worker [02] failed: OSError: the disk is full \(before that, worker 1 was killed by SIGKILL\)$"
+    with pytest.raises(CommrtError, match=says):
+        run_workers(3, body, may_lose=1)
+
+
+def test_a_death_is_the_cause_of_an_error_that_was_heard_of_before():
+    def body():
+        if rank() == 1:
+            sleep(0.1)
+            die(signal.SIGUSR1)
+        raise PeerLost("the connection broke")
+
+    with pytest.raises(CommrtError, match=r"^worker 1 was killed by SIGUSR1: this run needs all of its 3 workers"):
+        run_workers(3, body)
+
+
+def test_more_deaths_than_can_be_borne_end_the_run():
+    def body():
+        if rank():
+            die(signal.SIGTERM)
+        pause()
+
+    both = ", ".join([r"worker \d was killed by SIGTERM"] * 2)
+    with pytest.raises(CommrtError, match=f"^{both}: this run can do without 1 of its 3 workers"):
+        run_workers(3, body, may_lose=1)
+
+
+def test_who_ends_without_a_word_has_failed():
+    with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and said nothing$"):
+        run_workers(2, lambda: os._exit(7), may_lose=1)
+
+
+def test_too_many_workers_are_a_sentence_and_those_that_were_started_end(monkeypatch):
+    def fork(real=os.fork):
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(real())
+        return started[0]
+
+    started = []
+    monkeypatch.setattr(os, "fork", fork)
+    says = r"^worker 1 of 3 could not be started: \[Errno 11\] Resource temporarily unavailable: ask for fewer"
+    with pytest.raises(CommrtError, match=says):
+        run_workers(3, pause)
+    assert not lives(started[0])
+
+
+def crew_of_another_process(end):
+    """Two workers, one of them stopped, and how the process ended that `end` was done to."""
+
+    def body():
+        tell.send(os.getpid())
+        if rank() == 1:
+            die(signal.SIGSTOP)
+        pause()
+
+    def parent():
+        try:
+            run_workers(2, body)
+        except KeyboardInterrupt as stopped:
+            tell.send([int(number) for number in stopped.args])
+
+    heard, tell = Pipe(duplex=False)
+    process = get_context("fork").Process(target=parent)
+    process.start()
+    tell.close()
+    workers = [heard.recv() for _ in range(2)]
+    end(process)
+    process.join(LIMIT_S)
+    assert process.exitcode is not None
+    wait_for(lambda: not any(lives(pid) for pid in workers))
+    said = []
+    with suppress(EOFError):
+        while heard.poll():
+            said.append(heard.recv())
+    return process.exitcode, said
+
+
+def lives(pid):
+    """False for a zombie too, which whoever adopts orphans here may not reap."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def wait_for(condition):
+    end_s = monotonic() + LIMIT_S
+    while not condition():
+        assert monotonic() < end_s
+        sleep(0.01)
+
+
+def test_no_worker_outlives_the_process_that_holds_their_store_not_even_a_stopped_one():
+    assert crew_of_another_process(lambda process: process.kill()) == (-signal.SIGKILL, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_process_ends_all_workers_and_is_told(number):
+    told = [] if number == signal.SIGINT else [int(number)]
+    assert crew_of_another_process(lambda process: os.kill(process.pid, number)) == (0, [told])
+
+
+def test_only_gossip_outlives_workers():
+    jobs = {name: Job(name, 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0) for name in ("gossip", "torus2d", "ddp")}
+    assert {name: job.outlives(4) for name, job in jobs.items()} == {"gossip": 3, "torus2d": 0, "ddp": 0}
+
+
+def test_the_report_says_who_was_lost_if_anybody_was(capsys):
+    whole = Result("gossip", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", ())
+    train._report([whole], as_json=False)
+    assert "lost" not in capsys.readouterr().out
+    train._report([whole, replace(whole, lost=(1, 3))], as_json=False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "workers lost" in line]
+    assert line.replace("│", "").split() == ["workers", "lost", "none", "1,", "3"]
