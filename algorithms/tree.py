@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binomial tree: one rank's buffer to all, in a logarithmic number of steps."""
+"""The binomial tree: one rank's buffer to all, or the sum of all to one, in a logarithmic number of steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from commrt.errors import UsageError
-from commrt.schedule import COPY, Schedule, Step
+from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["broadcast"]
+__all__ = ["broadcast", "reduce"]
 
 
 def broadcast(p: int, root: int = 0) -> Schedule:
@@ -34,3 +34,22 @@ def broadcast(p: int, root: int = 0) -> Schedule:
             reached *= 2
 
     return Schedule("broadcast", p, 1, steps)
+
+
+def reduce(p: int, root: int = 0) -> Schedule:
+    """The sum of all ranks' buffers to the root: `broadcast` backwards.
+
+    Cost: ceil(log2(p)) steps; each rank but the root sends the buffer once.
+
+    >>> print(reduce(4))
+    reduce: 4 ranks, 1 chunk
+      0  add  2->0 [0:1)  3->1 [0:1)
+      1  add  1->0 [0:1)
+    """
+    there = [(step.src, step.dst) for step in broadcast(p, root).steps()]
+
+    def steps() -> Iterator[Step]:
+        for src, dst in reversed(there):
+            yield Step.of(src=dst, dst=src, lo=0, hi=1, combine=ADD)
+
+    return Schedule("reduce", p, 1, steps)

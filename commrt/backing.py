@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from commrt.algorithms import tree
 from commrt.answer import Answer
 from commrt.ballot import Ballot, Move
 from commrt.buckets import Bucket
@@ -29,6 +30,7 @@ from commrt.stamp import WIDTHS, Claim
 from commrt.state import flatten, unread_buffers
 from commrt.streams import Mark
 from commrt.survival import LOST
+from commrt.transport.protocol import Moment
 
 __all__ = ["Backing"]
 
@@ -222,10 +224,17 @@ class Backing:
             self._follow(running.ended)
             running.spans += self._broadcast(running, wish.step)
             self._world.transport.wait()
+            self._tell_the_first(wish)
         except LOST as failure:
             self._world.survival.let_go(failure)
             return False
         return True
+
+    def _tell_the_first(self, wish: Reduce) -> None:
+        """That this rank has the sum; the first member learns of all of them, or that one is gone."""
+        flag = torch.ones(1, device="cpu")
+        schedule = tree.reduce(len(wish.members)).over(wish.members, world=self._world.size)
+        self._world.run_now(schedule, flag, Moment(wish.step, "through"))
 
     def _arrange_anew(self, running: _Pass) -> None:
         """In memory of the connections that there are now."""

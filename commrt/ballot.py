@@ -27,7 +27,6 @@ from commrt.quorum import (
     VOID,
     Again,
     Append,
-    Count,
     Deliberation,
     Outcome,
     Read,
@@ -199,7 +198,7 @@ def _pauses(pause_s: float) -> Iterator[float]:
 def _forget(store: Store, floor: int, words: Collection[tuple[int, int]]) -> None:
     store.set(FLOOR, str(floor))
     for step, attempt in words:
-        for what in ("announced", "members", "through", "outcome"):
+        for what in ("announced", "members", "outcome"):
             store.delete_key(key(step, attempt, what))
 
 
@@ -251,13 +250,11 @@ class _Clerk:
             outcome: Outcome = end.value
             return outcome
 
-    def _answer(self, wish: Append | Count | Settle | Survey | Read) -> object:
+    def _answer(self, wish: Append | Settle | Survey | Read) -> object:
         store = self._store
         match wish:
             case Append():
                 return store.append(wish.key, wish.word)  # type: ignore[attr-defined]  # torch's stub is behind
-            case Count():
-                return store.add(wish.key, 1)
             case Settle():
                 return store.compare_set(wish.key, "", wish.value)
             case Survey():

@@ -26,6 +26,7 @@ __all__ = [
     "average",
     "broadcast",
     "doubly_stochastic",
+    "reduce",
     "reduce_scatter",
 ]
 
@@ -79,6 +80,14 @@ def average(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Co
 def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
     """Mixing that keeps the mean over all ranks, after division by `total`: rows and columns of weights sum to it."""
     return replace(_over_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None), total=total)
+
+
+def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
+    """The root ends with the sum over all ranks; the others are not looked at."""
+    _require_ranks([root], ranks)
+    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal[root] = 0
+    return Collective("reduce", Kind.SUM, _everywhere((ranks, chunks)), goal, (tuple(range(ranks)),))
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:

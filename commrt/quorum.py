@@ -21,7 +21,6 @@ __all__ = [
     "Again",
     "Announcement",
     "Append",
-    "Count",
     "Deliberation",
     "Outcome",
     "Read",
@@ -48,12 +47,6 @@ class Append(NamedTuple):
 
     key: str
     word: str
-
-
-class Count(NamedTuple):
-    """Add one to the number under `key`; answers the sum."""
-
-    key: str
 
 
 class Settle(NamedTuple):
@@ -84,7 +77,10 @@ class Read(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Add up the gradients of `members`, this rank's too, without using the sum; answers whether that went well."""
+    """Add up the gradients of `members`, this rank's too, without using the sum; answers whether that went well.
+
+    For the first member: whether all members have the sum.
+    """
 
     step: int
     attempt: int
@@ -97,7 +93,7 @@ class Again(NamedTuple):
     generation: int
 
 
-Wish = Append | Count | Settle | Survey | Read | Reduce | Again
+Wish = Append | Settle | Survey | Read | Reduce | Again
 
 
 class Outcome(NamedTuple):
@@ -166,7 +162,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
     attempt that loses a member fails for all, and everybody who is left announces again, with the gradients still in
     memory. A rank that is no member waits for the end: its gradient is as good as any other if the attempt fails, and
     is dropped if it does not. Only ranks of one `generation` can reduce together; who has missed one is late.
-    Costs five store operations, one more for the last to announce and for the last to have the sum.
+    Costs four store operations, one more for the last to announce and for the first member.
     """
     while True:
         written = key(step, attempt, "announced")
@@ -179,7 +175,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
         members = tuple(word.rank for word in settled)
         if rank in members:
             went_well = yield Reduce(step, attempt, members)
-            yield from _report(went_well, needed, step, attempt)
+            yield from _report(went_well, rank == members[0], step, attempt)
         if members and (yield Read(key(step, attempt, "outcome"), step, attempt, members)) == DONE:
             notes, place = tuple(word.note for word in settled), [word.rank for word in order].index(rank)
             return Outcome(members, rank in members, attempt, notes, place=place)
@@ -201,9 +197,6 @@ def _settled(
     return [] if said == VOID else _words(said)
 
 
-def _report(went_well: bool, needed: int, step: int, attempt: int) -> Generator[Wish, Any, None]:
-    outcome = key(step, attempt, "outcome")
-    if not went_well:
-        yield Settle(outcome, FAILED)
-    elif (yield Count(key(step, attempt, "through"))) == needed:
-        yield Settle(outcome, DONE)
+def _report(went_well: bool, is_first: bool, step: int, attempt: int) -> Generator[Wish, Any, None]:
+    if not went_well or is_first:
+        yield Settle(key(step, attempt, "outcome"), DONE if went_well else FAILED)

@@ -403,6 +403,13 @@ def test_the_tree_broadcasts_from_every_root_in_a_logarithmic_number_of_steps(ra
     assert direct.digest() == moved.digest()
 
 
+@pytest.mark.parametrize(("ranks", "root"), TREES, ids=str)
+def test_the_tree_adds_all_up_at_every_root_in_a_logarithmic_number_of_steps(ranks, root):
+    schedule = tree.reduce(ranks, root)
+    assert verify(schedule, collective.reduce(ranks, 1, root)).counterexample is None
+    assert traffic(schedule).steps == (ranks - 1).bit_length()
+
+
 def test_the_catalogue_lists_its_names_when_asked_for_another():
     with pytest.raises(UsageError, match="is called 'tours2d': choose one of gossip, halving_doubling, ring, torus2d"):
         by_name("tours2d")
