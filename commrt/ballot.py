@@ -43,7 +43,7 @@ __all__ = ["Ballot", "Terms"]
 LOOK_S, LOOK_MOST_S = 0.1, 1.0
 """Between two looks at those who are waited for, first and at most."""
 BACK_S = 1.0
-"""How long others may take from a call in which they waited for each other back to training."""
+"""How long nobody wonders where the others are, who may come back to training from a call in which they met."""
 LONG = timedelta(days=7)
 KEPT = 64
 """Steps of which the store knows everything; a rank that is farther behind was late."""
@@ -123,9 +123,9 @@ class Ballot:
             raise
 
     def _look_after(self, read: Read, waited_s: float) -> None:
-        """The members of a reduction."""
-        others = [rank for rank in read.members if rank != self._terms.rank]
-        if waited_s > self._terms.timeout_s() or self._terms.gone(others):
+        """The members of a reduction: each the next one, so that all are looked after and nobody is asked by all."""
+        following = next((rank for rank in read.members if rank > self._terms.rank), read.members[0])
+        if waited_s > self._terms.timeout_s() or self._terms.gone([following]):
             self._settle(read, FAILED)
 
     def _look_for_more(self, read: Read, waited_s: float, generation: int) -> None:
@@ -136,7 +136,7 @@ class Ballot:
             self._settle(read, first(words, self._terms.needed))
         elif self._terms.is_called():
             self._settle(read, VOID)
-        else:
+        elif self._is_over or waited_s > BACK_S:
             self._count_on({word.rank for word in words}, read, waited_s)
 
     def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
@@ -145,9 +145,8 @@ class Ballot:
         training = [rank for rank, what in doing.items() if what is Doing.TRAINS]
         self._require_enough(gone, read.step)
         if len(here) + len(training) < self._terms.needed:
-            if self._is_over or waited_s > BACK_S:
-                self._is_over = True
-                self._settle(read, VOID)
+            self._is_over = True
+            self._settle(read, VOID)
         elif waited_s > self._terms.timeout_s():
             what = (
                 f"ranks {training} announced no gradient within {self._terms.timeout_s():g} s, and without them there "

@@ -53,8 +53,9 @@ class Presence:
 
     def of(self, ranks: Collection[int]) -> Mapping[int, Doing | None]:
         """What each of `ranks` said last; None for one whose process is gone without a word."""
-        keys = {rank: _key(rank) for rank in ranks}
-        said = self._asked(lambda: {rank: self._store.get(key).decode() for rank, key in keys.items()})
+        keys = [_key(rank) for rank in ranks]
+        words = self._asked(lambda: self._store.multi_get(keys)) if keys else []
+        said = {rank: word.decode() for rank, word in zip(ranks, words, strict=True)}
         gone = self._gone([rank for rank, doing in said.items() if doing == Doing.TRAINS and rank != self._rank])
         return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
 
