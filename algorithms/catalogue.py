@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
@@ -12,7 +13,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm
 
-__all__ = ["ALGORITHMS", "GOSSIP", "by_name"]
+__all__ = ["ALGORITHMS", "BACKUP", "GOSSIP", "by_name"]
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
@@ -21,7 +22,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
 }
 """All-reduces: name to constructor; each works without arguments."""
 
-GOSSIP = "gossip"
+GOSSIP, BACKUP = "gossip", "backup"
 
 
 def by_name(name: str) -> Algorithm:
@@ -30,7 +31,7 @@ def by_name(name: str) -> Algorithm:
     >>> by_name("torus2d")
     Torus2D(grid=None, both_ways=False)
     """
-    offered = {**ALGORITHMS, GOSSIP: Gossip}
+    offered = {**ALGORITHMS, GOSSIP: Gossip, BACKUP: BackupWorkers}
     if name not in offered:
         raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}")
     return offered[name]()

@@ -63,13 +63,16 @@ def test_verify_can_show_the_schedule():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("verify", "tree"), "no algorithm is called 'tree': choose one of gossip, halving_doubling, ring, torus2d"),
+        (
+            ("verify", "tree"),
+            "no algorithm is called 'tree': choose one of backup, gossip, halving_doubling, ring, torus2d",
+        ),
         (("verify", "torus2d", "--grid", "3x3"), "does not fit 4 ranks"),
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
         (("train", "--workers", "0"), "--workers 0: at least one worker"),
-        (("train", "--algorithm", "nccl"), "choose one of ddp, gossip, halving_doubling, ring, torus2d"),
-        (("train", "--compare", "nccl"), "choose one of ddp, gossip, halving_doubling, ring, torus2d"),
+        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
+        (("train", "--compare", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
         (("train", "--batch-size", "3"), "--batch-size 3 must give each of 4 workers an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
         (("train", "--timeout-s", "0"), "--timeout-s 0 is no deadline"),

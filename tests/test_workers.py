@@ -200,7 +200,7 @@ def test_only_gossip_outlives_workers():
 
 
 def test_the_report_says_who_was_lost_if_anybody_was(capsys):
-    whole = Result("gossip", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", ())
+    whole = Result("gossip", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", (), {}, 0.0)
     train._report([whole], as_json=False)
     assert "lost" not in capsys.readouterr().out
     train._report([whole, replace(whole, lost=(1, 3))], as_json=False)

@@ -79,7 +79,7 @@ InterpolationOption = Annotated[
 
 @app.command()
 def verify(
-    algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling, torus2d or gossip.")],
+    algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling, torus2d, gossip or backup.")],
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="How many ranks take part.")] = 4,
     grid: Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")] = None,
     both_ways: Annotated[
@@ -87,13 +87,16 @@ def verify(
     ] = False,
     topology: Annotated[str | None, typer.Option(help="For gossip: dissemination or hypercube.")] = None,
     within: Annotated[int | None, typer.Option(help="For gossip: ranks of a row, such as those of a node.")] = None,
+    backups: Annotated[
+        int | None, typer.Option(min=0, help="For backup: how many of the ranks need not be waited for.")
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the schedule, step by step.")] = False,
     as_json: Json = False,
 ) -> None:
     """Prove a schedule, and say what it costs."""
     from commrt.cli import verify as command  # noqa: PLC0415  # commands are imported when called
 
-    chosen = command.choose(algorithm, grid, both_ways, topology, within)
+    chosen = command.choose(algorithm, grid, both_ways, topology, within, backups)
     if not command.run(chosen, ranks, show, as_json):
         raise typer.Exit(1)
 
@@ -104,8 +107,11 @@ def train(
         int, typer.Option(help="Local worker processes; ignored under torchrun, mpirun, or srun of several tasks.")
     ] = 4,
     algorithm: Annotated[
-        str, typer.Option(help="ring, halving_doubling, torus2d, gossip, or ddp for plain DDP.")
+        str, typer.Option(help="ring, halving_doubling, torus2d, gossip, backup, or ddp for plain DDP.")
     ] = "torus2d",
+    backups: Annotated[
+        int, typer.Option(min=0, help="For backup: how many of the workers need not be waited for in a step.")
+    ] = 1,
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
     epochs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
@@ -141,8 +147,9 @@ def train(
 
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
-        algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults
-    )
+        algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
+        backups,
+    )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 
 

@@ -26,6 +26,10 @@ class Cost:
     """How long backward passes waited for communication."""
     comm_s: float | None = None
     """How long communication took, hidden or not; None where the library does not tell."""
+    late: int = 0
+    """Backward passes whose gradients came too late."""
+    late_s: float = 0.0
+    """How long the others would have waited for them."""
     nbytes_sent: int | None = None
     """None where the library does not tell."""
 
@@ -39,6 +43,11 @@ class Averaging(Protocol):
     @property
     def model(self) -> nn.Module:
         """What to call."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """How many updates the weights have seen."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -61,6 +70,11 @@ class Attached:
         self.model = replica.model
         self._replica = replica
 
+    @property
+    def step(self) -> int:
+        """See `Averaging`."""
+        return self._replica.step
+
     def backward(self, loss: Tensor) -> None:
         """See `Averaging`."""
         torch.autograd.backward(loss)
@@ -68,7 +82,7 @@ class Attached:
     def cost(self) -> Cost:
         """See `Averaging`."""
         stats = self._replica.stats()
-        return Cost(stats.exposed_s, stats.comm_s, stats.nbytes_sent)
+        return Cost(stats.exposed_s, stats.comm_s, stats.steps - stats.counted, stats.late_s, stats.nbytes_sent)
 
     def finish(self) -> float:
         """See `Averaging`."""
@@ -84,6 +98,7 @@ class Wrapped:
         self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
         if wire is not None:  # DDP refuses the bf16 hook on CPUs by its name, though Gloo has learnt it since
             self.model.register_comm_hook(None, lambda group, bucket: HOOKS[wire](group, bucket))  # noqa: PLW0108
+        self.step = 0
         self._last_gradient_s = 0.0
         self._exposed_s = 0.0
         for param in model.parameters():
@@ -96,6 +111,7 @@ class Wrapped:
         """See `Averaging`."""
         torch.autograd.backward(loss)
         self._exposed_s += perf_counter() - self._last_gradient_s
+        self.step += 1
 
     def cost(self) -> Cost:
         """See `Averaging`."""

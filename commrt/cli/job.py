@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from math import inf
 from time import perf_counter
 
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, by_name
 from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
 from commrt.cli.inject import Fault, Injection, check
@@ -36,8 +40,8 @@ SEEDS = range(-(2**63), 2**64)
 """What torch takes."""
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Progress = Callable[[float], None]
-"""Called after each step with the loss."""
+Progress = Callable[[int, float, int], None]
+"""Called after each step with how many have been done, the loss, and how many gradients came too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,14 @@ class Job:
     """File for a timeline of all ranks."""
     inject: tuple[Fault, ...] = ()
     """What goes wrong."""
+    backups: int = 1
+    """For backup: how many of the workers need not be waited for."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
         if workers < 1:
             raise UsageError(f"--workers {workers}: at least one worker must do the work")
-        if self.algorithm not in (offered := (*ALGORITHMS, GOSSIP, DDP)):
+        if self.algorithm not in (offered := (*ALGORITHMS, GOSSIP, BACKUP, DDP)):
             names = ", ".join(sorted(offered))
             raise UsageError(f"no algorithm is called {self.algorithm!r}: choose one of {names}")
         if not workers <= self.batch_size <= TRAIN_IMAGES:
@@ -71,6 +77,8 @@ class Job:
                 f"{TRAIN_IMAGES} to train on"
             )
         self._check_numbers()
+        if self.algorithm == BACKUP:
+            BackupWorkers(self.backups).needed(workers)
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
         if self.trace is not None:
@@ -96,7 +104,7 @@ class Job:
 
     def outlives(self, workers: int) -> int:
         """How many of so many workers may die without ending the run."""
-        return workers - 1 if self.algorithm == GOSSIP else 0
+        return {GOSSIP: workers - 1, BACKUP: self.backups}.get(self.algorithm, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,10 @@ class Result:
     fingerprint: str
     lost: tuple[int, ...]
     """Ranks without which the others went on."""
+    late: dict[int, int]
+    """By rank, gradients that came too late and were dropped."""
+    saved_seconds: float
+    """How long all would have waited for these, added up; where two were late in a step they count twice."""
 
 
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
@@ -129,10 +141,11 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     with joined as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
         model = lenet(job.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
-        averaging = _averaging(job, world, model, optimizer)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
+        averaging = _averaging(job, world, model, optimizer, decay)
         begin_s = perf_counter()
         with traced(world, job.trace):
-            _train(job, data[0], world, averaging, optimizer, progress)
+            _train(job, data[0], world, averaging, optimizer, decay, progress)
             seconds = perf_counter() - begin_s
         return _result(job, data[1], world, averaging, model, seconds)
 
@@ -148,39 +161,54 @@ def ddp_group(world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _averaging(job: Job, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Averaging:
+def _averaging(job: Job, world: World, model: nn.Module, optimizer: Optimizer, decay: LRScheduler) -> Averaging:
     wire = WIRES[job.wire]
     if job.algorithm == DDP:
         return Wrapped(model, job.bucket_cap_mb, wire)
-    algorithm = by_name(job.algorithm)
-    replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb)
+    algorithm = BackupWorkers(job.backups) if job.algorithm == BACKUP else by_name(job.algorithm)
+    replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb, also=[decay])
     return Attached(replica)
 
 
 def _train(
-    job: Job, images: Images, world: World, averaging: Averaging, optimizer: torch.optim.Optimizer, progress: Progress
+    job: Job,
+    images: Images,
+    world: World,
+    averaging: Averaging,
+    optimizer: Optimizer,
+    decay: LRScheduler,
+    progress: Progress,
 ) -> None:
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
     injected = Injection(job.inject, job.seed, world.rank)
-    for epoch in range(job.epochs):
-        for pixels, digits in images.batches(job.batch_size, world.rank, world.size, job.seed + epoch):
-            injected.begin_step()
-            optimizer.zero_grad()
-            with within_range(world.recorder, "forward"):
-                loss = cross_entropy(averaging.model(pixels), digits)
-            injected.compute()
-            with within_range(world.recorder, "backward"):
-                averaging.backward(loss)
-            with within_range(world.recorder, "optimizer"):
-                optimizer.step()
-            decay.step()
-            progress(loss.item())
+    steps, batches = job.steps(world.size), _batches(job, images, world)
+    while averaging.step < steps:
+        pixels, digits = next(batches)
+        injected.begin_step()
+        optimizer.zero_grad()
+        with within_range(world.recorder, "forward"):
+            loss = cross_entropy(averaging.model(pixels), digits)
+        injected.compute()
+        with within_range(world.recorder, "backward"):
+            averaging.backward(loss)
+        with within_range(world.recorder, "optimizer"):
+            optimizer.step()
+        decay.step()
+        progress(averaging.step, loss.item(), averaging.cost().late)
+
+
+def _batches(job: Job, images: Images, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """Epoch after epoch; who was late needs fewer than the others."""
+    for epoch in count():
+        yield from images.batches(job.batch_size, world.rank, world.size, job.seed + epoch % job.epochs)
 
 
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, seconds: float) -> Result:
     steps, apart, cost = job.steps(world.size), averaging.finish(), averaging.cost()
     mark = fingerprint(model)
+    told = _told(world, f"{cost.late} {cost.late_s}")
     shares = steps * world.size - sum(steps - loss.step for loss in world.lost)
+    if job.algorithm == BACKUP:
+        shares = steps * (world.size - job.backups)
     return Result(
         algorithm=job.algorithm,
         workers=world.size,
@@ -197,7 +225,17 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         bytes_sent_per_step=None if cost.nbytes_sent is None else cost.nbytes_sent // steps,
         fingerprint=mark,
         lost=tuple(loss.rank for loss in world.lost),
+        late={rank: int(said.split()[0]) for rank, said in told.items()},
+        saved_seconds=sum(float(said.split()[1]) for said in told.values()),
     )
+
+
+def _told(world: World, mine: str) -> dict[int, str]:
+    """What every rank that is left has to tell."""
+    shelf = PrefixStore("told", world.store)
+    shelf.set(str(world.rank), mine)
+    world.agree("told")
+    return {rank: shelf.get(str(rank)).decode() for rank in world.members}
 
 
 def _accuracy(model: nn.Module, pixels: Tensor, digits: Tensor) -> float:

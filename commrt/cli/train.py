@@ -34,6 +34,11 @@ ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("replicas apart by", lambda r: f"{r.disagreement:.2g}"),
     ("replicas bitwise equal", lambda r: "yes" if r.replicas_equal else "NO"),
 )
+LATE_ROW: tuple[str, Callable[[Result], str]] = (
+    "gradients too late",
+    lambda r: ", ".join(f"rank {rank}: {late}" for rank, late in r.late.items() if late) or "none",
+)
+SAVED_ROW: tuple[str, Callable[[Result], str]] = ("not waited for them", lambda r: f"{r.saved_seconds:.1f} s")
 LOST_ROW: tuple[str, Callable[[Result], str]] = ("workers lost", lambda r: ", ".join(map(str, r.lost)) or "none")
 
 
@@ -101,10 +106,14 @@ def _run_by_workers(job: Job, workers: int) -> Result:
 def _bar(job: Job, shown: bool) -> Iterator[running.Progress]:
     launch = launched()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    loss_column = TextColumn("loss {task.fields[loss]:.3f}")
+    loss_column = TextColumn("loss {task.fields[loss]:.3f}{task.fields[late]}")
     with Progress(*columns, loss_column, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task(job.algorithm, total=job.steps(launch.size if launch else 1), loss=float("nan"))
-        yield lambda loss: bar.update(task, advance=1, loss=loss)
+        task = bar.add_task(job.algorithm, total=job.steps(launch.size if launch else 1), loss=float("nan"), late="")
+
+        def show(step: int, loss: float, late: int) -> None:
+            bar.update(task, completed=step, loss=loss, late=f", {late} too late" if late else "")
+
+        yield show
 
 
 def _report(results: Sequence[Result], as_json: bool) -> None:
@@ -117,7 +126,9 @@ def _report(results: Sequence[Result], as_json: bool) -> None:
     table.add_column("")
     for result in results:
         table.add_column(result.algorithm, justify="right")
-    rows = (*ROWS, LOST_ROW) if any(result.lost for result in results) else ROWS
+    rows = [*ROWS]
+    rows += [LATE_ROW, SAVED_ROW] if any(any(result.late.values()) for result in results) else []
+    rows += [LOST_ROW] if any(result.lost for result in results) else []
     for title, cell in rows:
         table.add_row(title, *(cell(result) for result in results))
     Console().print(table)

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict
 from typing import cast
 
+from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import by_name
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
@@ -21,7 +22,12 @@ __all__ = ["choose", "run"]
 
 
 def choose(
-    name: str, grid: str | None, both_ways: bool, topology: str | None = None, within: int | None = None
+    name: str,
+    grid: str | None,
+    both_ways: bool,
+    topology: str | None = None,
+    within: int | None = None,
+    backups: int | None = None,
 ) -> Algorithm:
     """The algorithm that the options describe; raises `UsageError` if they do not fit together."""
     algorithm = by_name(name)
@@ -30,6 +36,10 @@ def choose(
         raise UsageError(f"--grid and --both-ways are for torus2d, not for {name}: leave them out")
     if for_gossip and not isinstance(algorithm, Gossip):
         raise UsageError(f"--topology and --within are for gossip, not for {name}: leave them out")
+    if backups is not None and not isinstance(algorithm, BackupWorkers):
+        raise UsageError(f"--backups is for backup, not for {name}: leave it out")
+    if backups is not None:
+        return BackupWorkers(backups)
     if for_torus:
         return Torus2D(_grid(grid) if grid else None, both_ways)
     if for_gossip:
@@ -43,7 +53,8 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     if isinstance(algorithm, Gossip):
         return _run_gossip(algorithm, ranks, show, as_json)
     schedule = algorithm.schedule(0, ranks)
-    proof = verify(schedule, all_reduce(ranks, schedule.chunks))
+    members = range(algorithm.needed(ranks)) if isinstance(algorithm, BackupWorkers) else None
+    proof = verify(schedule, all_reduce(ranks, schedule.chunks, members))
     if as_json:
         print(json.dumps(_record(proof, algorithm)))
         return proof.ok
