@@ -203,6 +203,17 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost(environmen
 
 
 @pytest.mark.processes
+def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one(environment):
+    faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.1"]
+    result = trained(environment, "--workers", "5", "--algorithm", "backup", "--backups", "2", *faults)
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert (record["lost"], record["steps"], record["replicas_equal"]) == ([2], 10, True)
+    assert record["late"]["4"] > 0
+    assert record["saved_seconds"] > 0
+
+
+@pytest.mark.processes
 def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline(environment):
     args = ["--workers", "2", "--algorithm", "torus2d", "--inject", "kill:rank=1,step=4", "--timeout-s", "1000"]
     result = trained(environment, *args)
