@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backup workers save: ``python bench/backing_up.py`` trains LeNet on MNIST with workers that are slow by chance.
+
+Each worker sleeps instead of computing: a base time, and in 3 % of its steps 5 to 20 times as long, all of which it
+sits through. 8 workers, of which 8, 7 or 6 make a step. Step times are compared with what order statistics predict: the
+k-th of the very same times, where who is late first finishes what nobody waits for (and, for the law itself,
+`commrt.stragglers.step_time_s`). The time to an accuracy is that of the first snapshot of the weights that reaches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from statistics import mean, stdev
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.cli.mnist import Images, lenet, load
+from commrt.stragglers import SlowSteps, step_time_s
+from commrt.testing.processes import run_processes
+
+__all__ = ["Run", "trained", "work"]
+
+WORKERS, BATCH, LR, GOAL, EVERY = 8, 8, 0.05, 0.96, 10
+PROB, LOW, HIGH = 0.03, 5.0, 20.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    needed: int
+    step_s: float
+    """Mean, of all steps."""
+    predicted_s: float
+    goal_s: float | None
+    """Until the goal was reached."""
+    goal_steps: int | None
+    accuracy: float
+    """At the end, on 1,000 test images."""
+
+
+def batches(images: Images, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank draws from all images, so that none is lost with a rank that is late."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        places = torch.randint(len(images.digits), (BATCH,), generator=generator)
+        yield images.pixels[places], images.digits[places]
+
+
+def factors(prob: float, rank: int, seed: int) -> Iterator[float]:
+    """By which each step of a rank is slower."""
+    rng = np.random.default_rng([seed, rank])
+    for _ in count():
+        yield float(rng.uniform(LOW, HIGH)) if rng.random() < prob else 1.0
+
+
+def work(
+    _: Callable[[Any], None], needed: int, seed: int, steps: int, base_s: float, prob: float
+) -> tuple[list[tuple[int, float]], list[list[Tensor]]]:
+    """One worker: when the weights had seen how many updates, and what they were then."""
+    torch.set_num_threads(1)
+    images, _test = load()
+    with commrt.init(120.0, start_timeout_s=120.0) as world:
+        model = lenet(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(WORKERS - needed), also=[decay])
+        slower, data = factors(prob, world.rank, seed), batches(images, world.rank, seed)
+        world.agree("all are ready")
+        begun_s, seen, weights = perf_counter(), [(0, 0.0)], []
+        while (step := replica.step) < steps:
+            begin_s = perf_counter()
+            x, y = next(data)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            sleep(max(begin_s + base_s * next(slower) - perf_counter(), 0.0))
+            loss.backward()
+            optimizer.step()
+            decay.step()
+            if replica.last is not None and replica.last.counted:
+                seen.append((step + 1, perf_counter() - begun_s))
+                if (step + 1) % EVERY == 0:
+                    weights.append([param.detach().numpy().copy() for param in model.parameters()])
+        return seen, weights
+
+
+def trained(needed: int, seed: int, steps: int, base_s: float, prob: float) -> dict[int, tuple[float, Any]]:
+    """By number of updates: when a worker first had it, and the weights if they were kept."""
+    ends = run_processes(WORKERS, work, needed, seed, steps, base_s, prob, limit_s=900.0)
+    if broken := [end.error for end in ends if end.value is None]:
+        raise RuntimeError(str(broken[0]))
+    found: dict[int, tuple[float, Any]] = {}
+    for seen, weights in (end.value for end in ends):
+        kept = iter(weights)
+        for step, at_s in seen:
+            these = next(kept) if step and step % EVERY == 0 else None
+            if step not in found or at_s < found[step][0]:
+                found[step] = at_s, these
+    return found
+
+
+def accuracy(weights: Sequence[Any], test: Images) -> float:
+    """Of LeNet with `weights`."""
+    model = lenet(0)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), weights, strict=True):
+            param.copy_(torch.from_numpy(value))
+        return (model(test.pixels).argmax(1) == test.digits).float().mean().item()
+
+
+def predicted(needed: int, seed: int, steps: int, base_s: float) -> float:
+    """Seconds per step if nothing but the workers' own times took any."""
+    slower = [factors(PROB, rank, seed) for rank in range(WORKERS)]
+    events = [(base_s * next(slower[rank]), rank) for rank in range(WORKERS)]
+    heapify(events)
+    version, of, here = 0, [0] * WORKERS, list[int]()
+    while True:
+        at_s, rank = heappop(events)
+        here.append(rank)
+        if of[rank] == version and len(here) < needed:
+            continue
+        begins = here if of[rank] == version else [here.pop()]  # late: it begins again, with the weights there are
+        version += of[rank] == version
+        if version == steps:
+            return at_s / steps
+        for each in begins:
+            of[each] = version
+            heappush(events, (at_s + base_s * next(slower[each]), each))
+        here = [] if begins is here else here
+
+
+def run(needed: int, seed: int, steps: int, base_s: float, plain_s: float, test: Images) -> Run:
+    """Trains once; `plain_s` is what a step takes in which nobody is slow."""
+    found = trained(needed, seed, steps, base_s, PROB)
+    predicted_s = predicted(needed, seed, steps, base_s) + plain_s - base_s
+    reached = ((step, at_s) for step, (at_s, kept) in sorted(found.items()) if kept and accuracy(kept, test) >= GOAL)
+    goal_steps, goal_s = next(reached, (None, None))
+    last = found[max(step for step, (_, kept) in found.items() if kept)][1]
+    return Run(needed, found[steps][0] / steps, predicted_s, goal_s, goal_steps, accuracy(last, test))
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--base-s", type=float, default=0.08)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    _, test = load()
+    plain_s = trained(WORKERS, 0, 60, options.base_s, 0.0)[60][0] / 60
+    rows = []
+    for needed in (8, 7, 6):
+        rows.append([run(needed, seed, options.steps, options.base_s, plain_s, test) for seed in range(options.seeds)])
+        if not options.json:
+            _print(rows[-1], plain_s)
+    if options.json:
+        print(json.dumps({"plain_s": plain_s, "runs": [asdict(each) for row in rows for each in row]}))
+
+
+def _print(runs: Sequence[Run], plain_s: float) -> None:
+    def spread(values: Sequence[float | None], scale: float = 1.0) -> str:
+        known = [scale * value for value in values if value is not None]
+        return "never" if not known else f"{mean(known):.1f} +- {stdev(known) if len(known) > 1 else 0.0:.1f}"
+
+    law = SlowSteps(plain_s, PROB, LOW, HIGH).sample(np.random.default_rng(0), 20_000, WORKERS)
+    law_s = float(step_time_s(law, [runs[0].needed])[0])
+    print(
+        f"{runs[0].needed} of {WORKERS}: step {spread([each.step_s for each in runs], 1e3)} ms, predicted "
+        f"{spread([each.predicted_s for each in runs], 1e3)} (by the law {1e3 * law_s:.1f}; "
+        f"nobody slow {1e3 * plain_s:.1f}), {GOAL:.0%} after "
+        f"{spread([each.goal_s for each in runs])} s and {spread([each.goal_steps for each in runs])} steps, "
+        f"{spread([each.accuracy for each in runs], 100)} % at the end"
+    )
+
+
+if __name__ == "__main__":
+    main()
