@@ -34,7 +34,7 @@ from commrt.quorum import Outcome
 from commrt.relief import PATIENCE_S, Due, Relief
 from commrt.replica import Replica, attached
 from commrt.report import StepReport
-from commrt.state import Stateful
+from commrt.state import Stateful, load
 from commrt.world import Around
 
 __all__ = ["Backed"]
@@ -68,6 +68,7 @@ class Backed(Replica):
         self._engine, self._optimizers, self._carried = engine, optimizers, [*optimizers, *also]
         self._era = 0
         self._due: Due | None = None
+        self._taken: Tensor | None = None  # the states that were taken from a donor since the last forward pass
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it began with weights that the others have left
         self._samples: int | None = 0
@@ -108,6 +109,11 @@ class Backed(Replica):
         """How many updates these weights have seen; a rank that was late skips some, and fetches them when asked."""
         self.drain()
         return self._backing.version
+
+    def drain(self) -> None:
+        """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective."""
+        if self._due is not None:
+            self._catch_up(self._due)
 
     def _go_on_at(self, step: int) -> None:
         self._donor.shut()
@@ -154,18 +160,25 @@ class Backed(Replica):
             yield optimizer.register_step_post_hook(self._after_step)
 
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
-        self._begin()
+        self._begin(in_pass=True)
         if self.model.training and torch.is_grad_enabled():
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
 
-    def _begin(self) -> None:
+    def _begin(self, *, in_pass: bool = False) -> None:
         """From here to the optimizer's step this rank's state is whole, and stays."""
-        if self._due is not None:
-            self._catch_up(self._due)
+        self.drain()
+        if self._taken is not None:  # since it was, the user's loop may have stepped a scheduler, as the donor's had
+            load(self._taken, self._carried)
+            self._taken = None
+        if not self._gate.is_due:
+            self._open(in_pass=in_pass)
+
+    def _open(self, *, in_pass: bool = True) -> None:
         backing = self._backing
         generation = self._world.survival.membership.generation
-        self._donor.open(Edition(backing.version, generation, self._gate.steps, backing.order), backing.buffers)
+        edition = Edition(backing.version, generation, self._gate.steps, backing.order, in_pass)
+        self._donor.open(edition, backing.buffers)
 
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout != torch.strided:
@@ -190,7 +203,7 @@ class Backed(Replica):
     def _begin_pass(self, number: int) -> None:
         self._passing, self._is_stale = number, self._due is not None
         if not self._is_stale:
-            self._begin()  # a compiled or taken apart model calls no hooks
+            self._open()  # a compiled model, or one that is taken apart, calls no hooks
             self._backing.begin(self._samples or None)
 
     def _finish(self) -> None:
@@ -239,7 +252,7 @@ class Backed(Replica):
         backing.follow(edition.order)
         self._world.survival.step = edition.version
         self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
-        self._due = None
+        self._due, self._taken = None, gift.states if edition.in_pass else None
 
     def _refuse_closures(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
@@ -321,10 +334,6 @@ class Backed(Replica):
                 self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})
             else:
                 self._presence.say(Doing.LEFT)
-
-    def drain(self) -> None:
-        """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective."""
-        self._begin()
 
     def replicas_equal(self) -> bool:
         """See `Replica.replicas_equal`."""

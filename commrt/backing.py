@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ from commrt.transport.protocol import Moment
 __all__ = ["Backing"]
 
 LOOK_S = 1.0
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -206,8 +205,7 @@ class Backing:
         with within_range(self._world.recorder, "unpack"):
             for bucket in self._engine.buckets:
                 bucket.unpack()
-        if outcome.members[0] == self._world.rank:
-            self.ballot.tidy(self.version, outcome.attempt + 1)
+        self.ballot.tidy(self.version, outcome.attempt + 1, is_first=outcome.members[0] == self._world.rank)
 
     def _move(self, wish: Move, running: _Pass) -> bool | int | None:
         if isinstance(wish, Reduce):

@@ -169,13 +169,16 @@ class Ballot:
             )
             raise QuorumLost(what, Place(self._terms.rank, min(gone), step))
 
-    def tidy(self, step: int, attempts: int) -> None:
-        """Forget what nobody needs any more, without waiting; by one member of `step`."""
+    def tidy(self, step: int, attempts: int, *, is_first: bool) -> None:
+        """Forget what nobody needs any more, without waiting; by all members of `step`, whose first tells the store."""
         self._attempts[step] = attempts
         if step % TIDIED == 0 and step >= KEPT:
-            old = range(max(step - KEPT - TIDIED, 0), step - KEPT)
-            words = [(each, a) for each in old for a in range(self._attempts.pop(each, 1))]
-            self._clerk.do(lambda store: _forget(store, step - KEPT, words))
+            floor = step - KEPT
+            old = range(max(floor - TIDIED, 0), floor)
+            words = [(each, attempt) for each in old for attempt in range(self._attempts.get(each, 1))]
+            self._attempts = {known: count for known, count in self._attempts.items() if known >= floor}
+            if is_first:
+                self._clerk.do(lambda store: _forget(store, floor, words))
 
     def _settle(self, read: Read, value: str) -> None:
         self._asked(lambda: self._store.compare_set(read.key, "", value))

@@ -118,6 +118,11 @@ class Gate:
 
         return guarded
 
+    @property
+    def is_due(self) -> bool:
+        """True if averaged gradients are at hand, with which some optimizer has not stepped."""
+        return bool(self._unused_by) and not self._are_zeroed()
+
     def _are_zeroed(self) -> bool:
         """True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
         return not any(_is_filled(param.grad) for param in self._params)

@@ -240,6 +240,52 @@ def test_who_catches_up_takes_schedulers_averages_of_weights_and_buffers_along()
         assert all(torch.equal(a, b) for a, b in zip(kept, ends[0][2], strict=True))
 
 
+@pytest.mark.parametrize("at_the_top", [False, True])
+def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
+        try:
+            while replica.step < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
+                if at_the_top and replica.step:
+                    scheduler.step()
+                loop.wait(world, replica)
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+                if not at_the_top:
+                    scheduler.step()
+                loop.progress.tell(replica._backing.version)
+        finally:
+            loop.progress.tell(20)
+        return scheduler.last_epoch + at_the_top
+
+    assert Loop(3, late_by=3).run(body)[1:] == [20, 20]
+
+
+def test_a_forward_pass_between_backward_and_step_gives_nobody_weights_of_another_version():
+    def body(world, progress, used):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        mine = {}
+        while (version := replica.step) < 25:
+            if world.rank == LATE and version % 4 == 0:
+                progress.wait_for(version + 1)
+            backward(model, world.rank, version)
+            progress.tell(version + 1)  # who was late asks for weights that are not there yet
+            with torch.no_grad():
+                model(batch(world.rank, version))
+            optimizer.step()
+            if replica.last.counted:
+                mine[replica.last.step] = replica.last.members
+        return mine, [param.detach().clone() for param in model.parameters()], replica.replicas_equal()
+
+    progress = Progress()
+    check(run_ranks(4, lambda world: body(world, progress, {})), 25, 3)
+
+
 def test_a_scheduler_that_was_not_named_is_found_out():
     def body(loop, world):
         model = deepcopy(MODEL)
