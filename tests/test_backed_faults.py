@@ -21,19 +21,20 @@ def survivors(ends, dead):
     return [end for rank, end in enumerate(ends) if rank not in dead]
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [
-        ("slow", "backward"),
-        ("stop", "backward"),
-        ("stop", "reducing"),
-        ("kill", "backward"),
-        ("kill", "counted"),
-        ("kill", "reducing"),
-        ("kill", "through"),
-    ],
-)
+PLACES = [
+    ("slow", "backward"),
+    ("stop", "backward"),
+    ("stop", "reducing"),
+    ("kill", "backward"),
+    ("kill", "counted"),
+    ("kill", "reducing"),
+    ("kill", "through"),
+]
+CASES = [*((*place, "torus") for place in PLACES), ("kill", "counted", "ring"), ("kill", "reducing", "ring")]
+"""All of them with both: ``python bench/striking.py --pairs``."""
+
+
+@pytest.mark.parametrize(("kind", "where", "inner"), CASES)
 def test_one_of_four_is_struck_and_no_step_is_lost_or_done_twice(kind, where, inner):
     ends = struck(4, commrt.BackupWorkers(1, INNER[inner]), [Blow(2, AT, where, kind)])
     alive = survivors(ends, [2] if kind == "kill" else [])
