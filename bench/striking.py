@@ -138,7 +138,7 @@ def _train(
     replica: Replica, optimizer: torch.optim.Optimizer, rank: int, steps: int
 ) -> tuple[dict[int, tuple[int, ...]], list[float]]:
     used, times_s = {}, []
-    while (version := replica.step) < steps:
+    while (version := _drained(replica).step) < steps:
         begin_s = time.perf_counter()
         backward(replica.model, rank, version)
         optimizer.step()
@@ -146,6 +146,11 @@ def _train(
         if replica.last is not None and replica.last.counted:
             used[replica.last.step] = replica.last.members
     return used, times_s
+
+
+def _drained(replica: Replica) -> Replica:
+    replica.drain()
+    return replica
 
 
 def struck(

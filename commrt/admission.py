@@ -103,8 +103,8 @@ def check_stateful(owners: Sequence[object]) -> None:
     for owner in owners:
         if not isinstance(owner, Stateful):
             raise UsageError(
-                f"join() was given a {type(owner).__name__}, which has no state_dict() and load_state_dict(): pass "
-                "learning rate schedulers, a GradScaler and the like"
+                f"join() or attach(also=) was given a {type(owner).__name__}, which has no state_dict() and "
+                "load_state_dict(): pass learning rate schedulers, a GradScaler and the like"
             )
 
 

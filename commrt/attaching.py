@@ -38,7 +38,7 @@ from commrt.opening import current
 from commrt.replica import Replica, attached, attached_to
 from commrt.rounds import Rounds
 from commrt.schedule import Algorithm, Schedule
-from commrt.state import Stateful, dump
+from commrt.state import Stateful, dump, load
 from commrt.synchronous import Synchronous
 from commrt.world import World
 
@@ -95,6 +95,9 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     chosen = _Chosen(world, model, params, optimizers, wire, int(bucket_cap_mb * MIB))
     if isinstance(algorithm, BackupWorkers):
         algorithm.needed(world.size)
+        _require_nobody_lost(world)
+        if graphs:
+            raise UsageError("graphs=True with BackupWorkers: another quorum in each step leaves nothing to repeat")
         if world.size > 1:
             return _backed(chosen, algorithm, also, broadcast_buffers)
         algorithm = algorithm.inner
@@ -174,15 +177,14 @@ def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful],
     engine = Engine(world, algorithm.inner, cut(chosen.params[::-1]), players=needed)
     chosen.agree(algorithm, engine.schedule(0), engine.buckets, broadcast_buffers=str(broadcast_buffers))
     replica = Backed(chosen.model, chosen.optimizers, also, algorithm, engine, cut, broadcast_buffers=broadcast_buffers)
-    return chosen.begin(replica, Gathering(world), replica.drain)
+    return chosen.begin(replica, Gathering(world), int)
 
 
 def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
     check_stateful(also)
     if not chosen.optimizers:
         raise UsageError("BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)")
-    if not dump([*chosen.optimizers, *also]).numel():
-        raise UsageError("the state of the optimizers, or of also=, is more than plain values: it cannot be sent")
+    load(dump([*chosen.optimizers, *also]), [*chosen.optimizers, *also])  # raises where others could not
     own = f"more on rank {chosen.world.rank}" if attached_to(chosen.world) else "0"
     if not chosen.world.all_equal("other models", own) or own != "0":
         raise UsageError(
@@ -222,7 +224,7 @@ def _require_room(world: World) -> None:
 
 def _require_nobody_lost(world: World) -> None:
     if world.lost:
-        raise UsageError(f"{world.lost[0]}: only gossip of weights goes on without it; start again for anything else")
+        raise UsageError(f"{world.lost[0]}: only gossip of weights can be attached without it: start again")
 
 
 def _checked(world: World | None) -> World:

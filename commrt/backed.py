@@ -34,7 +34,7 @@ from commrt.quorum import Outcome
 from commrt.relief import PATIENCE_S, Due, Relief
 from commrt.replica import Replica, attached
 from commrt.report import StepReport
-from commrt.state import Stateful, load
+from commrt.state import Stateful, dump, load
 from commrt.world import Around
 
 __all__ = ["Backed"]
@@ -42,6 +42,10 @@ __all__ = ["Backed"]
 LOOK_S = 0.05
 _log = logging.getLogger("commrt")
 BY_CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
+
+
+def _nothing() -> None:
+    """Who has no gradient takes no part."""
 
 
 class Backed(Replica):
@@ -69,13 +73,15 @@ class Backed(Replica):
         self._era = 0
         self._due: Due | None = None
         self._taken: Tensor | None = None  # the states that were taken from a donor since the last forward pass
+        self._kept: Tensor | None = None  # the states as they were before a gradient that nobody used
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it began with weights that the others have left
         self._samples: int | None = 0
         self._skips = self._has_told = False
+        self._fresh: set[int] = set()  # optimizers that have not stepped since gradients counted
         self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients of parameters that are not to be stepped
         params = [param for _, param in named]
-        self._gate = Gate(optimizers, params, self._skip, self._refuse, self._require_sound)
+        self._gate = Gate(optimizers, params, _nothing, self._refuse, self._require_sound)
         self._backing = Backing(
             model, engine, self._gate, cut, self._needed, early=algorithm.early, with_buffers=broadcast_buffers
         )
@@ -106,19 +112,31 @@ class Backed(Replica):
 
     @property
     def step(self) -> int:
-        """How many updates these weights have seen; a rank that was late skips some, and fetches them when asked."""
-        self.drain()
-        return self._backing.version
+        """How many updates the weights have seen, or must have when they next run forward; who was late skips some."""
+        return self._backing.version if self._due is None else self._due.version
 
     def drain(self) -> None:
-        """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective."""
+        """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective.
+
+        What a loop does at the end of a step, with schedulers for instance, must be done before.
+        """
+        self._restore()
         if self._due is not None:
-            self._catch_up(self._due)
+            with self._speaking():
+                self._catch_up(self._due)
+
+    def _restore(self) -> None:
+        """Whatever was done since a gradient that nobody used, when too few trained, is undone."""
+        if self._kept is not None:
+            states, self._kept = self._kept, None
+            load(states, self._carried)
+            self._backing.restore_buffers()
 
     def _go_on_at(self, step: int) -> None:
         self._donor.shut()
-        self._backing.version = self._world.survival.step = step
-        self._backing.keep_buffers()
+        self._due = self._kept = self._taken = None
+        self._world.survival.step = step
+        self._backing.go_on_at(step)
         self._begin_era()
 
     def _on_model(self) -> Iterator[RemovableHandle]:
@@ -129,13 +147,7 @@ class Backed(Replica):
             if replica is not None:
                 replica._begin_forward(given)  # noqa: SLF001  # its own
 
-        def before_saving(*_: Any) -> None:
-            replica = weakly()
-            if replica is not None:
-                replica.drain()
-
         yield self.model.register_forward_pre_hook(Hook(before_forward))
-        yield self.model.register_state_dict_pre_hook(Hook(before_saving))  # type: ignore[no-untyped-call]
 
     def _on_parameters(self) -> Iterator[RemovableHandle]:
         return (on_gradient(param, self._hook(name)) for name, param in self._params)
@@ -160,8 +172,8 @@ class Backed(Replica):
             yield optimizer.register_step_post_hook(self._after_step)
 
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
-        self._begin(in_pass=True)
         if self.model.training and torch.is_grad_enabled():
+            self._begin(in_pass=True)
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
 
@@ -176,7 +188,7 @@ class Backed(Replica):
 
     def _open(self, *, in_pass: bool = True) -> None:
         backing = self._backing
-        generation = self._world.survival.membership.generation
+        generation = self._world.survival.generation
         edition = Edition(backing.version, generation, self._gate.steps, backing.order, in_pass)
         self._donor.open(edition, backing.buffers)
 
@@ -214,16 +226,15 @@ class Backed(Replica):
             self._stats = self._stats.plus(self.last)
             self._begin()
             return
-        try:
+        with self._speaking():
             self.last, outcome = self._backing.finish()
-        except CommrtError as error:
-            if QuorumLost in {type(error), type(error.__cause__)}:
-                self._speak()
-            raise
         self._stats = self._stats.plus(self.last)
         self._tell_once(self.last)
+        self._fresh = {id(optimizer) for optimizer in self._optimizers} if outcome.counts else set()
         if outcome.is_over and not outcome.counts:
             self._due = Due(self.last.step + 1, self._donors(outcome))
+        elif not outcome.counts and self._kept is None:
+            self._kept = dump(self._carried)
 
     def _tell_once(self, report: StepReport) -> None:
         if report.ended and not self._has_told:
@@ -258,19 +269,17 @@ class Backed(Replica):
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise UsageError(BY_CLOSURE)
 
-    def _skip(self) -> None:
-        """The step that is about to come must change nothing."""
-        self._skips = True
-
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._donor.shut()
+        self._skips = id(optimizer) not in self._fresh
         if self._skips:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._hidden = [(param, param.grad) for param in params if param.grad is not None]
             for param in params:
                 param.grad = None
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._fresh.discard(id(optimizer))
         for param, grad in self._hidden:
             param.grad = grad
         self._gate.steps -= self._skips  # it was none
@@ -293,13 +302,30 @@ class Backed(Replica):
             self._begin_pass(current_pass())
             self._finish()
 
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Around what may find that too few ranks are left."""
+        try:
+            yield
+        except CommrtError as error:
+            if QuorumLost in {type(error), type(error.__cause__)}:
+                self._speak()
+            raise
+
     def _speak(self) -> None:
         calls, self._last_words = self._last_words, []
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception:  # the others are called, and what happened is raised
+                _log.exception("commrt: what was to be called before giving up failed")
 
     def _gather(self) -> None:
         """Before all ranks do something together: also those that were left behind, and live."""
+        with self._speaking():
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
         self._begin()
         self._presence.say(Doing.GATHERS)
         end_s = monotonic() + self._world.timeout_s
@@ -318,6 +344,7 @@ class Backed(Replica):
 
     def _end(self) -> None:
         """Let those who are late have this rank's state before it is gone."""
+        self._backing.abandon("the world was closed in the middle of a backward pass")
         with suppress(CommrtError, RuntimeError):
             self._begin()
             self._presence.say(Doing.ENDS)
@@ -334,6 +361,21 @@ class Backed(Replica):
                 self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})
             else:
                 self._presence.say(Doing.LEFT)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """See `Replica.state_dict`; takes the others' state first, if this rank was late: call it before you save."""
+        self.drain()
+        return super().state_dict()
+
+    def overwrite_with_first(self) -> None:
+        """See `Replica.overwrite_with_first`."""
+        super().overwrite_with_first()
+        self._backing.keep_buffers()
+
+    def sync_buffers(self) -> None:
+        """See `Replica.sync_buffers`."""
+        super().sync_buffers()
+        self._backing.keep_buffers()
 
     def replicas_equal(self) -> bool:
         """See `Replica.replicas_equal`."""

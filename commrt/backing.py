@@ -27,7 +27,7 @@ from commrt.report import Span, StepReport
 from commrt.roster import Roster
 from commrt.row import Row
 from commrt.stamp import WIDTHS, Claim
-from commrt.state import flatten, unread_buffers
+from commrt.state import flatten, restore, unread_buffers
 from commrt.streams import Mark
 from commrt.survival import LOST
 from commrt.transport.protocol import Moment
@@ -90,6 +90,18 @@ class Backing:
         self._row = Row([*self._model.buffers()], allocate) if self._with_buffers else None
         self._room = self._world.survival.room
 
+    def go_on_at(self, version: int) -> None:
+        """Weights of `version` were loaded; steps that this rank knew of are not those to come."""
+        self.version, self._attempts = version, (0, 0)
+        self.keep_buffers()
+
+    def abandon(self, why: str) -> None:
+        """The running pass will not end: let nobody wait for the rest of it."""
+        running, self._pass = self._pass, None
+        for told in [] if running is None else [*running.ready, running.ended]:
+            if not told.given:
+                told.fail(UsageError(why))
+
     def follow(self, order: Sequence[int] | None) -> None:
         """Cut buckets in the `order` in which gradients become ready, as the others do; between steps."""
         if order is not None and list(order) != self.order:
@@ -103,6 +115,11 @@ class Backing:
         """What the buffers are now is what belongs to this version."""
         if any(True for _ in self._model.buffers()):
             self.buffers = flatten([*self._model.buffers()])
+
+    def restore_buffers(self) -> None:
+        """Become what belongs to this version."""
+        if any(True for _ in self._model.buffers()):
+            restore(self.buffers, [*self._model.buffers()], unread_buffers(self._model))
 
     def begin(self, samples: int | None) -> None:
         """The first gradient of a pass; raises `UsageError` if the model is not what was attached."""
@@ -154,7 +171,7 @@ class Backing:
             bucket.settle()
         if self._row is not None:
             self._row.empty([*self._model.buffers()], unread_buffers(self._model))
-            self.keep_buffers()
+        self.keep_buffers()
         self.version += 1
         self.follow(running.seen)
         self._gate.open()
@@ -211,7 +228,7 @@ class Backing:
         if isinstance(wish, Reduce):
             return self._reduce(wish, running)
         generation = self._world.survival.be_in(wish.generation)
-        return generation if self.ballot.is_possible(self.version) else None
+        return None if self.ballot.is_over else generation
 
     def _reduce(self, wish: Reduce, running: _Pass) -> bool:
         self._engine.members = wish.members

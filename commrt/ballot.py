@@ -77,7 +77,9 @@ class Ballot:
         self._store, self._terms, self._presence = store, terms, presence
         self._clerk = _Clerk(store, f"commrt-rank{terms.rank}-quorum")
         self._attempts: dict[int, int] = {}  # of latest steps, how many there were
-        self._is_over = False  # in the latest attempt too few were there
+        self.is_over = False
+        """In the step that is held it was found that too few train."""
+        self._was_over = False  # in the one before
         self._asked(lambda: store.compare_set(FLOOR, "", "0"))
 
     def hold(self, deliberation: Deliberation, generation: int, move: Callable[[Move], Any]) -> Outcome:
@@ -85,18 +87,18 @@ class Ballot:
 
         Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few come, and what `move` raises.
         """
+        self._was_over, self.is_over = self.is_over, False
         wish = self._awaited(self._clerk.resume(deliberation, None), generation)
         while not isinstance(wish, Outcome):
             answer = move(wish)
             if isinstance(wish, Again):
                 generation = answer
             wish = self._awaited(self._clerk.resume(deliberation, answer), generation)
-        self._is_over = not wish.is_over
         return wish
 
     def _awaited(self, answer: Answer[Move | Outcome], generation: int) -> Move | Outcome:
         begin_s = monotonic()
-        for pause_s in _pauses(LOOK_S / 20 if self._is_over else LOOK_S):
+        for pause_s in _pauses(LOOK_S / 20 if self._was_over else LOOK_S):
             with suppress(TimeoutError):
                 answer.error(pause_s)
             if answer.given:
@@ -116,6 +118,9 @@ class Ballot:
                 self._look_after(read, waited_s)
             elif read is not None:
                 self._look_for_more(read, waited_s, generation)
+            elif monotonic() - self._clerk.asked_s > (limit_s := self._terms.timeout_s() + ANSWER_S):
+                what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
+                raise DeadlineExceeded(what, Place(rank=self._terms.rank, peer=0))  # noqa: TRY301  # as the others
         except BaseException:
             if read is not None:  # or the clerk would wait for ever
                 with suppress(Exception):
@@ -136,7 +141,7 @@ class Ballot:
             self._settle(read, first(words, self._terms.needed))
         elif self._terms.is_called():
             self._settle(read, VOID)
-        elif self._is_over or waited_s > BACK_S:
+        elif self._was_over or waited_s > BACK_S:
             self._count_on({word.rank for word in words}, read, waited_s)
 
     def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
@@ -145,7 +150,7 @@ class Ballot:
         training = [rank for rank, what in doing.items() if what is Doing.TRAINS]
         self._require_enough(gone, read.step)
         if len(here) + len(training) < self._terms.needed:
-            self._is_over = True
+            self.is_over = True
             self._settle(read, VOID)
         elif waited_s > self._terms.timeout_s():
             what = (
@@ -153,12 +158,6 @@ class Ballot:
                 f"are fewer than {self._terms.needed}: they are stopped, or do something else; look at their output"
             )
             raise DeadlineExceeded(what, Place(self._terms.rank, training[0], read.step))
-
-    def is_possible(self, step: int) -> bool:
-        """True if enough ranks train, as far as they say; raises `QuorumLost` if too few live."""
-        doing = self._presence.of(range(self._terms.ranks))
-        self._require_enough([rank for rank, what in doing.items() if what is None], step)
-        return sum(what is Doing.TRAINS for what in doing.values()) >= self._terms.needed
 
     def _require_enough(self, gone: Collection[int], step: int) -> None:
         left, needed = self._terms.ranks - len(gone), self._terms.needed
@@ -211,6 +210,8 @@ class _Clerk:
         self._store = another_connection(store)
         if self._store is not store:
             self._store.set_timeout(LONG)
+        self.asked_s = monotonic()
+        """When it asked last."""
         self.waits_for: Read | None = None
         """The question that nobody can answer yet."""
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -253,7 +254,7 @@ class _Clerk:
             return outcome
 
     def _answer(self, wish: Append | Settle | Survey | Read) -> object:
-        store = self._store
+        store, self.asked_s = self._store, monotonic()
         match wish:
             case Append():
                 return store.append(wish.key, wish.word)  # type: ignore[attr-defined]  # torch's stub is behind

@@ -77,11 +77,22 @@ class Donor:
         if edition is None:
             return None
         try:
-            return packed(self._copy(edition))
+            gift = self._copy(edition)
         finally:
-            with self._changed:
-                self._readers -= 1
-                self._changed.notify_all()
+            self._end()
+        return packed(gift)
+
+    def has(self, version: int, limit_s: float) -> bool:
+        """True if `give` would begin at once; waits for that."""
+        edition = self._begin(version, monotonic() + limit_s)
+        if edition is not None:
+            self._end()
+        return edition is not None
+
+    def _end(self) -> None:
+        with self._changed:
+            self._readers -= 1
+            self._changed.notify_all()
 
     def _begin(self, version: int, end_s: float) -> Edition | None:
         with self._changed:
@@ -95,16 +106,21 @@ class Donor:
         if self._mark is not None:
             self._mark.synchronize()
         buffers = torch.empty(0, dtype=torch.uint8) if self._buffers is None else self._buffers
-        params = torch.cat([flatten([param]).cpu() for param in self._model.parameters()])
+        params = torch.cat([flatten([param]).cpu() for param in _learning(self._model)])
         return Gift(edition, params, buffers.cpu(), dump(self._owners()))
 
 
 def install(gift: Gift, model: nn.Module, owners: Sequence[Stateful]) -> None:
     """Become what `gift` says; its bytes fit a model like the donor's."""
-    restore(gift.params.to(next(model.parameters()).device), [*model.parameters()])
+    restore(gift.params.to(next(model.parameters()).device), _learning(model))
     if buffers := [*model.buffers()]:
         restore(gift.buffers.to(buffers[0].device), buffers, unread_buffers(model))
     load(gift.states, owners)
+
+
+def _learning(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that change."""
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 def packed(gift: Gift) -> bytes:

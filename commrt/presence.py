@@ -56,7 +56,7 @@ class Presence:
         keys = [_key(rank) for rank in ranks]
         words = self._asked(lambda: self._store.multi_get(keys)) if keys else []
         said = {rank: word.decode() for rank, word in zip(ranks, words, strict=True)}
-        gone = self._gone([rank for rank, doing in said.items() if doing == Doing.TRAINS and rank != self._rank])
+        gone = self._gone([rank for rank, doing in said.items() if doing != Doing.LEFT and rank != self._rank])
         return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
 
     def outlast(self, others: Callable[[Doing | None], bool]) -> None:

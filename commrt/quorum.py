@@ -63,7 +63,7 @@ class Survey(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Answers what is written under `key`, once something is.
+    """Answers what is written under `key`, once something is; nothing if it was forgotten since.
 
     Who waits looks after those it waits for meanwhile, and settles the matter if they will not: an attempt as failed
     if a member is gone, its members as nobody if too few are left to announce.
@@ -172,11 +172,16 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
             return Outcome((), counts=False, attempt=attempt)
         order = announced(said, generation)
         settled = yield from _settled(order, needed, step, attempt)
+        if settled is None:
+            return Outcome((), counts=False, attempt=attempt)
         members = tuple(word.rank for word in settled)
         if rank in members:
             went_well = yield Reduce(step, attempt, members)
             yield from _report(went_well, rank == members[0], step, attempt)
-        if members and (yield Read(key(step, attempt, "outcome"), step, attempt, members)) == DONE:
+        outcome = (yield Read(key(step, attempt, "outcome"), step, attempt, members)) if members else FAILED
+        if not outcome:
+            return Outcome((), counts=False, attempt=attempt)
+        if outcome == DONE:
             notes, place = tuple(word.note for word in settled), [word.rank for word in order].index(rank)
             return Outcome(members, rank in members, attempt, notes, place=place)
         attempt += 1
@@ -188,13 +193,13 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
 
 def _settled(
     order: list[Announcement], needed: int, step: int, attempt: int
-) -> Generator[Wish, Any, list[Announcement]]:
-    """Empty if it came to nothing."""
+) -> Generator[Wish, Any, list[Announcement] | None]:
+    """Empty if it came to nothing, None if that is forgotten."""
     members = key(step, attempt, "members")
     if len(order) >= needed:
         yield Settle(members, first(order, needed))
     said = yield Read(members, step, attempt)
-    return [] if said == VOID else _words(said)
+    return None if not said else [] if said == VOID else _words(said)
 
 
 def _report(went_well: bool, is_first: bool, step: int, attempt: int) -> Generator[Wish, Any, None]:

@@ -25,8 +25,8 @@ CALL_S = 0.5
 WAIT_S = 1.0
 """How long a donor may take to come to its next forward pass, before another is asked."""
 AGAIN_S = 0.01
-STATE, COME = b"S", b"C"
-"""Kinds of questions."""
+READY, STATE, COME = b"R", b"S", b"C"
+"""Kinds of questions: is it there, what is it, will you connect anew."""
 
 T = TypeVar("T")
 
@@ -45,11 +45,14 @@ class Relief:
     def __init__(self, world: World, shelf: Store, donor: Donor) -> None:
         self._world, self._shelf, self._donor = world, shelf, donor
         towards = world.survival.towards or gethostname()
-        self._service = Service(towards, {STATE: self._give, COME: self._come})
+        self._service = Service(towards, {READY: self._is_ready, STATE: self._give, COME: self._come})
         self._ask(lambda: shelf.set(_key(world.rank), self._service.address))
 
+    def _is_ready(self, version: int) -> bytes | None:
+        return b"" if self._donor.has(version, WAIT_S) else None
+
     def _give(self, version: int) -> bytes | None:
-        return self._donor.give(version, WAIT_S)
+        return self._donor.give(version, self._world.timeout_s / 2)
 
     def _come(self, generation: int) -> bytes | None:
         try:
@@ -71,11 +74,17 @@ class Relief:
         end_s = monotonic() + self._world.timeout_s
         while True:
             for rank in due.donors:
-                address = self._address(rank)
-                if address is not None and (said := asked(address, STATE, due.version, WAIT_S + PATIENCE_S)):
+                if said := self._asked(rank, due.version):
                     return unpacked(said)
             self._require_hope(due, end_s)
             Event().wait(AGAIN_S)
+
+    def _asked(self, rank: int, version: int) -> bytes | None:
+        """Who has it may take long to copy it."""
+        address = self._address(rank)
+        if address is None or asked(address, READY, version, WAIT_S + PATIENCE_S) is None:
+            return None
+        return asked(address, STATE, version, self._world.timeout_s / 2)
 
     def _require_hope(self, due: Due, end_s: float) -> None:
         self._world.survival.require_open()

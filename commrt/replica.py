@@ -143,7 +143,7 @@ class Replica(ABC):
 
     @property
     def lost(self) -> tuple[Loss, ...]:
-        """The ranks without which the others went on, since when, and why; only gossip of weights does."""
+        """The ranks without which the others went on, since when, and why; gossip of weights and backup workers do."""
         return self._lane.world.lost
 
     def stats(self) -> Stats:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from commrt.errors import UsageError
 
@@ -96,6 +97,19 @@ def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
         ) from error
     for owner, state in zip(owners, states, strict=True):
         owner.load_state_dict(_with_objects(state, owner))
+        if isinstance(owner, Optimizer):
+            _keep_dtypes(owner, state)
+
+
+def _keep_dtypes(optimizer: Optimizer, sent: dict[str, Any]) -> None:
+    """Torch casts what an optimizer keeps to its parameter's dtype; master weights, for one, have their own."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    places = [place for group in sent["param_groups"] for place in group["params"]]
+    for param, place in zip(params, places, strict=True):
+        for key, value in sent["state"].get(place, {}).items():
+            now = optimizer.state[param].get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(now.device, copy=True)
 
 
 def _without_objects(state: dict[str, Any]) -> dict[str, Any]:

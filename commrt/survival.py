@@ -82,6 +82,8 @@ class Survival:
         self._called = 0  # the latest generation to which others called this rank
         self.is_outside = False
         """The others have connected anew without this rank, which is alive: `rejoin`."""
+        self.generation = 0
+        """Through whose connections this rank exchanges."""
         self.apart_until: float = 0
         """The step from which this rank exchanges with the others again; infinite until they have connected."""
         self.room = 0
@@ -217,6 +219,7 @@ class Survival:
                 self.membership.miss(failure)
                 begin = inf
         self.apart_until, self._votes, self.is_outside = begin, 0, False
+        self.generation = self.membership.generation
         self.room += 1
 
     def _assembled(self, step: int) -> int:

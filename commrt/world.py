@@ -53,7 +53,7 @@ class Around:
     disperse: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None
-    """The last that is asked of the store."""
+    """Before the others may think that this process is gone."""
 
 
 class World:
@@ -311,11 +311,11 @@ class World:
         except BaseException:  # the lane still runs
             self.transport.abort()
             raise
-        self.survival.leave("it closed its world")
         around, self.around = self.around, Around()
+        around.leave()
+        self.survival.leave("it closed its world")
         try:
             self.transport.close()
-            around.leave()
         finally:
             self.survival.close()
             self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
 from commrt import ballot
@@ -49,6 +50,12 @@ def attached(world, algorithm):
     return commrt.attach(model, sgd(model), algorithm, world=world)
 
 
+def at(replica):
+    """The version of the weights that the next forward pass uses."""
+    replica.drain()
+    return replica.step
+
+
 @dataclass
 class Progress:
     """How far the ranks of a test have come, so that one can be late without anybody sleeping."""
@@ -72,7 +79,7 @@ def trained(world, algorithm, steps, progress, lateness, **options):
     optimizer = sgd(model)
     replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=1e-4, **options)
     used = {}
-    while (version := replica.step) < steps:
+    while (version := at(replica)) < steps:
         late = lateness(world.rank, version)
         if late is not None:
             progress.wait_for(min(version + late, steps))
@@ -183,7 +190,7 @@ def test_a_late_gradient_is_zeroed_its_step_changes_nothing_and_the_report_says_
         optimizer = sgd(model)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
         seen = None
-        while replica.step < loop.steps:
+        while at(replica) < loop.steps:
             loop.wait(world, replica)
             backward(model, world.rank, replica.step)
             if world.rank == LATE and replica.last.step == AT:
@@ -218,11 +225,9 @@ def test_who_catches_up_takes_schedulers_averages_of_weights_and_buffers_along()
         model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        )
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler, average])
-        while replica.step < loop.steps:
+        while at(replica) < loop.steps:
             loop.wait(world, replica)
             backward(model, world.rank, replica.step)
             optimizer.step()
@@ -248,7 +253,7 @@ def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
         try:
-            while replica.step < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
+            while at(replica) < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
                 if at_the_top and replica.step:
                     scheduler.step()
                 loop.wait(world, replica)
@@ -289,7 +294,7 @@ def test_a_scheduler_that_was_not_named_is_found_out():
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
         try:
-            while replica.step < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
+            while at(replica) < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
                 loop.wait(world, replica)
                 backward(model, world.rank, replica.step)
                 optimizer.step()
@@ -309,15 +314,17 @@ def test_a_grad_scaler_that_met_an_infinity_while_a_rank_was_late_is_the_same_ev
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scaler])
         scales = {}
-        while replica.step < loop.steps:
+        while at(replica) < loop.steps:
             version = replica.step
             loop.wait(world, replica)
             optimizer.zero_grad()
             loss = model(batch(world.rank, version).float()).square().mean()
-            scales[version] = scaler.get_scale()
+            scale = scaler.get_scale()
             scaler.scale(loss * (float("inf") if version == AT else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()
+            if replica.last.counted:
+                scales[version] = scale
             loop.progress.tell(replica._backing.version)
         return scales, replica.replicas_equal()
 
@@ -325,6 +332,146 @@ def test_a_grad_scaler_that_met_an_infinity_while_a_rank_was_late_is_the_same_ev
     for scales, equal in ends:
         assert equal
         assert all(scales[version] == ends[0][0].get(version, scales[version]) for version in scales)
+
+
+def test_buffers_that_are_not_broadcast_are_taken_as_the_donor_has_them():
+    def body(loop, world):
+        model = deepcopy(NORMED)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, broadcast_buffers=False)
+        while at(replica) < loop.steps:
+            loop.wait(world, replica)
+            optimizer.zero_grad()
+            model(batch(world.rank, replica.step).float()).square().mean().backward()
+            optimizer.step()
+            loop.progress.tell(replica._backing.version)
+        return int(model[1].num_batches_tracked)
+
+    assert all(tracked >= 8 for tracked in Loop(late_by=4).run(body))
+
+
+def test_evaluating_with_other_weights_gives_them_to_nobody():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            loop.progress.tell(replica._backing.version)
+            kept = deepcopy(model.state_dict())
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+                model.eval()
+                model(batch(0, 0))
+                model.train()
+            model.load_state_dict(kept)
+        return replica.replicas_equal()
+
+    assert all(Loop().run(body))
+
+
+def test_a_rank_reads_its_step_anywhere_and_its_own_schedulers_count_once():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[average])
+        while replica.step < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            assert replica.step >= replica.last.step
+            optimizer.step()
+            assert replica.step >= replica.last.step
+            average.update_parameters(model)
+            loop.progress.tell(replica._backing.version)
+        replica.drain()
+        return int(average.n_averaged), replica.step
+
+    for averaged, step in Loop(late_by=3).run(body):
+        assert averaged == step == 8
+
+
+def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
+    def body(world):
+        model = deepcopy(NORMED)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler])
+        for _ in range(3):
+            for _ in range(9 if world.rank == LATE else 4):
+                optimizer.zero_grad()
+                model(batch(world.rank, replica.step).float()).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+            assert replica.replicas_equal()
+        return scheduler.last_epoch, replica.step
+
+    for epochs, step in run_ranks(4, body):
+        assert epochs == step
+
+
+def test_optimizers_keep_the_dtype_of_what_they_remember():
+    class Master(torch.optim.SGD):
+        """With weights in double precision beside."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                master = self.state[param].setdefault("master", param.detach().double())
+                if param.grad is not None:
+                    master -= 0.01 * param.grad.double()
+                    param.copy_(master)
+
+    def body(loop, world):
+        model = deepcopy(MODEL).float()
+        optimizer = Master(model.parameters())
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            loop.wait(world, replica)
+            optimizer.zero_grad()
+            model(batch(world.rank, replica.step).float()).square().mean().backward()
+            optimizer.step()
+            loop.progress.tell(replica._backing.version)
+        return {state["master"].dtype for state in optimizer.state.values()}
+
+    assert all(dtypes == {torch.float64} for dtypes in Loop().run(body))
+
+
+def test_state_that_others_could_not_load_is_refused_at_once():
+    class Random:
+        def state_dict(self):
+            return {"state": torch.nn.Linear}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    def body(world):
+        model = deepcopy(MODEL)
+        commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world, also=[Random()])
+
+    with pytest.raises(UsageError, match="cannot be sent to other ranks"):
+        run_ranks(3, body)
+
+
+def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, commrt.BackupWorkers(0, early=True), world=world, bucket_cap_mb=1e-4)
+
+        def fail(_):
+            raise OnPurposeError
+
+        model[0].weight.register_hook(fail)
+        with pytest.raises(OnPurposeError):
+            backward(model, world.rank, 0)
+        world.close()
+        return True
+
+    assert all(run_ranks(2, body))
 
 
 def test_a_rank_that_was_away_for_longer_than_the_store_remembers_comes_back(monkeypatch):
@@ -347,7 +494,7 @@ def test_gradients_that_were_accumulated_are_dropped_or_counted_together():
         optimizer = sgd(model)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
         counts = {}
-        while (version := replica.step) < loop.steps:
+        while (version := at(replica)) < loop.steps:
             optimizer.zero_grad()
             with replica.no_sync():
                 model(batch(world.rank, version)).square().mean().backward()
@@ -442,7 +589,7 @@ def test_a_checkpoint_is_gone_on_from_with_old_numbers():
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
 
         def train(steps):
-            while replica.step < steps:
+            while at(replica) < steps:
                 backward(model, world.rank, replica.step)
                 optimizer.step()
 
@@ -451,13 +598,13 @@ def test_a_checkpoint_is_gone_on_from_with_old_numbers():
         saved = deepcopy((model.state_dict(), optimizer.state_dict())), replica.state_dict()
         train(6)
         replica.consolidate()
-        (weights, state), at = saved
+        (weights, state), kept = saved
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        replica.load_state_dict(at)
+        replica.load_state_dict(kept)
         again = replica.step
-        train(at["step"] + 3)
-        return again, at["step"], replica.replicas_equal()
+        train(kept["step"] + 3)
+        return again, kept["step"], replica.replicas_equal()
 
     for again, saved, equal in run_ranks(3, body):
         assert again == saved
@@ -539,7 +686,7 @@ def left_to_die(world, algorithm, dying, steps, saved):
     optimizer = sgd(model)
     replica = commrt.attach(model, optimizer, algorithm, world=world)
     replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
-    while replica.step < steps:
+    while at(replica) < steps:
         if world.rank in dying and replica.step == dying[world.rank]:
             raise OnPurposeError
         backward(model, world.rank, replica.step)

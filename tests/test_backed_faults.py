@@ -15,6 +15,7 @@ from striking import Blow, reference_holds, struck
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
 AT = 4
+pytestmark = pytest.mark.processes
 
 
 def survivors(ends, dead):
