@@ -98,13 +98,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -
             )
 
 
-def check_stateful(owners: Sequence[object]) -> None:
+def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
     """Raise `UsageError` for what has no state to hand over."""
     for owner in owners:
         if not isinstance(owner, Stateful):
             raise UsageError(
-                f"join() or attach(also=) was given a {type(owner).__name__}, which has no state_dict() and "
-                "load_state_dict(): pass learning rate schedulers, a GradScaler and the like"
+                f"{call} was given a {type(owner).__name__}, which has no state_dict() and load_state_dict(): pass "
+                "learning rate schedulers, a GradScaler and the like"
             )
 
 

@@ -181,7 +181,7 @@ def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful],
 
 
 def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
-    check_stateful(also)
+    check_stateful(also, "attach(also=)")
     if not chosen.optimizers:
         raise UsageError("BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)")
     load(dump([*chosen.optimizers, *also]), [*chosen.optimizers, *also])  # raises where others could not
@@ -224,7 +224,9 @@ def _require_room(world: World) -> None:
 
 def _require_nobody_lost(world: World) -> None:
     if world.lost:
-        raise UsageError(f"{world.lost[0]}: only gossip of weights can be attached without it: start again")
+        raise UsageError(
+            f"{world.lost[0]}: only gossip of weights goes on without it where a model is attached anew: start again"
+        )
 
 
 def _checked(world: World | None) -> World:

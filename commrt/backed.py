@@ -35,13 +35,13 @@ from commrt.relief import PATIENCE_S, Due, Relief
 from commrt.replica import Replica, attached
 from commrt.report import StepReport
 from commrt.state import Stateful, dump, load
+from commrt.stepping import Stepping
 from commrt.world import Around
 
 __all__ = ["Backed"]
 
 LOOK_S = 0.05
 _log = logging.getLogger("commrt")
-BY_CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
 
 
 def _nothing() -> None:
@@ -69,7 +69,7 @@ class Backed(Replica):
         named = [named for bucket in engine.buckets for named in bucket.params]
         self._world, self._needed = engine.world, algorithm.needed(engine.world.size)
         super().__init__(model, named, algorithm, Gathering(self._world))
-        self._engine, self._optimizers, self._carried = engine, optimizers, [*optimizers, *also]
+        self._engine, self._carried = engine, [*optimizers, *also]
         self._era = 0
         self._due: Due | None = None
         self._taken: Tensor | None = None  # the states that were taken from a donor since the last forward pass
@@ -77,20 +77,20 @@ class Backed(Replica):
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it began with weights that the others have left
         self._samples: int | None = 0
-        self._skips = self._has_told = False
-        self._fresh: set[int] = set()  # optimizers that have not stepped since gradients counted
-        self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients of parameters that are not to be stepped
+        self._has_told = False
         params = [param for _, param in named]
         self._gate = Gate(optimizers, params, _nothing, self._refuse, self._require_sound)
         self._backing = Backing(
             model, engine, self._gate, cut, self._needed, early=algorithm.early, with_buffers=broadcast_buffers
         )
+        self._donor = Donor(model, lambda: self._carried)
+        self._stepping = Stepping(optimizers, self._gate, self._donor.shut)
         self._meet_the_others(PrefixStore(f"backed {self._world.attached}", self._world.store))
-        self._live([*self._on_model(), *self._on_parameters(), *self._on_optimizers()])
+        self._live([*self._on_model(), *self._on_parameters(), *self._stepping.register()])
 
     def _meet_the_others(self, shelf: PrefixStore) -> None:
         world, membership = self._world, self._world.survival.membership
-        self._shelf, self._donor = shelf, Donor(self.model, lambda: self._carried)
+        self._shelf = shelf
         self._relief = Relief(world, shelf, self._donor)
         self._presence = Presence(shelf, world.rank, range(world.size), lambda: world.timeout_s, membership.gone)
         self._presence.say(Doing.TRAINS)
@@ -163,14 +163,6 @@ class Backed(Replica):
 
         return ready
 
-    def _on_optimizers(self) -> Iterator[RemovableHandle]:
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._refuse_closures)
-        yield from self._gate.register()
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before_step)
-            yield optimizer.register_step_post_hook(self._after_step)
-
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin(in_pass=True)
@@ -230,7 +222,7 @@ class Backed(Replica):
             self.last, outcome = self._backing.finish()
         self._stats = self._stats.plus(self.last)
         self._tell_once(self.last)
-        self._fresh = {id(optimizer) for optimizer in self._optimizers} if outcome.counts else set()
+        self._stepping.renew(outcome.counts)
         if outcome.is_over and not outcome.counts:
             self._due = Due(self.last.step + 1, self._donors(outcome))
         elif not outcome.counts and self._kept is None:
@@ -264,26 +256,6 @@ class Backed(Replica):
         self._world.survival.step = edition.version
         self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
         self._due, self._taken = None, gift.states if edition.in_pass else None
-
-    def _refuse_closures(self, _: Optimizer, args: Any, kwargs: Any) -> None:
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
-            raise UsageError(BY_CLOSURE)
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._donor.shut()
-        self._skips = id(optimizer) not in self._fresh
-        if self._skips:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
-            for param in params:
-                param.grad = None
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._fresh.discard(id(optimizer))
-        for param, grad in self._hidden:
-            param.grad = grad
-        self._gate.steps -= self._skips  # it was none
-        self._skips, self._hidden = False, []
 
     def _require_sound(self) -> None:
         if failure := self._world.untold:

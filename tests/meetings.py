@@ -177,8 +177,9 @@ def child_uses_the_world(tell):
         answers = {name: in_a_child(lambda use=use: attempt(use)) for name, use in uses.items()}
         go_on.set()
         world.agree("dinner")
-        world.run(schedule, buffer)
-        return answers, buffer.tolist(), world.store.check([f"report/{world.rank}"])
+        reported = world.store.check([f"report/{world.rank}"])
+        world.run(schedule, buffer)  # after which rank 0 may end, and the store with it
+        return answers, buffer.tolist(), reported
 
 
 def child_opens_a_world_of_its_own(tell, port):

@@ -143,9 +143,9 @@ def test_whoever_is_late_exactly_n_gradients_of_the_right_weights_count_and_all_
     check(run_ranks(ranks, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, ranks - backups)
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": torch.bfloat16}, {"bucket_cap_mb": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"wire": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_without_backups_the_result_is_that_of_plain_averaging_bit_for_bit(ranks, early, options):
     def one(world, algorithm):
         model = deepcopy(NORMED)
