@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["at_end_of_backward", "current_pass", "on_gradient"]
+from commrt.errors import UsageError
+
+__all__ = ["at_end_of_backward", "current_pass", "on_dense_gradients", "on_gradient"]
+
+
+T = TypeVar("T")
 
 
 def current_pass() -> int:
@@ -26,3 +32,26 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def on_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
     """Call `callback` with `param` each time a backward pass has added to ``param.grad``."""
     return cast("RemovableHandle", param.register_post_accumulate_grad_hook(callback))  # type: ignore[no-untyped-call]  # torch's own
+
+
+def on_dense_gradients(
+    owner: T, params: Iterable[tuple[str, nn.Parameter]], call: Callable[[T, str], None]
+) -> Iterator[RemovableHandle]:
+    """Call ``call(owner, name)`` each time the gradient of a parameter is ready; does not keep `owner`.
+
+    Raises `UsageError` in the backward pass for a sparse gradient, and for a parameter that outlived `owner`.
+    """
+    weakly = ref(owner)
+
+    def told_of(name: str) -> Callable[[Tensor], None]:
+        def ready(param: Tensor) -> None:
+            here = weakly()
+            if here is None:
+                raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise UsageError(f"the gradient of {name} is {param.grad.layout}: only dense gradients can be averaged")
+            call(here, name)
+
+        return ready
+
+    return (on_gradient(param, told_of(name)) for name, param in params)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event
 from time import monotonic
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.admission import check_stateful
 from commrt.algorithms.backup import BackupWorkers
 from commrt.anchor import Hook
-from commrt.autograd import at_end_of_backward, current_pass, on_gradient
+from commrt.autograd import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.backing import Backing
 from commrt.ballot import Ballot, Terms
 from commrt.donor import Donor, Edition, install
@@ -86,7 +86,13 @@ class Backed(Replica):
         self._donor = Donor(model, lambda: self._carried)
         self._stepping = Stepping(optimizers, self._gate, self._donor.shut)
         self._meet_the_others(PrefixStore(f"backed {self._world.attached}", self._world.store))
-        self._live([*self._on_model(), *self._on_parameters(), *self._stepping.register()])
+        self._live(
+            [
+                *self._on_model(),
+                *on_dense_gradients(self, self._params, Backed._on_gradient),
+                *self._stepping.register(),
+            ]
+        )
 
     def _meet_the_others(self, shelf: PrefixStore) -> None:
         world, membership = self._world, self._world.survival.membership
@@ -149,20 +155,6 @@ class Backed(Replica):
 
         yield self.model.register_forward_pre_hook(Hook(before_forward))
 
-    def _on_parameters(self) -> Iterator[RemovableHandle]:
-        return (on_gradient(param, self._hook(name)) for name, param in self._params)
-
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        weakly = ref(self)
-
-        def ready(param: Tensor) -> None:
-            replica = weakly()
-            if replica is None:
-                raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
-            replica._on_gradient(name, param)  # noqa: SLF001  # its own
-
-        return ready
-
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin(in_pass=True)
@@ -184,9 +176,7 @@ class Backed(Replica):
         edition = Edition(backing.version, generation, self._gate.steps, backing.order, in_pass)
         self._donor.open(edition, backing.buffers)
 
-    def _on_gradient(self, name: str, param: Tensor) -> None:
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise UsageError(f"the gradient of {name} is {param.grad.layout}: only dense gradients can be averaged")
+    def _on_gradient(self, name: str) -> None:
         if not self._is_synchronous:
             self._gate.hold_back()
             return

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from commrt.admission import check_stateful
 from commrt.algorithms.gossip import Gossip
-from commrt.autograd import at_end_of_backward, current_pass, on_gradient
+from commrt.autograd import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.averaging import BY_HAND, LATE, Averaging
 from commrt.buckets import Bucket
 from commrt.engine import Cut, Engine
@@ -45,7 +43,7 @@ class Synchronous(Replica):
         params = [param for _, param in named]
         self._gate = Gate(optimizers, params, self._come_late, self._refuse, self._require_sound)
         self._averaging = Averaging(model, engine, self._gate, cut, broadcast_buffers=broadcast_buffers)
-        self._live([on_gradient(param, self._hook(name)) for name, param in named] + self._gate.register())
+        self._live([*on_dense_gradients(self, named, Synchronous._on_gradient), *self._gate.register()])
 
     @property
     def step(self) -> int:
@@ -60,20 +58,7 @@ class Synchronous(Replica):
         """The buckets, in the order in which they leave."""
         return self._engine.buckets
 
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        weakly = ref(self)
-
-        def ready(param: Tensor) -> None:
-            replica = weakly()
-            if replica is None:
-                raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
-            replica._on_gradient(name, param)  # noqa: SLF001  # its own
-
-        return ready
-
-    def _on_gradient(self, name: str, param: Tensor) -> None:
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise UsageError(f"the gradient of {name} is {param.grad.layout}: only dense gradients can be averaged")
+    def _on_gradient(self, name: str) -> None:
         if not self._is_synchronous:
             self._gate.hold_back()
             return
