@@ -30,6 +30,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.backed import Backed
 from commrt.buckets import MIB, Bucket, Named, build_buckets
 from commrt.bundles import Bundle, build_bundles, held_by
+from commrt.charter import Charter
 from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gossiping import Gossiping
@@ -40,6 +41,7 @@ from commrt.rounds import Rounds
 from commrt.schedule import Algorithm, Schedule
 from commrt.state import Stateful, dump, load
 from commrt.synchronous import Synchronous
+from commrt.transport.meeting import host_identity
 from commrt.world import World
 
 __all__ = ["attach"]
@@ -120,16 +122,19 @@ class _Chosen:
 
     def agree(self, algorithm: Algorithm, schedule: Schedule, buckets: Sequence[Described], **more: str) -> None:
         """Invariant 1: what runs was verified, and is the same everywhere."""
-        self.world.agree(
-            "attach",
-            model=str(self.world.attached),
-            algorithm=describe(repr(algorithm)),
-            schedule=schedule.digest(),
-            buckets="; ".join(bucket.description() for bucket in buckets),
-            buffers=describe_buffers(self.model),
-            optimizer=describe_optimizers(self.optimizers, self.params),
-            **more,
-        )
+        optimizer = describe_optimizers(self.optimizers, self.params)
+        claim = self.claim(algorithm, schedule, buckets)
+        self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim, **more)
+
+    def claim(self, algorithm: Algorithm, schedule: Schedule, buckets: Sequence[Described]) -> dict[str, str]:
+        """What cannot change afterwards."""
+        return {
+            "algorithm": describe(repr(algorithm)),
+            "schedule": schedule.digest(),
+            "buckets": "; ".join(bucket.description() for bucket in buckets),
+            "buffers": describe_buffers(self.model),
+            "kinds of optimizers": ", ".join(type(each).__name__ for each in self.optimizers),
+        }
 
     def begin(self, replica: Replica, lane: Broadcasting, prepare: Callable[[], object]) -> Replica:
         """All begin where rank 0 is."""
@@ -175,9 +180,32 @@ def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful],
         return build_buckets(params, chosen.wire, chosen.cap_nbytes, world.attached, allocate=world.transport.allocate)
 
     engine = Engine(world, algorithm.inner, cut(chosen.params[::-1]), players=needed)
-    chosen.agree(algorithm, engine.schedule(0), engine.buckets, broadcast_buffers=str(broadcast_buffers))
-    replica = Backed(chosen.model, chosen.optimizers, also, algorithm, engine, cut, broadcast_buffers=broadcast_buffers)
-    return chosen.begin(replica, Gathering(world), int)
+    more = {
+        "broadcast_buffers": str(broadcast_buffers),
+        "kinds in also=": ", ".join(type(one).__name__ for one in also),
+    }
+    claim = chosen.claim(algorithm, engine.schedule(0), engine.buckets) | more
+    make = partial(Backed, chosen.model, chosen.optimizers, also, algorithm, engine, cut)
+    if world.charter is not None:
+        world.charter.require_same(world.rank, world.attached, claim)
+        return _in_place(world, make(broadcast_buffers=broadcast_buffers))
+    chosen.agree(algorithm, engine.schedule(0), engine.buckets, **more)
+    replica = chosen.begin(make(broadcast_buffers=broadcast_buffers), Gathering(world), int)
+    if world.rank == world.members[0]:
+        host = host_identity() if world.transport.kind == "shared" else None
+        Charter(world.size, host, world.attached, claim).publish(world.store)
+    return replica
+
+
+def _in_place(world: World, replica: Backed) -> Replica:
+    """It takes the place of a rank that is gone."""
+    try:
+        replica.succeed()
+        world.charter = None  # this rank is as any other
+    except BaseException:
+        replica.detach()
+        raise
+    return replica
 
 
 def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
@@ -185,6 +213,8 @@ def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
     if not chosen.optimizers:
         raise UsageError("BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)")
     load(dump([*chosen.optimizers, *also]), [*chosen.optimizers, *also])  # raises where others could not
+    if chosen.world.charter is not None:  # and comes to the first model, or is refused
+        return
     own = f"more on rank {chosen.world.rank}" if attached_to(chosen.world) else "0"
     if not chosen.world.all_equal("other models", own) or own != "0":
         raise UsageError(

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from threading import Event
-from time import monotonic
 from typing import Any
 from weakref import ref
 
@@ -23,6 +21,7 @@ from commrt.anchor import Hook
 from commrt.autograd import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.backing import Backing
 from commrt.ballot import Ballot, Terms
+from commrt.company import Company
 from commrt.donor import Donor, Edition, install
 from commrt.engine import Cut, Engine
 from commrt.errors import CommrtError, QuorumLost, UsageError
@@ -70,7 +69,6 @@ class Backed(Replica):
         self._world, self._needed = engine.world, algorithm.needed(engine.world.size)
         super().__init__(model, named, algorithm, Gathering(self._world))
         self._engine, self._carried = engine, [*optimizers, *also]
-        self._era = 0
         self._due: Due | None = None
         self._taken: Tensor | None = None  # the states that were taken from a donor since the last forward pass
         self._kept: Tensor | None = None  # the states as they were before a gradient that nobody used
@@ -78,6 +76,7 @@ class Backed(Replica):
         self._is_stale = False  # it began with weights that the others have left
         self._samples: int | None = 0
         self._has_told = False
+        self._is_successor = False  # and has not begun its first step
         params = [param for _, param in named]
         self._gate = Gate(optimizers, params, _nothing, self._refuse, self._require_sound)
         self._backing = Backing(
@@ -99,22 +98,26 @@ class Backed(Replica):
         self._shelf = shelf
         self._relief = Relief(world, shelf, self._donor)
         self._presence = Presence(shelf, world.rank, range(world.size), lambda: world.timeout_s, membership.gone)
-        self._presence.say(Doing.TRAINS)
-        self._begin_era()
+        self._company = Company(world, self._presence)
+        if world.charter is not None:
+            membership.require_vacant()
+        self._presence.say(Doing.TRAINS if world.charter is None else Doing.COMES)
+        self._begin_era(1)
         world.survival.begin(self, alone=True, need=Need(self._needed, PATIENCE_S, self._relief.summon))
-        world.around = Around(self._gather, self._disperse, self._end, self._leave)
+        self._relief.open()
+        world.around = Around(self._gather, self._company.disperse, self._end, self._leave)
 
-    def _begin_era(self) -> None:
+    def _begin_era(self, era: int) -> None:
         """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
         world, survival = self._world, self._world.survival
-        if self._era:
+        if era > 1:
             self._backing.ballot.close()
-        self._era += 1
+        self._era = era
         terms = Terms(
             world.rank, world.size, self._needed, lambda: world.timeout_s,
             survival.require_open, lambda: survival.is_called, survival.membership.gone,
         )  # fmt: skip
-        self._backing.ballot = Ballot(PrefixStore(f"era {self._era}", self._shelf), terms, self._presence)
+        self._backing.ballot = Ballot(PrefixStore(f"era {era}", self._shelf), terms, self._presence)
 
     @property
     def step(self) -> int:
@@ -143,7 +146,7 @@ class Backed(Replica):
         self._due = self._kept = self._taken = None
         self._world.survival.step = step
         self._backing.go_on_at(step)
-        self._begin_era()
+        self._begin_era(self._era + 1)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -158,6 +161,7 @@ class Backed(Replica):
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin(in_pass=True)
+            self._is_successor = False
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
 
@@ -173,7 +177,7 @@ class Backed(Replica):
     def _open(self, *, in_pass: bool = True) -> None:
         backing = self._backing
         generation = self._world.survival.generation
-        edition = Edition(backing.version, generation, self._gate.steps, backing.order, in_pass)
+        edition = Edition(backing.version, generation, self._gate.steps, backing.order, self._era, in_pass)
         self._donor.open(edition, backing.buffers)
 
     def _on_gradient(self, name: str) -> None:
@@ -231,9 +235,10 @@ class Backed(Replica):
 
     def _donors(self, outcome: Outcome) -> tuple[int, ...]:
         """Those that were late ask different members first."""
-        known = outcome.members or tuple(rank for rank in range(self._world.size) if rank != self._world.rank)
-        start = max(outcome.place - self._needed, 0) if outcome.members else self._world.rank
-        start %= len(known)
+        known = tuple(rank for rank in outcome.members if rank != self._world.rank)  # one whose place it takes
+        if not known:
+            return self._company.others
+        start = max(outcome.place - self._needed, 0) % len(known)
         return known[start:] + known[:start]
 
     def _catch_up(self, due: Due) -> None:
@@ -243,6 +248,8 @@ class Backed(Replica):
         edition, backing.buffers = gift.edition, gift.buffers
         backing.version, self._gate.steps = edition.version, edition.optimizer_steps
         backing.follow(edition.order)
+        if edition.era != self._era:
+            self._begin_era(edition.era)
         self._world.survival.step = edition.version
         self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
         self._due, self._taken = None, gift.states if edition.in_pass else None
@@ -283,46 +290,37 @@ class Backed(Replica):
                 _log.exception("commrt: what was to be called before giving up failed")
 
     def _gather(self) -> None:
-        """Before all ranks do something together: also those that were left behind, and live."""
+        """Before all ranks do something together."""
         with self._speaking():
-            self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        self._begin()
-        self._presence.say(Doing.GATHERS)
-        end_s = monotonic() + self._world.timeout_s
-        while self._is_somebody_outside() and monotonic() < end_s:
-            Event().wait(LOOK_S)
-
-    def _is_somebody_outside(self) -> bool:
-        self._world.lane.submit(lambda: self._world.survival.be_in(0)).result()
-        outside = set(range(self._world.size)) - set(self._world.members)
-        outside.difference_update(self._world.survival.membership.gone(outside))
-        return any(doing in {Doing.TRAINS, Doing.GATHERS} for doing in self._presence.of(outside).values())
-
-    def _disperse(self) -> None:
-        with suppress(CommrtError, RuntimeError):  # who gathers knows already
-            self._presence.say(Doing.TRAINS)
+            self._begin()
+            self._company.gather()
 
     def _end(self) -> None:
-        """Let those who are late have this rank's state before it is gone."""
+        """Before the others may not have this rank's state any more."""
         self._backing.abandon("the world was closed in the middle of a backward pass")
         with suppress(CommrtError, RuntimeError):
             self._begin()
-            self._presence.say(Doing.ENDS)
-            self._presence.outlast(lambda doing: doing is not Doing.TRAINS)
+            self._company.end()
 
     def _leave(self) -> None:
-        """Let those who have questions left ask them, if this process holds the store."""
         self._relief.close()
         self._backing.ballot.close()
-        if self._world.lane.failure is not None:  # it counts as gone
-            return
-        with suppress(CommrtError, RuntimeError):
-            if self._world.holds_store:
-                self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})
-            else:
-                self._presence.say(Doing.LEFT)
+        self._company.leave()
+
+    def succeed(self) -> None:
+        """Take the place of a rank that is gone, while nobody gathers; not collective."""
+        self._company.succeed()
+        self._due = Due(0, self._company.others)
+        self.drain()
+        # Once more before the first step, whatever is loaded until then.
+        self._due, self._is_successor = Due(self.step, self._company.others), True
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """See `Replica.load_state_dict`; who takes the place of a rank that is gone gets all from the others."""
+        if self._is_successor:
+            _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
+        else:
+            super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; takes the others' state first, if this rank was late: call it before you save."""

@@ -31,6 +31,8 @@ class Edition(NamedTuple):
     optimizer_steps: int
     order: list[int] | None
     """In which gradients became ready, once that is known."""
+    era: int
+    """How often a checkpoint was loaded, and one more."""
     in_pass: bool
     """It is in a forward pass or a backward pass, not before its loop goes on."""
 

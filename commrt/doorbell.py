@@ -15,7 +15,7 @@ from contextlib import suppress
 from threading import Event
 from weakref import WeakSet
 
-__all__ = ["Doorbell", "is_gone", "own_address"]
+__all__ = ["Doorbell", "answers", "is_gone", "own_address"]
 
 ANSWER_S = 2.0
 """How long a host may take to answer."""
@@ -57,14 +57,27 @@ def own_address(towards: str) -> str:
 
 def is_gone(address: str) -> bool:
     """True if nobody listens at a `Doorbell.address` any more; a host that does not answer may be alive."""
-    host, port = address.split()
     try:
-        socket.create_connection((host, int(port)), ANSWER_S).close()
+        _ring(address)
     except ConnectionRefusedError:
         return True
     except OSError:  # too slow, out of reach, or this process has no sockets left
         return False
     return False
+
+
+def answers(address: str) -> bool:
+    """True if somebody does listen there."""
+    try:
+        _ring(address)
+    except OSError:
+        return False
+    return True
+
+
+def _ring(address: str) -> None:
+    host, port = address.split()
+    socket.create_connection((host, int(port)), ANSWER_S).close()
 
 
 def _answer(listener: socket.socket) -> None:

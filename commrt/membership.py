@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, another_connection, ask
-from commrt.doorbell import Doorbell, is_gone
-from commrt.errors import LeftBehind, PeerLost, Place, TransportError
+from commrt.doorbell import Doorbell, answers, is_gone
+from commrt.errors import LeftBehind, PeerLost, Place, TransportClosed, TransportError, UsageError
 
 __all__ = ["Attendance", "Loss", "Membership", "Verdict"]
 
@@ -187,6 +187,15 @@ class Membership:
             self._doorbell = bell = Doorbell(self._towards)
             self._asked(lambda: self._store.set(f"bell/{self._page}/{self._rank}", bell.address))
 
+    def require_vacant(self) -> None:
+        """Raise `UsageError` if another process of this rank answers; before `enter`."""
+        bell = self._address(self._rank, self._page + 1)
+        if bell is not None and answers(bell):
+            raise UsageError(
+                f"a process of rank {self._rank} answers at {bell}: another can take its place once it has ended; "
+                "if nobody meant that, two were started with one rank's variables"
+            )
+
     def miss(self, failure: TransportError) -> None:
         """Tell the others that this rank is about to break its connections because of `failure`."""
         peer = None if self._tells(failure) else failure.place.peer
@@ -237,12 +246,21 @@ class Membership:
         return verdict.step
 
     def follow(self) -> None:
-        """Learn to which generation the others have come without this rank."""
+        """Learn to which generation the others have come without this rank.
+
+        Raises `TransportClosed` if another process has taken its place.
+        """
+        self._require_own_place()
         self.generation += 1
         while (verdict := self._standing()) is not None:
             self.members = verdict.members
             self.generation += 1
         self.generation -= 1
+
+    def _require_own_place(self) -> None:
+        if self._doorbell is not None and self._address(self._rank) != self._doorbell.address:
+            self._is_in = False  # and says nothing more
+            raise TransportClosed("another process has taken the place of this one", Place(self._rank))
 
     def _standing(self) -> Verdict | None:
         key = f"verdict {self.generation}"
@@ -290,8 +308,8 @@ class Membership:
             self._bells[rank] = bell
         return bell is not None and is_gone(bell)
 
-    def _address(self, rank: int) -> str | None:
-        key = f"bell/{self._page}/{rank}"
+    def _address(self, rank: int, page: int | None = None) -> str | None:
+        key = f"bell/{self._page if page is None else page}/{rank}"
         return self._asked(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def _asked(self, question: Callable[[], T]) -> T:

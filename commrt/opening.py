@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.asking import another_connection
+from commrt.asking import ANSWER_S, another_connection, ask
+from commrt.charter import Charter
 from commrt.connection import connect_hosts, local_rank
 from commrt.doorbell import own_address
 from commrt.errors import TransportClosed, UsageError
@@ -19,7 +20,9 @@ from commrt.launch import DEFAULT_TIMEOUT_S, LOOPBACK, Launch, default_timeout_s
 from commrt.rendezvous import is_loopback, meet
 from commrt.survival import Connect, Means
 from commrt.transport.local import Fabric
+from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
+from commrt.transport.vacant import VacantTransport
 from commrt.world import World
 
 __all__ = ["current", "init"]
@@ -48,6 +51,9 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     least 300: jobs start unevenly), `timeout_s` that of every later wait (default: COMMRT_TIMEOUT_S, or 300). A second
     call returns the world that is already open; a `timeout_s` given there replaces the first. ``with init():`` ends the
     world unless it is inside another such statement: who opens one without ``with`` takes `current` in functions.
+
+    A process that comes with the number of a rank that is gone, while the others train with backup workers, waits for
+    nobody: it takes that place when it attaches its model. Until then it can do nothing together with them.
 
     Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
@@ -88,7 +94,8 @@ def _in_running_group(timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     connect = _connecting(store, rank)
     transport = connect(0, range(size), timeout_s)
-    means = Means(connect, _towards(transport, None))  # a group does not say where the others are
+    is_near = transport.kind == "shared"
+    means = Means(connect, _towards(None, is_near=is_near))  # a group does not say where the others are
     return World(transport, store, local, "torch.distributed", holds_store=rank == 0, means=means)
 
 
@@ -97,18 +104,28 @@ def _launched(launch: Launch, timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
     connect = _connecting(store, launch.rank, LOOPBACK if is_loopback(launch.address) else None)
-    transport = connect(0, range(launch.size), timeout_s)
-    holds_store, means = (
-        launch.rank == 0 and not launch.store_exists,
-        Means(connect, _towards(transport, launch.address)),
+    charter = ask(lambda: Charter.found(store), ANSWER_S, launch.rank)
+    if charter is None:
+        transport = connect(0, range(launch.size), timeout_s)
+    else:
+        charter.require_place(launch.rank, launch.size, host_identity())
+        transport = VacantTransport(launch.rank, range(launch.size), timeout_s)
+    is_near = transport.kind == "shared" if charter is None else charter.host is not None
+    return World(
+        transport,
+        store,
+        launch.local_rank,
+        launch.launcher,
+        holds_store=launch.rank == 0 and not launch.store_exists,
+        means=Means(connect, _towards(launch.address, is_near=is_near)),
+        charter=charter,
     )
-    return World(transport, store, launch.local_rank, launch.launcher, holds_store=holds_store, means=means)
 
 
-def _towards(transport: Transport, address: str | None) -> str | None:
+def _towards(address: str | None, *, is_near: bool) -> str | None:
     """Whence the ranks see each other; None on the host of `address`, which may know itself by a name of its own."""
-    if transport.kind == "shared" or address is None or is_loopback(address):
-        return LOOPBACK if transport.kind == "shared" or address else None
+    if is_near or address is None or is_loopback(address):
+        return LOOPBACK if is_near or address else None
     return None if is_loopback(own_address(address)) else address
 
 

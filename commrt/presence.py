@@ -25,6 +25,8 @@ class Doing(StrEnum):
     TRAINS = "trains"
     GATHERS = "gathers"
     """It waits for all ranks in a collective call."""
+    COMES = "comes"
+    """It takes the place of a rank that is gone, and waits until nobody gathers."""
     ENDS = "ends"
     """It has finished, and waits for those who may want its state."""
     LEFT = "left"

@@ -175,7 +175,9 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
         if settled is None:
             return Outcome((), counts=False, attempt=attempt)
         members = tuple(word.rank for word in settled)
-        if rank in members:
+        # A process that takes the place of a dead one is no member where that was.
+        is_member = (rank, generation) in {word[:2] for word in settled}
+        if is_member:
             went_well = yield Reduce(step, attempt, members)
             yield from _report(went_well, rank == members[0], step, attempt)
         outcome = (yield Read(key(step, attempt, "outcome"), step, attempt, members)) if members else FAILED
@@ -183,7 +185,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
             return Outcome((), counts=False, attempt=attempt)
         if outcome == DONE:
             notes, place = tuple(word.note for word in settled), [word.rank for word in order].index(rank)
-            return Outcome(members, rank in members, attempt, notes, place=place)
+            return Outcome(members, is_member, attempt, notes, place=place)
         attempt += 1
         agreed = yield Again(settled[0].generation + 1 if settled else generation)
         if agreed is None:

@@ -46,7 +46,10 @@ class Relief:
         self._world, self._shelf, self._donor = world, shelf, donor
         towards = world.survival.towards or gethostname()
         self._service = Service(towards, {READY: self._is_ready, STATE: self._give, COME: self._come})
-        self._ask(lambda: shelf.set(_key(world.rank), self._service.address))
+
+    def open(self) -> None:
+        """Take callers."""
+        self._ask(lambda: self._shelf.set(_key(self._world.rank), self._service.address))
 
     def _is_ready(self, version: int) -> bytes | None:
         return b"" if self._donor.has(version, WAIT_S) else None

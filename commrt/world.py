@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
 from commrt.asking import another_connection
+from commrt.charter import Charter
 from commrt.comparison import Comparison
 from commrt.connection import connect_gpu, gpu
 from commrt.diagnosis import diagnose, leave_report, linger
@@ -39,6 +40,7 @@ from commrt.streams import streams_of
 from commrt.survival import Means, Survival
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Moment, Transport
+from commrt.transport.vacant import VacantTransport
 
 __all__ = ["Around", "World"]
 
@@ -73,7 +75,10 @@ class World:
         *,
         holds_store: bool = False,
         means: Means | None = None,
+        charter: Charter | None = None,
     ) -> None:
+        self.charter = charter
+        """What this process has to fit, as it takes the place of a rank that is gone; None for a first comer."""
         self.transport = Media(transport)
         self.store = store
         self.local_rank = local_rank
@@ -81,7 +86,7 @@ class World:
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
         self.holds_store = holds_store
         """The store ends with this process."""
-        self._agreements = 0
+        self._agreements = (0, 0)  # a generation, and how many there were in it
         self.attached = 0
         """Models attached so far."""
         self.joined: object = None
@@ -149,10 +154,18 @@ class World:
                 "before join() or after it"
             )
 
+    def _require_a_place(self, what: str) -> None:
+        if self.charter is not None:
+            raise UsageError(
+                f"{what}: this process takes the place of rank {self.rank}, which is gone, while the others train: the "
+                "first thing to do with them is to attach() the model that trains with BackupWorkers"
+            )
+
     @contextmanager
     def gathered(self, what: str) -> Iterator[None]:
         """Around `what`, which all ranks do together; raises `UsageError` inside ``join()``."""
         self.require_all_ranks(what)
+        self._require_a_place(what)
         if not self._gathered:
             self.around.gather()
         self._gathered += 1
@@ -177,7 +190,7 @@ class World:
     def _agree(self, topic: str, claim: Mapping[str, str]) -> None:
         if self.survival.is_possible and self._all_have(f"{topic} {sorted(claim.items())}"):
             return
-        self._agreements += 1
+        self._agreements = self._next_agreement()
         try:
             shelf = self._shelf(self._agreements)
             agree(self.store, self.rank, self.members, topic, claim, self.timeout_s, shelf)
@@ -202,11 +215,15 @@ class World:
 
     def _end_next_question(self, reason: BaseException) -> None:
         """For the others: this rank will not come to it."""
-        tell_of_leaving(PrefixStore(self._shelf(self._agreements + 1), self.store), self.rank, reason)
+        tell_of_leaving(PrefixStore(self._shelf(self._next_agreement()), self.store), self.rank, reason)
 
-    def _shelf(self, number: int) -> str:
-        """Of an agreement; one that a lost rank can no longer reach."""
-        return f"agreement {self.survival.membership.generation}.{number}"
+    def _next_agreement(self) -> tuple[int, int]:
+        """One that a lost rank can no longer reach, and who came later counts from the same."""
+        generation, (latest, number) = self.survival.membership.generation, self._agreements
+        return generation, number + 1 if generation == latest else 1
+
+    def _shelf(self, agreement: tuple[int, int]) -> str:
+        return "agreement {}.{}".format(*agreement)
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective."""
@@ -228,14 +245,20 @@ class World:
         chosen = gpu(device)
         self.transport.require_no_other(chosen)
         if not self.transport.reaches(chosen):
-            self.agree("connect")
+            if self.charter is None:
+                self.agree("connect")
             self.lane.submit(lambda: self._connect(chosen)).result()
 
     def _connect(self, device: torch.device) -> None:
         streams = streams_of(device)
         streams.enter()
-        self.transport.add(device, self._connected_gpu(str(self._agreements), device))
+        self.transport.add(device, self._transport_of(device))
         self.lane.streams = streams
+
+    def _transport_of(self, device: torch.device) -> Queueing:
+        if self.charter is not None:
+            return VacantTransport(self.rank, self.members, self.timeout_s)
+        return self._connected_gpu(self._shelf(self._agreements), device)
 
     def _connected_gpu(self, name: str, device: torch.device) -> Queueing:
         shelf = PrefixStore(name, another_connection(self.store))

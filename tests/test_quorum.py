@@ -2,14 +2,18 @@
 """The rules of the quorum, checked exhaustively: every order of events, a death at every instant, false suspicions.
 
 A state is what each rank was answered so far, what the store holds, and who is dead. A rank's next wish follows from
-its answers, by running the very generator that training runs.
+its answers, by running the very generator that training runs. Another process may take the place of a dead one at any
+instant, with the weights of any rank that lives; it calls all others to a new generation.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from random import Random
 from time import perf_counter
+from typing import NamedTuple
 
 import pytest
 
@@ -30,12 +34,18 @@ from commrt.quorum import (
     key,
 )
 
+DIES = 0.02
+"""How likely the next event is a rank's death, if one may die."""
+
 
 @dataclass(frozen=True)
 class State:
     answers: tuple  # of each rank, to its wishes in order
+    begins: tuple  # of each rank: the step and the generation in which its process began
     store: frozenset = frozenset()
     dead: frozenset = frozenset()
+    reborn: frozenset = frozenset()  # ranks whose place another process has taken
+    called: int = 0  # the generation to which all are called
     reduced: frozenset = frozenset()  # (rank, step, attempt, went well), of those who were answered
     suspicions: int = 0
     voids: int = 0
@@ -46,6 +56,15 @@ class State:
         return replace(self, answers=tuple(answers), **more)
 
 
+class Moment(NamedTuple):
+    """Of a rank's life."""
+
+    wish: object  # what it wants next, or the outcomes of its steps
+    step: int
+    generation: int
+    came: frozenset  # (step, attempt, generation) of the reductions to which it has come
+
+
 @dataclass
 class Model:
     """`needed` of `needed + backups` ranks; at most so many deaths, false suspicions and attempts that are ended."""
@@ -54,47 +73,110 @@ class Model:
     backups: int
     steps: int = 1
     deaths: int = 0
+    births: int = 0
     suspicions: int = 0
     voids: int = 0
     rule: object = deliberate
     first_knows: bool = True
     """For the first member a reduction goes well only if all others have the sum."""
-    wishes: dict = field(default_factory=dict, repr=False)
+    moments: dict = field(default_factory=dict, repr=False)
+    lives: dict = field(default_factory=dict, repr=False)  # those that were asked last, with their answers
 
     @property
     def ranks(self):
         return range(self.needed + self.backups)
 
-    def life(self, rank):
-        """All steps of a rank; a dropped one takes the weights of another and goes on."""
-        outcomes = ()
-        for step in range(self.steps):
-            outcomes = (*outcomes, (yield from self.rule(rank, 0, self.needed, step)))
-        return list(outcomes)
+    def life(self, rank, begin, generation):
+        """All steps of a process; a dropped rank takes the weights of another and goes on."""
+        outcomes = {}
+        for step in range(begin, self.steps):
+            if self.births:
+                generation = yield Again(generation)
+            course, answer = self.rule(rank, generation, self.needed, step), None
+            while step not in outcomes:
+                try:
+                    wish = course.send(answer)
+                except StopIteration as end:
+                    outcomes[step] = end.value
+                else:
+                    answer = yield wish
+                    generation = answer if isinstance(wish, Again) else generation
+        return outcomes
 
-    def wish(self, rank, answers):
-        """What a rank wants next, or the outcomes of its steps."""
-        if (rank, answers) not in self.wishes:
-            life = self.life(rank)
-            try:
-                wish = next(life)
-                for answer in answers:
-                    wish = life.send(answer)
-            except StopIteration as end:
-                wish = end.value
-            self.wishes[rank, answers] = wish
-        return self.wishes[rank, answers]
+    def at(self, state, rank):
+        """Where the life of a rank is."""
+        begin, answers = state.begins[rank], state.answers[rank]
+        if (rank, begin, answers) not in self.moments:
+            self.moments[rank, begin, answers] = self.live(rank, begin, answers)
+        return self.moments[rank, begin, answers]
+
+    def live(self, rank, begin, answers):
+        """Where it is after one answer more than the life that was asked last, or after all of them anew."""
+        life, known = self.lives.pop((rank, begin), (None, None))
+        if not answers or known != answers[:-1]:
+            life, known = self.life(rank, *begin), ()
+            moment = self.after(life, Moment(None, *begin, frozenset()), None)
+        else:
+            moment = self.moments[rank, begin, known]
+        for answer in answers[len(known) :]:
+            moment = self.after(life, moment, answer)
+        self.lives[rank, begin] = life, answers
+        return moment
+
+    def after(self, life, moment, answer):
+        generation = answer if isinstance(moment.wish, Again) else moment.generation
+        try:
+            wish = life.send(answer)
+        except StopIteration as end:
+            return Moment(end.value, self.steps, generation, moment.came)
+        place = {(wish.step, wish.attempt, generation)} if isinstance(wish, Reduce) else set()
+        return Moment(wish, getattr(wish, "step", moment.step), generation, moment.came | place)
+
+    def wish(self, state, rank):
+        return self.at(state, rank).wish
 
     def successors(self, state):
+        """What may happen next; where it makes no difference when, it happens first."""
         for rank in self.ranks:
-            if rank in state.dead:
-                continue
-            wish = self.wish(rank, state.answers[rank])
-            if isinstance(wish, list):
-                continue
+            if rank not in state.dead and (after := self.unseen(state, rank)) is not None:
+                return [after, *self.deaths_of(state, rank)]
+        each = (chain(self.actions(state, rank), self.deaths_of(state, rank)) for rank in self.ranks)
+        return list(chain.from_iterable(each))
+
+    def actions(self, state, rank):
+        """What a rank may do next."""
+        if rank in state.dead:
+            yield from self.replaced(state, rank)
+        elif not isinstance(wish := self.wish(state, rank), dict):
             yield from self.answered(state, rank, wish)
-            if len(state.dead) < self.deaths:
-                yield replace(state, dead=state.dead | {rank})
+
+    def deaths_of(self, state, rank):
+        is_done = rank in state.dead or isinstance(self.wish(state, rank), dict)
+        if not is_done and len(state.dead) + len(state.reborn) < self.deaths:
+            yield replace(state, dead=state.dead | {rank})
+
+    def unseen(self, state, rank):
+        """The state after `rank` has read what stands for ever, and is still in the same step; None if it does not."""
+        wish, step, *_ = self.at(state, rank)
+        said = dict(state.store).get(wish.key) if isinstance(wish, Read) else None
+        after = None if said is None else state.with_answer(rank, said)
+        return after if after is not None and self.at(after, rank).step == step else None
+
+    def replaced(self, state, rank):
+        """Another process takes the place of `rank`."""
+        if len(state.reborn) == self.births:
+            return
+        lives = [self.at(state, other) for other in self.ranks if other not in state.dead]
+        called = 1 + max([state.called, *(life.generation for life in lives)])
+        for step in sorted({life.step for life in lives}):
+            yield replace(
+                state,
+                answers=tuple(() if other == rank else said for other, said in enumerate(state.answers)),
+                begins=tuple((step, called) if other == rank else begin for other, begin in enumerate(state.begins)),
+                dead=state.dead - {rank},
+                reborn=state.reborn | {rank},
+                called=called,
+            )
 
     def answered(self, state, rank, wish):
         store = dict(state.store)
@@ -107,7 +189,7 @@ class Model:
         elif isinstance(wish, Survey):
             yield state.with_answer(rank, tuple(store.get(name, "0") for name in wish.keys))
         elif isinstance(wish, Again):
-            yield state.with_answer(rank, wish.generation)
+            yield state.with_answer(rank, max(wish.generation, state.called))
         elif isinstance(wish, Read):
             yield from self.read(state, rank, wish, store)
         elif isinstance(wish, Reduce):
@@ -118,14 +200,15 @@ class Model:
         if wish.key in store:
             yield state.with_answer(rank, store[wish.key])
         elif wish.members:
-            if state.dead & set(wish.members):
+            if (state.dead | state.reborn) & set(wish.members):
                 yield replace(state, store=state.store | {(wish.key, FAILED)})
         else:
-            said = store[key(wish.step, wish.attempt, "announced")]
-            generation = max(int(word.split("@")[1]) for word in said.split())
-            order = announced(said, generation)
+            generation = self.at(state, rank).generation
+            order = announced(store[key(wish.step, wish.attempt, "announced")], generation)
             if len(order) >= self.needed:  # who came last may have died before it said so
                 yield replace(state, store=state.store | {(wish.key, first(order, self.needed))})
+            elif state.called > generation:
+                yield replace(state, store=state.store | {(wish.key, VOID)})
             elif state.voids < self.voids:
                 yield replace(state, store=state.store | {(wish.key, VOID)}, voids=state.voids + 1)
 
@@ -134,35 +217,34 @@ class Model:
 
         It goes badly only if one is gone, gave up, or is suspected.
         """
-        place = wish.step, wish.attempt
+        place, generation = (wish.step, wish.attempt), self.at(state, rank).generation
+        settled = store[key(wish.step, wish.attempt, "members")].split()
+        assert {word.split("@")[1] for word in settled} == {str(generation)}, "through connections that it has not"
         others = [member for member in wish.members if member != rank]
         if rank == wish.members[0] and self.first_knows:
             is_whole = all((member, place, True) in state.reduced for member in others)
         else:
-            is_whole = all(place in self.places(state, member) for member in others)
+            is_whole = all((*place, generation) in self.at(state, member).came for member in others)
         if is_whole:
             yield state.with_answer(rank, True, reduced=state.reduced | {(rank, place, True)})
         gave_up = any((member, place, False) in state.reduced for member in wish.members)
         after = state.reduced | {(rank, place, False)}
-        if gave_up or state.dead & set(wish.members):
+        has_left = any(self.at(state, member).generation != generation for member in wish.members)
+        if gave_up or has_left or state.dead & set(wish.members):
             yield state.with_answer(rank, False, reduced=after)
         elif state.suspicions < self.suspicions:
             yield state.with_answer(rank, False, reduced=after, suspicions=state.suspicions + 1)
 
-    def places(self, state, rank):
-        """The reductions that a rank has come to."""
-        answers = state.answers[rank]
-        wishes = (self.wish(rank, answers[:i]) for i in range(len(answers) + 1))
-        return {(wish.step, wish.attempt) for wish in wishes if isinstance(wish, Reduce)}
+    def start(self):
+        return State(tuple(() for _ in self.ranks), tuple((0, 0) for _ in self.ranks))
 
     def explore(self):
         """How many states can be reached; raises AssertionError where a promise is broken."""
-        start = State(tuple(() for _ in self.ranks))
-        seen, waiting = {start}, deque([start])
+        seen, waiting = {self.start()}, deque([self.start()])
         while waiting:
             state = waiting.popleft()
             self.check(state)
-            following = list(self.successors(state))
+            following = self.successors(state)
             if not following:
                 self.check_end(state)
             for after in following:
@@ -171,21 +253,41 @@ class Model:
                     waiting.append(after)
         return len(seen)
 
+    def walk(self, draw):
+        """One order of events, drawn at random; how many there were."""
+        state, count = self.start(), 0
+        while following := self.drawn(state, draw):
+            state, count = draw.choice(following), count + 1
+            self.check(state)
+        self.check_end(state)
+        return count
+
+    def drawn(self, state, draw):
+        """What one of the ranks may do next, or may happen to it."""
+        for rank in draw.sample(self.ranks, len(self.ranks)):
+            dying = list(self.deaths_of(state, rank)) if draw.random() < DIES else []
+            if found := dying or list(self.actions(state, rank)):
+                return found
+        return []
+
     def outcomes(self, state):
-        ends = {rank: self.wish(rank, state.answers[rank]) for rank in self.ranks}
-        return {rank: end for rank, end in ends.items() if isinstance(end, list)}
+        ends = {rank: self.wish(state, rank) for rank in self.ranks}
+        return {rank: end for rank, end in ends.items() if isinstance(end, dict)}
 
     def check(self, state):
         """All who passed a step applied the same; nobody applied what others can never get."""
         for step in range(self.steps):
-            applied = {end[step].members for end in self.outcomes(state).values()}
+            ends = {rank: end for rank, end in self.outcomes(state).items() if step in end}
+            applied = {end[step].members for end in ends.values()}
             assert len(applied) <= 1, (step, applied)
             assert all(len(members) == self.needed for members in applied)
-            for rank, end in self.outcomes(state).items():
+            for rank, end in ends.items():
                 place = step, end[step].attempt
                 assert not end[step].counts or (rank, place, True) in state.reduced, "it applies what it has not"
             for members in applied:
-                assert set(members) - state.dead, "nobody is left who has the sum"
+                living = set(self.ranks) - state.dead
+                came_later = {rank for rank in living if state.begins[rank][0] > step}
+                assert living & set(members) - state.reborn | came_later, "nobody is left who has the sum"
 
     def check_end(self, state):
         """Nothing more can happen: then all who live have finished, if they are enough."""
@@ -200,7 +302,14 @@ CASES = [
     Model(2, 1, deaths=1),
     Model(2, 1, voids=1),
 ]
+WALKS = 50
+DRAWN = [
+    Model(2, 1, steps=2, deaths=1, births=1),
+    Model(3, 2, steps=3, deaths=2, births=2, suspicions=2, voids=2),
+    Model(4, 2, steps=4, deaths=2, births=1, suspicions=1, voids=1),
+]
 MANY = [
+    Model(2, 1, deaths=1, births=1),
     Model(2, 1, deaths=1, voids=1),
     Model(2, 1, steps=2, deaths=1),
     Model(2, 1, suspicions=1),
@@ -212,13 +321,19 @@ MANY = [
 
 
 def described(model):
-    bounds = f"{model.deaths} deaths, {model.suspicions} false suspicions, {model.voids} voids"
+    bounds = f"{model.deaths} deaths, {model.births} births, {model.suspicions} suspicions, {model.voids} voids"
     return f"{model.needed}+{model.backups} ranks, {model.steps} steps, {bounds}"
 
 
 @pytest.mark.parametrize("model", CASES, ids=described)
 def test_in_every_order_of_events_all_apply_the_same_gradients_and_all_who_live_go_on(model):
     assert model.explore() > 100
+
+
+@pytest.mark.parametrize("model", DRAWN, ids=described)
+def test_in_orders_drawn_at_random_too_where_other_processes_take_the_places_of_the_dead(model):
+    draw = Random(1)
+    assert sum(model.walk(draw) for _ in range(WALKS)) > 50 * WALKS
 
 
 def without_waiting_for_done(rank, generation, needed, step):
@@ -266,6 +381,10 @@ def test_shortcuts_are_refuted(model):
 
 
 def main():
+    for model in DRAWN:
+        draw, begin_s = Random(0), perf_counter()
+        events = sum(model.walk(draw) for _ in range(2000))
+        print(f"{described(model)}: {events:,} events drawn, no promise broken ({perf_counter() - begin_s:.0f} s)")  # noqa: T201  # a command
     for model in MANY:
         begin_s = perf_counter()
         states = model.explore()

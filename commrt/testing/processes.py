@@ -18,13 +18,16 @@ from typing import Any, Literal
 
 from commrt.launch import LOOPBACK
 
-__all__ = ["Outcome", "free_port", "run_processes"]
+__all__ = ["AGAIN", "Outcome", "free_port", "run_processes"]
 
 IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.attaching"]
 Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
-OnMessage = Callable[[int, Any, BaseProcess], bool | None]
-"""Called with (rank, message, process); True if nothing more is expected of that rank."""
+AGAIN = "again"
+OnMessage = Callable[[int, Any, BaseProcess], bool | str | None]
+"""Called with (rank, message, process); True if nothing more is expected of that rank, `AGAIN` if another process is to
+take its place."""
+Begin = Callable[[int], tuple[BaseProcess, Connection]]
 
 
 @dataclass(slots=True)
@@ -60,20 +63,21 @@ def run_processes(
     """
     context = _context(start)
     port = free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_child, args=(_environment(rank, size, port), pipe[1], limit_s, body, args), daemon=True)
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process in processes:
+
+    def begin(rank: int) -> tuple[BaseProcess, Connection]:
+        ours, theirs = context.Pipe(duplex=False)
+        given = _environment(rank, size, port), theirs, limit_s, body, args
+        process = context.Process(target=_child, args=given, daemon=True)
         process.start()
-    for _, theirs in pipes:
         theirs.close()
+        return process, ours
+
+    crew = [begin(rank) for rank in range(size)]
     outcomes = [Outcome(rank) for rank in range(size)]
     try:
-        _listen(processes, [ours for ours, _ in pipes], outcomes, monotonic() + limit_s, on_message)
+        _listen(crew, begin, outcomes, monotonic() + limit_s, on_message)
     finally:
-        _end(processes, outcomes)
+        _end([process for process, _ in crew], outcomes)
     return outcomes
 
 
@@ -114,24 +118,30 @@ def _child(environment: dict[str, str], pipe: Connection, limit_s: float, body: 
 
 
 def _listen(
-    processes: Sequence[BaseProcess],
-    pipes: Sequence[Connection],
+    crew: list[tuple[BaseProcess, Connection]],
+    begin: Begin,
     outcomes: list[Outcome],
     deadline: float,
     on_message: OnMessage | None,
 ) -> None:
-    unfinished = dict(enumerate(pipes))
+    unfinished = {rank: pipe for rank, (_, pipe) in enumerate(crew)}
     while unfinished and (left := deadline - monotonic()) > 0:
         ready = wait(unfinished.values(), timeout=left)
         for rank in [rank for rank, pipe in unfinished.items() if pipe in ready]:
+            process, pipe = crew[rank]
             try:
-                kind, content, seconds = unfinished[rank].recv()
+                kind, content, seconds = pipe.recv()
             except (EOFError, ConnectionResetError):
                 del unfinished[rank]
-                processes[rank].join(timeout=5.0)  # it closed the pipe by ending, which takes it a while
+                process.join(timeout=5.0)  # it closed the pipe by ending, which takes it a while
                 continue
             _record(outcomes[rank], kind, content, seconds)
-            if kind == "message" and on_message is not None and on_message(rank, content, processes[rank]):
+            answer = on_message(rank, content, process) if kind == "message" and on_message is not None else None
+            if answer == AGAIN:
+                process.join(timeout=5.0)
+                crew[rank] = begin(rank)
+                unfinished[rank] = crew[rank][1]
+            elif answer:
                 del unfinished[rank]
 
 

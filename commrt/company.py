@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each rank does steps of its own: how all come together nevertheless, and how a rank comes and goes.
+
+Who gathers waits for all that train to be members, and who takes the place of a rank that is gone comes only while
+nobody gathers. Each says so before it looks at what the others say, so one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from threading import Event
+from time import monotonic
+
+from commrt.charter import Charter
+from commrt.errors import CommrtError, DeadlineExceeded, Place
+from commrt.presence import Doing, Presence
+from commrt.world import World
+
+__all__ = ["Company"]
+
+LOOK_S = 0.05
+
+
+class Company:
+    """Of one rank; for the thread that trains."""
+
+    def __init__(self, world: World, presence: Presence) -> None:
+        self._world, self._presence = world, presence
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All other ranks, in the order in which this one asks them."""
+        ranks = range(self._world.size)
+        return (*ranks[self._world.rank + 1 :], *ranks[: self._world.rank])
+
+    def gather(self) -> None:
+        """Before all ranks do something together: wait for those that were left behind, and live."""
+        self._presence.say(Doing.GATHERS)
+        end_s = monotonic() + self._world.timeout_s
+        while self._is_somebody_outside() and monotonic() < end_s:
+            Event().wait(LOOK_S)
+
+    def _is_somebody_outside(self) -> bool:
+        self._be_in()
+        outside = set(self.others) - set(self._world.members)
+        outside.difference_update(self._world.survival.membership.gone(outside))
+        return any(doing in {Doing.TRAINS, Doing.GATHERS} for doing in self._presence.of(outside).values())
+
+    def _be_in(self) -> None:
+        self._world.lane.submit(lambda: self._world.survival.be_in(0)).result()
+
+    def disperse(self) -> None:
+        """After it."""
+        with suppress(CommrtError, RuntimeError):  # who gathers knows already
+            self._presence.say(Doing.TRAINS)
+
+    def succeed(self) -> None:
+        """Be let in, in place of a rank that is gone; raises `DeadlineExceeded`."""
+        end_s = monotonic() + self._world.timeout_s
+        self._presence.say(Doing.TRAINS)
+        while Doing.GATHERS in self._presence.of(self.others).values():
+            self._presence.say(Doing.COMES)
+            if monotonic() > end_s:
+                what = f"the others have not come out of what all do together within {self._world.timeout_s:g} s"
+                raise DeadlineExceeded(what, Place(self._world.rank))
+            Event().wait(LOOK_S)
+            self._presence.say(Doing.TRAINS)
+        self._world.survival.is_outside = True
+        self._be_in()
+
+    def end(self) -> None:
+        """Let those who are late have this rank's state before it is gone."""
+        self._presence.say(Doing.ENDS)
+        Charter.withdraw(self._world.store)
+        self._presence.outlast(lambda doing: doing is not Doing.TRAINS)
+
+    def leave(self) -> None:
+        """Let those who have questions left ask them, if this process holds the store."""
+        if self._world.lane.failure is not None:  # it counts as gone
+            return
+        with suppress(CommrtError, RuntimeError):
+            if self._world.holds_store:
+                self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})
+            else:
+                self._presence.say(Doing.LEFT)
