@@ -209,9 +209,9 @@ class Survival:
             self._transport.abort()  # or who waits for this rank would not come
         begin: float = inf
         while begin == inf:
-            before = self.membership.lost
+            lost, members = self.membership.lost, self.membership.members
             begin = self._assembled(step)
-            self._tell(before)
+            self._tell(lost, members)
             self._require_enough(step)
             try:
                 self._connect()
@@ -279,11 +279,14 @@ class Survival:
         if step >= self.apart_until:
             self.apart_until = 0
 
-    def _tell(self, before: Sequence[Loss]) -> None:
+    def _tell(self, lost: Sequence[Loss], before: Sequence[int]) -> None:
+        """What has changed since these were `lost` and those members."""
         members = self.membership.members
         level = logging.WARNING if self._transport.rank == members[0] else logging.INFO
-        for loss in (loss for loss in self.membership.lost if loss not in before):
+        for loss in (loss for loss in self.membership.lost if loss not in lost):
             _log.log(level, "commrt: %s; %d ranks go on", loss, len(members))
+        for rank in (rank for rank in members if rank not in before):
+            _log.log(level, "commrt: rank %d has come back; %d ranks go on", rank, len(members))
 
     def _connect(self) -> None:
         """What was bound before stays broken."""

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
+# torch asks a name server for the name of each address that its store connects to, and waits 5 s for a lost answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

@@ -20,15 +20,17 @@ MOST_S = 0.04
 """A step computes for so long at most: where all compute for as long, who fetches weights first is late again."""
 
 
-def trained(tell, blows, make=network, algorithm=commrt.BackupWorkers(1), before=lambda replica: None):  # noqa: B008
+def trained(tell, blows):
     """Until the weights have seen `MORE` updates since the successor counted; what was seen."""
     torch.set_num_threads(1)
     with commrt.init(15.0, start_timeout_s=60.0) as world:
         is_successor = world.charter is not None
-        model = make()
+        model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
-        before(replica)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), bucket_cap_mb=0.01)
+        if is_successor:  # a checkpoint that is loaded before the first step does no harm
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+            replica.load_state_dict({"step": 0})
         blow = Struck(tell, [] if is_successor else [blow for blow in blows if blow.rank == world.rank])
         blow.watch(replica._engine)
         model[2].weight.register_hook(lambda _: blow.at("backward", replica.step))

@@ -51,7 +51,7 @@ def test_a_fault_is_what_was_written(text, fault):
     [
         ("", "no fault is called '': choose one of kill, slow, stop$"),
         ("freeze:rank=1", "no fault is called 'freeze': choose one of kill, slow, stop$"),
-        ("kill", "missing, unknown or there twice: write kill:rank=3,step=20$"),
+        ("kill", "missing, unknown or there twice: write kill:rank=3,step=20,"),
         ("kill:", "missing, unknown or there twice"),
         ("kill:step=3", "missing, unknown or there twice"),
         ("kill:rank=1,step=3,seconds=1", "missing, unknown or there twice"),
@@ -62,7 +62,7 @@ def test_a_fault_is_what_was_written(text, fault):
         ("slow:prob=0.1,low=3", "write slow:prob=0.1,seconds=0.5 or"),
         ("slow:prob=0.1,seconds=1,low=3,high=4", "missing, unknown or there twice"),
         ("slow:prob=0.1,seconds=1,kind=3", "missing, unknown or there twice"),
-        ("kill:rank=one,step=3", "rank=one is no whole number: write kill:rank=3,step=20$"),
+        ("kill:rank=one,step=3", "rank=one is no whole number: write kill:rank=3,step=20,"),
         ("kill:rank=1.5,step=3", r"rank=1\.5 is no whole number"),
         ("slow:prob=often,seconds=1", "prob=often is no number"),
     ],

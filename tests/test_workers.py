@@ -119,6 +119,22 @@ def test_more_deaths_than_can_be_borne_end_the_run():
         run_workers(3, body, may_lose=1)
 
 
+def test_another_process_takes_the_place_of_a_killed_one_and_none_is_lost():
+    def body():
+        store = meet(launched(), LIMIT_S)
+        if rank() == 1 and store.add("lives", 1) == 1:
+            die()
+        store.wait(["seen"]) if rank() != 1 else store.set("seen", "by its successor")
+        return os.getpid()
+
+    values = run_workers(3, body, may_lose=1, successors={1: 0.01, 2: 0.0})
+    assert sorted(values) == [0, 1, 2]
+
+
+def test_a_process_that_would_come_too_late_is_not_waited_for():
+    assert sorted(run_workers(2, lambda: rank() and die(), may_lose=1, successors={1: LIMIT_S})) == [0]
+
+
 def test_who_ends_without_a_word_has_failed():
     with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and said nothing$"):
         run_workers(2, lambda: os._exit(7), may_lose=1)

@@ -56,11 +56,12 @@ class Slower:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The rank gets SIGKILL at the beginning of a step."""
+    """The rank gets SIGKILL at the beginning of a step; `back` seconds later another process takes its place."""
 
     kind: ClassVar[str] = "kill"
     rank: int
     step: int
+    back: float | None = None
 
     def strike(self) -> None:
         """Does not return."""
@@ -97,7 +98,7 @@ Fault = Slow | Slower | Kill | Stop
 KINDS: dict[str, tuple[type[Fault], ...]] = {"slow": (Slow, Slower), "kill": (Kill,), "stop": (Stop,)}
 FORMS = {
     "slow": "slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20, with rank=2 for one rank alone",
-    "kill": "kill:rank=3,step=20",
+    "kill": "kill:rank=3,step=20, with back=2 for a process that takes its place 2 s later",
     "stop": "stop:rank=1,step=30,seconds=5",
 }
 NUMBERS: dict[str, type[int | float]] = {
@@ -105,6 +106,7 @@ NUMBERS: dict[str, type[int | float]] = {
     "step": int,
     "prob": float,
     "seconds": float,
+    "back": float,
     "low": float,
     "high": float,
 }
@@ -116,7 +118,7 @@ def parse(text: str) -> Fault:
     >>> parse("slow:rank=2,prob=0.1,seconds=0.5")
     Slow(prob=0.1, seconds=0.5, rank=2)
     >>> parse("kill:rank=3,step=20")
-    Kill(rank=3, step=20)
+    Kill(rank=3, step=20, back=None)
     """
     kind, _, said = text.partition(":")
     if kind not in KINDS:
@@ -151,7 +153,7 @@ def check(fault: Fault, workers: int, steps: int) -> None:
     """Raise `UsageError` if a run of so many workers and steps cannot meet `fault`."""
     given = {name: value for name, value in asdict(fault).items() if value is not None}
     text = f"--inject {fault.kind}:{','.join(f'{name}={value:g}' for name, value in given.items())}"
-    limits = {"rank": workers - 1, "step": steps - 1, "prob": 1, "seconds": LONGEST_S}
+    limits = {"rank": workers - 1, "step": steps - 1, "prob": 1, "seconds": LONGEST_S, "back": LONGEST_S}
     times = {"low": (1, MOST_TIMES), "high": (given.get("low", 1), MOST_TIMES)}
     for name, (least, most) in ({name: (0, most) for name, most in limits.items()} | times).items():
         if name in given and not least <= given[name] <= most:

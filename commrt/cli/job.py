@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from math import inf
@@ -23,7 +23,7 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, by_name
 from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
-from commrt.cli.inject import Fault, Injection, check
+from commrt.cli.inject import Fault, Injection, Kill, check
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
@@ -81,6 +81,10 @@ class Job:
             BackupWorkers(self.backups).needed(workers)
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
+        if self.successors() and self.algorithm != BACKUP:
+            raise UsageError(
+                f"--inject kill: with {self.algorithm} no process can take a dead one's place: leave back out"
+            )
         if self.trace is not None:
             check_file(self.trace)
 
@@ -101,6 +105,10 @@ class Job:
     def steps(self, workers: int) -> int:
         """Steps of the whole run."""
         return self.epochs * (TRAIN_IMAGES // (self.batch_size // workers * workers))
+
+    def successors(self) -> dict[int, float]:
+        """The ranks whose place another process takes, and how many seconds after their death."""
+        return {fault.rank: fault.back for fault in self.inject if isinstance(fault, Kill) and fault.back is not None}
 
     def outlives(self, workers: int) -> int:
         """How many of so many workers may die without ending the run."""
@@ -139,13 +147,14 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     torch.set_num_threads(1)
     joined = init(job.timeout_s, start_timeout_s=job.start_timeout_s)
     with joined as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
+        faults = job.inject if world.charter is None else tuple(one for one in job.inject if not isinstance(one, Kill))
         model = lenet(job.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
         averaging = _averaging(job, world, model, optimizer, decay)
         begin_s = perf_counter()
         with traced(world, job.trace):
-            _train(job, data[0], world, averaging, optimizer, decay, progress)
+            _train(replace(job, inject=faults), data[0], world, averaging, optimizer, decay, progress)
             seconds = perf_counter() - begin_s
         return _result(job, data[1], world, averaging, model, seconds)
 

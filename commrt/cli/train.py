@@ -95,7 +95,7 @@ def _read_ahead() -> None:
 def _run_by_workers(job: Job, workers: int) -> Result:
     """What the first worker that is left says; who is missing was lost."""
     try:
-        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers))
+        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers), job.successors())
     finally:
         Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
     first = results[min(results)]

@@ -13,11 +13,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from time import monotonic
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from torch.distributed import Store
@@ -45,23 +47,29 @@ class _Worker(NamedTuple):
     process: BaseProcess
     pipe: Connection
     """On which it says one thing: (None, what it returned), or (name of the error, text)."""
+    word: Connection
+    """On which it is told to begin."""
 
 
-def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0) -> dict[int, T]:
+def run_workers(
+    workers: int, body: Callable[[], T], may_lose: int = 0, successors: Mapping[int, float] = MappingProxyType({})
+) -> dict[int, T]:
     """What `body` returned in each of so many processes, by rank; `may_lose` of them may be killed, and are left out.
 
-    They find torchrun's variables set. Raises `CommrtError` for the first that failed, of the kind that it raised if
-    that was bad input, and `KeyboardInterrupt` for a signal that ends this process, with that signal; then all others
-    are ended. For the main thread.
+    The place of each of the `successors` that is killed is taken by another process, so many seconds later. All find
+    torchrun's variables set. Raises `CommrtError` for the first that failed, of the kind that it raised if that was bad
+    input, and `KeyboardInterrupt` for a signal that ends this process, with that signal; then all others are ended. For
+    the main thread.
     """
     crew: list[_Worker] = []
     store: Store | None = None
     try:
         with _stoppable(), listen() as listener:
             with _forking():
-                crew.extend(_begin(rank, workers, listener, body) for rank in range(workers))
+                crew.extend(_begin(rank, workers, listener, body) for rank in [*range(workers), *successors])
             store = hold(listener)  # not before, as it has threads
-            return _values(crew, may_lose)
+            after_s = {worker: successors[worker.rank] for worker in crew[workers:]}
+            return _Watch(crew[:workers], after_s, may_lose).values()
     finally:
         for worker in crew:
             worker.process.kill()  # also one that is stopped
@@ -69,6 +77,7 @@ def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0) -> dict[
             worker.process.join()
             worker.process.close()
             worker.pipe.close()
+            worker.word.close()
         del store  # an error that is kept would keep it too
 
 
@@ -105,17 +114,26 @@ def _begin(rank: int, workers: int, listener: socket.socket, body: Callable[[], 
     context = get_context("fork")
     try:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(rank, workers, listener, body, theirs, os.getpid()), daemon=True)
+        ear, word = context.Pipe(duplex=False)
+        given = rank, workers, listener, body, ear, theirs, os.getpid()
+        process = context.Process(target=_work, args=given, daemon=True)
         process.start()
     except OSError as error:
         what = f"worker {rank} of {workers} could not be started: {error}: ask for fewer, or raise the limit (ulimit)"
         raise CommrtError(what) from error
     theirs.close()
-    return _Worker(rank, process, ours)
+    ear.close()
+    return _Worker(rank, process, ours, word)
 
 
-def _work(
-    rank: int, workers: int, listener: socket.socket, body: Callable[[], object], pipe: Connection, parent: int
+def _work(  # all that a new process knows
+    rank: int,
+    workers: int,
+    listener: socket.socket,
+    body: Callable[[], object],
+    ear: Connection,
+    pipe: Connection,
+    parent: int,
 ) -> None:
     """In the worker. Ctrl-C, which goes to all processes of a terminal, is its parent's business alone."""
     _end_with(parent)
@@ -125,6 +143,7 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     port = listener.getsockname()[1]
     listener.close()  # or calls to a store that is gone would be waiting for this process
+    ear.recv()
     announce(Launch("torchrun", rank, workers, rank, workers, LOOPBACK, port, store_exists=True))
     try:
         pipe.send((None, body()))
@@ -140,25 +159,58 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _values(crew: Sequence[_Worker], may_lose: int) -> dict[int, Any]:
-    """What each has returned; raises as soon as that cannot be had."""
-    ends: _Ends[Any] = _Ends()
-    working = {worker.pipe: worker for worker in crew}
-    while working and len(ends.deaths) <= may_lose:
-        ready = wait(list(working), CAUSE_S if ends.failures else None)
-        if not ready:
-            break
-        for pipe in ready:
-            ends.note(working.pop(pipe))  # type: ignore[call-overload]  # it returns what it was given
-    if len(ends.deaths) > may_lose:
-        spare = f"can do without {may_lose}" if may_lose else "needs all"
-        what = f"{ends.told()}: this run {spare} of its {len(crew)} workers; if nobody meant it, was memory short?"
-        raise CommrtError(what)
-    if ends.failures:
-        raise ends.error()
-    for worker in crew:
-        worker.process.join(EXIT_S)
-    return ends.values
+class _Watch:
+    """Over workers that are told to begin now, and those that take a dead one's place so many seconds after it died."""
+
+    def __init__(self, crew: Sequence[_Worker], after_s: Mapping[_Worker, float], may_lose: int) -> None:
+        self._size, self._may_lose = len(crew), may_lose
+        self._waiting = {worker.rank: (worker, seconds) for worker, seconds in after_s.items()}
+        self._due: list[tuple[float, _Worker]] = []
+        self._ends: _Ends[Any] = _Ends()
+        self._first, self._later = {worker.pipe: worker for worker in crew}, dict[Connection, _Worker]()
+        for worker in crew:
+            worker.word.send(None)
+
+    def values(self) -> dict[int, Any]:
+        """What each has returned; raises as soon as that cannot be had."""
+        ends, crew = self._ends, [*self._first.values()]
+        while (self._first or self._later) and len(ends.deaths) <= self._may_lose:
+            ready = wait([*self._first, *self._later], self._patience_s())
+            if not ready and (ends.failures or not self._first):
+                break
+            for pipe in ready:
+                self._hear(pipe)  # type: ignore[arg-type]  # it returns what it was given
+            self._begin_those_due()
+        if len(ends.deaths) > self._may_lose:
+            spare = f"can do without {self._may_lose}" if self._may_lose else "needs all"
+            what = f"{ends.told()}: this run {spare} of its {self._size} workers; if nobody meant it, was memory short?"
+            raise CommrtError(what)
+        if ends.failures:
+            raise ends.error()
+        for worker in crew:
+            worker.process.join(EXIT_S)
+        return ends.values
+
+    def _patience_s(self) -> float | None:
+        if self._ends.failures:
+            return CAUSE_S
+        if not self._first:  # all others have ended
+            return EXIT_S
+        return max(min(when for when, _ in self._due) - monotonic(), 0.0) if self._due else None
+
+    def _hear(self, pipe: Connection) -> None:
+        worker = self._first.pop(pipe, None) or self._later.pop(pipe)
+        self._ends.note(worker)
+        if worker.rank in self._ends.deaths and worker.rank in self._waiting:
+            successor, seconds = self._waiting.pop(worker.rank)
+            self._due.append((monotonic() + seconds, successor))
+
+    def _begin_those_due(self) -> None:
+        for when, worker in [due for due in self._due if due[0] <= monotonic()]:
+            self._due.remove((when, worker))
+            del self._ends.deaths[worker.rank]
+            self._later[worker.pipe] = worker
+            worker.word.send(None)
 
 
 class _Ends(Generic[T]):
