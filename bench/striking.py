@@ -3,7 +3,7 @@
 
 Each run trains a small network until its weights have seen a number of updates. Its outcome is checked against the same
 steps in one process, with the gradients that were counted: none may be lost, or applied twice. The time to continue is
-the longest step of a rank that was not struck.
+the longest step, or call of all ranks, of a rank that was not struck.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import argparse
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import combinations_with_replacement, pairwise
 from multiprocessing.process import BaseProcess
+from random import Random
 from statistics import median
 from threading import Event
 from typing import Any
@@ -31,11 +34,15 @@ import commrt
 from commrt.engine import Engine
 from commrt.replica import Replica
 from commrt.schedule import Algorithm
-from commrt.testing.processes import Outcome, run_processes
+from commrt.testing.processes import AGAIN, Outcome, run_processes
 
 __all__ = ["Blow", "reference_holds", "struck", "work"]
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
+MORE = 8
+"""Steps after the first that a process counts in which has taken the place of another."""
+MOST_S = 0.04
+"""Then a step computes for so long at most: where all compute for as long, who fetches weights first is late again."""
 PLACES = [
     ("slow", "backward"),
     ("stop", "backward"),
@@ -46,6 +53,8 @@ PLACES = [
     ("kill", "reducing"),
     ("kill", "through"),
 ]
+REPLACED = [("replace", "backward"), ("replace", "reducing"), ("replace", "through")]
+TOGETHER = [("stop", "gathered"), ("kill", "gathered")]
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,10 @@ class Blow:
     rank: int
     step: int
     where: str
-    """``backward``: before it announces; ``counted``: before it reduces; ``reducing``; ``through``: it has the sum."""
+    """``backward``: before it announces; ``counted``: before it reduces; ``reducing``; ``through``: it has the sum;
+    ``gathered``: after the last step, where all compare their weights."""
     kind: str
-    """``kill``, ``stop`` for a while, or ``slow``."""
+    """``kill``, ``replace`` by another process, ``stop`` for a while, or ``slow``."""
 
     def __str__(self) -> str:
         return f"{self.kind} rank {self.rank} {self.where}"
@@ -117,29 +127,59 @@ def work(
     """One worker: trains until its weights have seen `steps` updates; what it has seen."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        is_successor = world.charter is not None
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        begin_s = time.perf_counter()
         replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
-        blow = Struck(tell, [blow for blow in blows if blow.rank == world.rank])
+        attached_s = time.perf_counter() - begin_s
+        blow = Struck(tell, [blow for blow in blows if blow.rank == world.rank and not is_successor])
         blow.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
         model[2].weight.register_hook(lambda _: blow.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
         replica.before_giving_up(lambda: tell(("giving up", replica.step)))
-        used, times_s = _train(replica, optimizer, world.rank, steps)
+        if is_successor:
+            _load_a_checkpoint(replica)
+        are_replaced = any(each.kind == "replace" for each in blows)
+        goal = partial(_goal, world, is_successor) if are_replaced else lambda _: steps
+        used, times_s = _train(replica, optimizer, goal, world.rank, MOST_S * are_replaced)
+        blow.at("gathered", replica.step)
+        begin_s = time.perf_counter()
         return {
             "used": used,
-            "longest_s": max(times_s),
             "equal": replica.replicas_equal(),
+            "longest_s": max(*times_s, time.perf_counter() - begin_s),
+            "attached_s": attached_s if is_successor else None,
             "params": [param.detach().numpy() for param in model.parameters()],
             "lost": [loss.rank for loss in replica.lost],
         }
 
 
+def _load_a_checkpoint(replica: Replica) -> None:
+    """Which does no harm to one who takes the place of another."""
+    model = replica.model
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    replica.load_state_dict({"step": 0})
+
+
+def _goal(world: commrt.World, is_successor: bool, used: dict[int, tuple[int, ...]]) -> int:
+    """How many updates there will be, if that is known."""
+    if is_successor and used:
+        world.store.compare_set("goal", "", str(min(used) + MORE))
+    return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
+
+
 def _train(
-    replica: Replica, optimizer: torch.optim.Optimizer, rank: int, steps: int
+    replica: Replica,
+    optimizer: torch.optim.Optimizer,
+    goal: Callable[[dict[int, tuple[int, ...]]], int],
+    rank: int,
+    most_s: float,
 ) -> tuple[dict[int, tuple[int, ...]], list[float]]:
-    used, times_s = {}, []
-    while (version := _drained(replica).step) < steps:
+    used: dict[int, tuple[int, ...]] = {}
+    times_s = []
+    while (version := _drained(replica).step) < goal(used):
         begin_s = time.perf_counter()
+        Event().wait(Random(f"{rank} {version}").uniform(0.0, most_s))
         backward(replica.model, rank, version)
         optimizer.step()
         times_s.append(time.perf_counter() - begin_s)
@@ -164,10 +204,10 @@ def struck(
 ) -> list[Outcome]:
     """How each rank ended."""
 
-    def on_message(_: int, message: Any, process: BaseProcess) -> bool | None:
-        if message == "kill":
+    def on_message(_: int, message: Any, process: BaseProcess) -> bool | str | None:
+        if message in {"kill", "replace"}:
             process.kill()
-            return True
+            return AGAIN if message == "replace" else True
         if message == "stop" and process.pid is not None:
             os.kill(process.pid, signal.SIGSTOP)
             threading.Timer(stop_s, os.kill, (process.pid, signal.SIGCONT)).start()
@@ -176,14 +216,15 @@ def struck(
     return run_processes(ranks, work, algorithm, timeout_s, steps, blows, limit_s=60.0, on_message=on_message)
 
 
-def reference_holds(ends: Sequence[Outcome], needed: int, steps: int = STEPS) -> None:
-    """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of `steps` steps."""
+def reference_holds(ends: Sequence[Outcome], needed: int) -> None:
+    """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each step."""
     used: dict[int, tuple[int, ...]] = {}
     for end in ends:
         for step, members in end.value["used"].items():
             if used.setdefault(step, members) != members:
                 raise AssertionError(f"step {step}: {members} and {used[step]}")
-    if sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
+    steps = max(used) + 1
+    if steps < STEPS or sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
         raise AssertionError(f"not {needed} gradients in each step: {used}")
     wanted = list(_same_steps(steps, used).parameters())
     for end in ends:
@@ -216,12 +257,16 @@ class Row:
     steps_lost: int
     median_s: float
     longest_s: float
+    attached_s: float | None = None
+    """Median time in which another process was let in."""
 
 
 def cases(pairs: bool) -> Iterator[tuple[int, int, list[Blow]]]:
     """(ranks, backups, blows)."""
-    for kind, where in PLACES:
+    for kind, where in [*PLACES, *REPLACED, *TOGETHER]:
         yield 4, 1, [Blow(2, 4, where, kind)]
+    for where in ("backward", "reducing", "gathered"):
+        yield 4, 1, [Blow(0, 4, where, "stop")]
     if pairs:
         for (kind, where), (other, there) in combinations_with_replacement(PLACES, 2):
             yield 6, 2, [Blow(2, 4, where, kind), Blow(4, 4, there, other)]
@@ -229,7 +274,7 @@ def cases(pairs: bool) -> Iterator[tuple[int, int, list[Blow]]]:
 
 def row(ranks: int, backups: int, blows: Sequence[Blow], inner: Algorithm, runs: int) -> Row:
     """Strikes `runs` times; raises if a step was lost, done twice, or a rank did not end as it should."""
-    waits_s = []
+    waits_s, attached_s = [], []
     hit = {blow.rank for blow in blows}
     dead = {blow.rank for blow in blows if blow.kind == "kill"}
     for _ in range(runs):
@@ -239,8 +284,22 @@ def row(ranks: int, backups: int, blows: Sequence[Blow], inner: Algorithm, runs:
             raise RuntimeError("; ".join(broken))
         reference_holds(alive, ranks - backups)
         waits_s.append(max(end.value["longest_s"] for end in alive if end.rank not in hit))
-    name = type(inner).__name__
-    return Row(" + ".join(map(str, blows)), name, runs, 0, median(waits_s), max(waits_s))
+        attached_s += [end.value["attached_s"] for end in alive if end.value["attached_s"] is not None]
+    name, let_in_s = type(inner).__name__, median(attached_s) if attached_s else None
+    return Row(" + ".join(map(str, blows)), name, runs, 0, median(waits_s), max(waits_s), let_in_s)
+
+
+def death_of_the_store(inner: Algorithm, runs: int) -> Row:
+    """Nobody can go on then: the time to the error on the last survivor, which names the process that held it."""
+    waits_s = []
+    for _ in range(runs):
+        ends = struck(4, commrt.BackupWorkers(1, inner), [Blow(0, 4, "backward", "kill")])
+        for end in ends[1:]:
+            if end.error is None or "the process that holds the store" not in end.error:
+                raise RuntimeError(f"rank {end.rank}: {end.error}")
+        waits_s.append(max(end.seconds for end in ends[1:]))
+    name = "kill rank 0, which holds the store: an error"
+    return Row(name, type(inner).__name__, runs, 0, median(waits_s), max(waits_s))
 
 
 def main() -> None:
@@ -254,11 +313,18 @@ def main() -> None:
     for inner in (commrt.Torus2D(), commrt.Ring()):
         for ranks, backups, blows in cases(options.pairs):
             rows.append(row(ranks, backups, blows, inner, options.runs))
-            if not options.json:
-                found = rows[-1]
-                print(f"{found.inner:<8} {found.blows:<50} {found.median_s:6.2f} s, at most {found.longest_s:.2f} s")
+            _print(rows[-1], options.json)
+        rows.append(death_of_the_store(inner, options.runs))
+        _print(rows[-1], options.json)
     if options.json:
         print(json.dumps([asdict(found) for found in rows]))
+
+
+def _print(found: Row, as_json: bool) -> None:
+    if not as_json:
+        let_in = "" if found.attached_s is None else f", let in after {found.attached_s:.2f} s"
+        times = f"{found.median_s:6.2f} s, at most {found.longest_s:.2f} s{let_in}"
+        print(f"{found.inner:<8} {found.blows:<50} {times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def test_what_is_no_fault_is_one_sentence(text, says):
         ("kill:rank=-1,step=0", r"rank=-1 must be in 0\.\.3"),
         ("slow:rank=4,prob=0.5,seconds=1", r"rank=4 must be in 0\.\.3"),
         ("kill:rank=0,step=62", r"step=62 must be in 0\.\.61"),
+        ("kill:rank=0,step=1,back=-1", r"back=-1 must be in 0\.\."),
         ("stop:rank=0,step=-1,seconds=1", r"step=-1 must be in 0\.\.61"),
         ("stop:rank=0,step=0,seconds=-1", r"seconds=-1 must be in 0\.\."),
         ("stop:rank=0,step=0,seconds=inf", r"seconds=inf must be in 0\.\."),

@@ -14,6 +14,7 @@ from time import monotonic, sleep
 import pytest
 
 from commrt.cli import train, workers
+from commrt.cli.inject import Kill
 from commrt.cli.job import Job, Result
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
@@ -213,6 +214,14 @@ def test_a_signal_that_ends_the_process_ends_all_workers_and_is_told(number):
 def test_only_gossip_outlives_workers():
     jobs = {name: Job(name, 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0) for name in ("gossip", "torus2d", "ddp")}
     assert {name: job.outlives(4) for name, job in jobs.items()} == {"gossip": 3, "torus2d": 0, "ddp": 0}
+
+
+def test_only_with_backup_workers_another_process_takes_a_dead_ones_place():
+    job = Job("backup", 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0, inject=(Kill(2, 3, back=0.5), Kill(1, 5)))
+    job.check(4)
+    assert job.successors() == {2: 0.5}
+    with pytest.raises(UsageError, match="with torus2d no process can take a dead one's place: leave back= out"):
+        replace(job, algorithm="torus2d").check(4)
 
 
 def test_the_report_says_who_was_lost_if_anybody_was(capsys):

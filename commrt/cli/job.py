@@ -83,7 +83,7 @@ class Job:
             check(fault, workers, self.steps(workers))
         if self.successors() and self.algorithm != BACKUP:
             raise UsageError(
-                f"--inject kill: with {self.algorithm} no process can take a dead one's place: leave back out"
+                f"--inject kill: with {self.algorithm} no process can take a dead one's place: leave back= out"
             )
         if self.trace is not None:
             check_file(self.trace)
