@@ -122,9 +122,14 @@ class Struck:
 
 
 def work(
-    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, steps: int, blows: Sequence[Blow]
+    tell: Callable[[Any], None],
+    algorithm: Algorithm,
+    timeout_s: float,
+    steps: int,
+    most_s: float,
+    blows: Sequence[Blow],
 ) -> dict[str, Any]:
-    """One worker: trains until its weights have seen `steps` updates; what it has seen."""
+    """One worker: trains until its weights have seen `steps` updates, each computed for `most_s` at most."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         is_successor = world.charter is not None
@@ -141,13 +146,14 @@ def work(
             _load_a_checkpoint(replica)
         are_replaced = any(each.kind == "replace" for each in blows)
         goal = partial(_goal, world, is_successor) if are_replaced else lambda _: steps
-        used, times_s = _train(replica, optimizer, goal, world.rank, MOST_S * are_replaced)
+        used, times_s = _train(replica, optimizer, goal, world.rank, max(most_s, MOST_S * are_replaced))
         blow.at("gathered", replica.step)
         begin_s = time.perf_counter()
         return {
             "used": used,
             "equal": replica.replicas_equal(),
-            "longest_s": max(*times_s, time.perf_counter() - begin_s),
+            "together_s": time.perf_counter() - begin_s,
+            "longest_s": max(times_s),
             "attached_s": attached_s if is_successor else None,
             "params": [param.detach().numpy() for param in model.parameters()],
             "lost": [loss.rank for loss in replica.lost],
@@ -201,6 +207,7 @@ def struck(
     steps: int = STEPS,
     timeout_s: float = 15.0,
     stop_s: float = STOP_S,
+    most_s: float = 0.0,
 ) -> list[Outcome]:
     """How each rank ended."""
 
@@ -213,7 +220,9 @@ def struck(
             threading.Timer(stop_s, os.kill, (process.pid, signal.SIGCONT)).start()
         return None
 
-    return run_processes(ranks, work, algorithm, timeout_s, steps, blows, limit_s=60.0, on_message=on_message)
+    return run_processes(
+        ranks, work, algorithm, timeout_s, steps, most_s, blows, limit_s=60.0 + 0.2 * steps, on_message=on_message
+    )
 
 
 def reference_holds(ends: Sequence[Outcome], needed: int) -> None:
@@ -283,10 +292,22 @@ def row(ranks: int, backups: int, blows: Sequence[Blow], inner: Algorithm, runs:
         if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
             raise RuntimeError("; ".join(broken))
         reference_holds(alive, ranks - backups)
-        waits_s.append(max(end.value["longest_s"] for end in alive if end.rank not in hit))
+        what = "together_s" if any(blow.where == "gathered" for blow in blows) else "longest_s"
+        waits_s.append(max(end.value[what] for end in alive if end.rank not in hit))
         attached_s += [end.value["attached_s"] for end in alive if end.value["attached_s"] is not None]
     name, let_in_s = type(inner).__name__, median(attached_s) if attached_s else None
     return Row(" + ".join(map(str, blows)), name, runs, 0, median(waits_s), max(waits_s), let_in_s)
+
+
+def random_arrivals(steps: int) -> Row:
+    """Nobody is struck, but all compute for random times; who counted in each step is checked as ever."""
+    ends = struck(6, commrt.BackupWorkers(2), [], steps=steps, most_s=0.01)
+    if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
+        raise RuntimeError("; ".join(broken))
+    reference_holds(ends, needed=4)
+    quorums = len(set().union(*(end.value["used"].values() for end in ends)))
+    longest_s = [end.value["longest_s"] for end in ends]
+    return Row(f"{steps} steps, {quorums} different quorums", "Torus2D", 1, 0, median(longest_s), max(longest_s))
 
 
 def death_of_the_store(inner: Algorithm, runs: int) -> Row:
@@ -308,7 +329,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--pairs", action="store_true", help="also two faults at once, with two backups")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=0, help="instead, so many steps with arrivals in random order")
     options = parser.parse_args()
+    if options.steps:
+        _print(random_arrivals(options.steps), options.json)
+        return
     rows = []
     for inner in (commrt.Torus2D(), commrt.Ring()):
         for ranks, backups, blows in cases(options.pairs):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from striking import Blow, reference_holds, struck
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
-AT = 4
+AT, STEPS = 4, 60
 pytestmark = pytest.mark.processes
 
 
@@ -57,6 +57,13 @@ def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
     alive = survivors(ends, [blow.rank for blow in (first, second) if blow.kind == "kill"])
     assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
     reference_holds(alive, needed=4)
+
+
+def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
+    ends = struck(5, commrt.BackupWorkers(2), [], steps=STEPS, most_s=0.03)
+    assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
+    reference_holds(ends, needed=3)
+    assert len({members for end in ends for members in end.value["used"].values()}) > 3
 
 
 def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
