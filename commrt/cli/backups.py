@@ -162,14 +162,14 @@ def known(values: PerRank) -> list[float | None]:
     return [None if np.isnan(value) else value for value in values.tolist()]
 
 
-def show(found: Answer, rows: Sequence[Row]) -> None:
-    """Print `rows` as a table, the best in bold, and say what the columns mean and whose figures they are."""
+def show(found: Answer, rows: Sequence[Row], best: int) -> None:
+    """Print `rows` as a table, that of the quorum `best` in bold; say what the columns mean, and whose figures these are."""
     columns = [column for column in COLUMNS if any(column[1](row) is not None for row in rows)]
     table = Table(title=f"{found.ranks} ranks, {len(found.times_s):,} steps")
     for title, _ in columns:
         table.add_column(title, justify="right")
     for row in rows:
-        style = "bold" if row.quorum == found.choice.best else None
+        style = "bold" if row.quorum == best else None
         table.add_row(*(_cell(value(row)) for _, value in columns), style=style)
     Console().print(table)
     late = best_if_late_finish(rows)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan``: what to choose for a job, and why. So far: how many backups. Needs no torch."""
+"""``commrt plan``: what to choose for a job, and why. So far: how many backups. Needs no torch.
+
+It advises for ranks as they are here: one that is late finishes its gradient before it goes on with the others, and is
+late for longer. That is what was measured (docs/evidence.md); the published rule is told beside it.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +25,24 @@ def run(backups: str | None, question: Question, as_json: bool) -> None:
         raise UsageError("so far a plan is of backups only: give --backups auto, or a number to compare with the best")
     wanted = None if backups == AUTO else _number(backups)
     found = answer(question)
-    asked = found.choice.best if wanted is None else found.ranks - wanted
-    if asked < 1:
+    if wanted is not None and wanted >= found.ranks:
         raise UsageError(
             f"--backups {wanted} of {found.ranks} ranks leaves none to wait for: give up to {found.ranks - 1}"
         )
-    rows = found.rows([asked])
-    chosen = next(row for row in rows if row.quorum == asked)
-    if chosen.relative_time is None:
-        raise UsageError(f"nothing is known of updates with {asked} gradients each: give fewer backups, or --exponent")
+    rows = found.rows([] if wanted is None else [found.ranks - wanted])
+    best = best_if_late_finish([row for row in rows if not row.backups or row.backups < row.quorum])
+    asked = best if wanted is None else next(row for row in rows if row.backups == wanted)
+    if asked.late_finish_relative_time is None:
+        raise UsageError(
+            f"nothing is known of updates with {asked.quorum} gradients each: give fewer backups, or --exponent"
+        )
     if as_json:
-        print(json.dumps(_record(found, rows, chosen)))
+        print(json.dumps(_record(found, rows, best, asked)))
         return
-    show(found, rows)
-    print(_advice(found))
-    if asked != found.choice.best:
-        print(_comparison(found, asked))
+    show(found, rows, best.quorum)
+    print(_advice(found, rows, best))
+    if asked != best:
+        print(_comparison(asked, best))
 
 
 def _number(backups: str) -> int:
@@ -45,34 +51,37 @@ def _number(backups: str) -> int:
     return int(backups)
 
 
-def _record(found: Answer, rows: list[Row], chosen: Row) -> dict[str, object]:
+def _record(found: Answer, rows: list[Row], best: Row, asked: Row) -> dict[str, object]:
     low, high = found.choice.likely
     return {
-        "backups": found.backups,
-        "best_quorum": found.choice.best,
-        "likely_backups": [found.ranks - high, found.ranks - low],
-        "backups_if_late_finish": best_if_late_finish(rows).backups,
-        "asked": asdict(chosen),
+        "backups": best.backups,
+        "best_quorum": best.quorum,
+        "backups_if_all_begin_together": found.backups,
+        "likely_backups_if_all_begin_together": [found.ranks - high, found.ranks - low],
+        "asked": asdict(asked),
         "table": [asdict(row) for row in rows],
     } | found.record()
 
 
-def _advice(found: Answer) -> str:
-    choice, ranks = found.choice, found.ranks
-    likely = span(ranks - choice.likely[1], ranks - choice.likely[0])
-    if not found.backups:
-        return f"use no backups ({likely}): steps that end sooner would save less than the updates they need more"
-    best_s, all_s, time = choice.kth_s[choice.best - 1], choice.kth_s[-1], found.relative_time[choice.best - 1]
+def _advice(found: Answer, rows: list[Row], best: Row) -> str:
+    rule = (
+        f"the published rule, by which all begin each step together, says {found.backups} "
+        f"({span(found.ranks - found.choice.likely[1], found.ranks - found.choice.likely[0])})"
+    )
+    if not best.backups:
+        return f"use no backups: steps that end sooner would save less than the updates they need more; {rule}"
+    best_s, all_s = best.late_finish_step_s, rows[-1].late_finish_step_s
+    time = best.late_finish_relative_time or 0.0
     return (
-        f"use {_backups(found.backups)} ({likely}): a step ends with gradient {choice.best} of {ranks}, after "
-        f"{best_s:.4g} s instead of {all_s:.4g} s; with {time * all_s / best_s:.2f} times the updates the goal takes "
-        f"{time:.2f} of the time"
+        f"use {_backups(best.backups)}: a step ends with gradient {best.quorum} of {found.ranks}, after {best_s:.4g} s "
+        f"instead of {all_s:.4g} s, where a late rank first finishes its own; with {time * all_s / best_s:.2f} times "
+        f"the updates the goal takes {time:.2f} of the time. {rule[0].upper()}{rule[1:]}"
     )
 
 
-def _comparison(found: Answer, asked: int) -> str:
-    ratio = found.choice.goal_s[asked - 1] / found.choice.goal_s[found.choice.best - 1]
-    return f"{_backups(found.ranks - asked)}: {ratio:.2f} times as long as with {found.backups}"
+def _comparison(asked: Row, best: Row) -> str:
+    ratio = (asked.late_finish_relative_time or 0.0) / (best.late_finish_relative_time or 1.0)
+    return f"{_backups(asked.backups)}: {ratio:.2f} times as long as with {best.backups}"
 
 
 def _backups(number: int) -> str:

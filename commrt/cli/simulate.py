@@ -23,7 +23,7 @@ def run(algorithm: str, question: Question, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_record(found)))
         return
-    show(found, found.rows(_landmarks(found.ranks)))
+    show(found, found.rows(_landmarks(found.ranks)), found.choice.best)
     print(_sentence(found))
 
 
