@@ -163,7 +163,7 @@ def known(values: PerRank) -> list[float | None]:
 
 
 def show(found: Answer, rows: Sequence[Row], best: int) -> None:
-    """Print `rows` as a table, that of the quorum `best` in bold; say what the columns mean, and whose figures these are."""
+    """Print `rows` as a table, that of `best` in bold, and say what the columns mean and whose figures they are."""
     columns = [column for column in COLUMNS if any(column[1](row) is not None for row in rows)]
     table = Table(title=f"{found.ranks} ranks, {len(found.times_s):,} steps")
     for title, _ in columns:
