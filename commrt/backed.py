@@ -127,7 +127,8 @@ class Backed(Replica):
     def drain(self) -> None:
         """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective.
 
-        What a loop does at the end of a step, with schedulers for instance, must be done before.
+        What a loop does at the end of a step, with schedulers for instance, must be done before. A rank whose batches
+        ended before the others' has the weights that it trained last: `consolidate` brings all to the latest.
         """
         self._restore()
         if self._due is not None:
@@ -338,7 +339,7 @@ class Backed(Replica):
         self._backing.keep_buffers()
 
     def replicas_equal(self) -> bool:
-        """See `Replica.replicas_equal`."""
+        """See `Replica.replicas_equal`; False where a rank has ended before the others did (`consolidate`)."""
         self.drain()
         return super().replicas_equal()
 
