@@ -71,8 +71,8 @@ class Company:
     def end(self) -> None:
         """Let those who are late have this rank's state before it is gone."""
         self._presence.say(Doing.ENDS)
-        Charter.withdraw(self._world.store)
         self._presence.outlast(lambda doing: doing is not Doing.TRAINS)
+        Charter.withdraw(self._world.store)
 
     def leave(self) -> None:
         """Let those who have questions left ask them, if this process holds the store."""
