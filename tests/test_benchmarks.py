@@ -52,3 +52,11 @@ def test_the_check_of_a_gpu_writes_one_record(tmp_path):
     (stage,) = record["stages"]
     assert (record["device"], stage["passed"], stage["failed"], stage["trouble"]) == ("CPU", 1, [], None)
     assert len(stage["figures"][0]["seconds per exchange of 1 MiB"][0]) == 10
+
+
+def test_the_cost_of_a_step_on_the_store_is_printed_as_json():
+    command = [sys.executable, str(BENCH / "announcing.py"), "--ranks", "4", "--steps", "2", "--json"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    rows = json.loads(done.stdout)
+    assert [row["operations"] for row in rows] == [6, 4, 5]  # last and first, early, late

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backup workers ask of the store in a step: ``python bench/announcing.py`` times one rank among 4, 16 and 64.
+
+What reduces gradients does nothing; all else is what training runs (`seats` says in which processes).
+
+**Timed**: from the announcement that completes a step's list until the measured rank knows the members, and from the
+end of the reduction until it knows the outcome, with the ways between its lane and its clerk. It is in the worst place:
+all others have come to rest and wait, the store serves them in the order in which they came, and it came last. What
+is done at other times is not billed: ranks seldom announce in the same microsecond. Of a late rank, which nobody waits
+for, its own announcement is timed in place of the last one.
+
+**What the store computes** from the same instants until all is at rest is a bound that has nothing to do with how fast
+the other ranks are here: the store is one thread, and the last of all ranks knows when it has served everybody.
+
+**Left out**: the network between hosts (two messages' latency for each exchange with the store; `get` and `multi_get`
+wait first and ask then, so they are two), the tree by which the first member learns that all have the sum, and 49
+operations of the first member every 16 steps, which forget old ones while nobody waits. On the loopback the store's
+time includes the delivery to the receivers, which their hosts would do themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+from interleaved import spread
+from seats import Desk, cores, now_s, seated
+
+from commrt.ballot import Move
+from commrt.quorum import Deliberation, Outcome, Read, key
+
+__all__ = ["CASES", "Case", "Row", "measured"]
+
+MEASURED = 1
+"""The first of those that count, if rank 0 is late."""
+WARM_STEPS = 5
+TIDYING = {"set", "delete_key"}
+Spread = tuple[float, float, float]
+
+
+class Case(NamedTuple):
+    """What the measured rank is in a step."""
+
+    name: str
+    is_decisive: bool = False
+    """It announces when all others that count have, is the first of them, and says how the step ended."""
+    counts: bool = True
+
+    def members(self, ranks: int, needed: int) -> list[int]:
+        """Who counts."""
+        able = [rank for rank in range(ranks) if rank >= MEASURED or not self.is_decisive]
+        return [rank for rank in able if rank != MEASURED or self.counts][:needed]
+
+
+CASES = (
+    Case("last and first", is_decisive=True),
+    Case("early"),
+    Case("late", counts=False),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one step, in ms."""
+
+    members: float
+    """Until the measured rank knew them."""
+    outcome: float
+    both: float
+    store_members: float
+    """What the store computes, until all know them; 0 for a rank for which nobody waits."""
+    store_outcome: float
+    store_both: float
+    store_step: float
+
+
+class Step:
+    """One step of the measured rank, and what the others do about it."""
+
+    def __init__(self, desk: Desk, number: int, case: Case) -> None:
+        self._desk, self._number, self._case = desk, number, case
+        self._members = case.members(desk.table.ranks, desk.table.needed)
+        self._peers = [rank for rank in self._members if rank != MEASURED]
+        self._first, self._last = desk.table.first, desk.table.last
+        self._begin_s = self._known_s = self._sum_s = 0.0
+        self._store_ms: list[float] = []
+
+    def run(self) -> Times:
+        """All do it."""
+        desk, case = self._desk, self._case
+        self._mark()
+        early = [rank for rank in self._peers if case.is_decisive or rank != self._last]
+        desk.have("announce", self._number, ranks=early)
+        if not case.counts:
+            desk.have("announce", self._number, ranks=[self._last])
+            self._others_reduce()
+        self._mark()
+        self._begin_s = now_s()
+        outcome = desk.ballot.hold(self._course(), 0, self._reduce)
+        end_s = now_s()
+        if not case.is_decisive:
+            self._sum_s = desk.of(self._first).recv()
+        self._mark()
+        self._check(outcome)
+        return self._times(end_s)
+
+    def _mark(self) -> None:
+        self._store_ms.append(self._desk.store_ms())
+
+    def _course(self) -> Deliberation:
+        """The measured rank's, which says where it is."""
+        course, answer = self._desk.table.course(MEASURED, self._number), None
+        while True:
+            try:
+                wish = course.send(answer)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            if isinstance(wish, Read):
+                self._before_waiting(wish)
+            answer = yield wish
+
+    def _before_waiting(self, read: Read) -> None:
+        """What ends the wait comes when all is at rest."""
+        if read.key == key(self._number, 0, "outcome"):
+            self._known_s = self._known_s or now_s()
+            if not self._case.is_decisive:
+                self._tell("settle", self._first)
+        elif self._case.counts and not self._case.is_decisive:
+            self._tell("complete", self._number, self._last)
+
+    def _tell(self, *told: Any) -> None:
+        rank = told[-1]
+        self._desk.of(rank).send((*told, self._desk.pids_without(rank)))
+
+    def _reduce(self, _: Move) -> bool:
+        self._known_s = now_s()
+        if not self._case.is_decisive:
+            self._begin_s = self._desk.of(self._last).recv()
+        self._mark()
+        self._others_reduce()
+        self._mark()
+        self._sum_s = now_s()
+        return True
+
+    def _others_reduce(self) -> None:
+        """Meanwhile those announce who come too late."""
+        late = set(range(self._desk.table.ranks)) - {MEASURED, *self._members}
+        self._desk.have("announce", self._number, ranks=late)
+        self._desk.have("have_sum", ranks=[rank for rank in self._peers if rank != self._first])
+
+    def _check(self, outcome: Outcome) -> None:
+        self._desk.have("end", self._number, ranks=self._members)
+        if outcome.members != tuple(self._members) or outcome.counts != self._case.counts:
+            raise AssertionError(f"{self._case.name}: not {self._members}: {outcome}")
+        if outcome.counts:
+            self._desk.ballot.tidy(self._number, 1, is_first=self._case.is_decisive)
+
+    def _times(self, end_s: float) -> Times:
+        members, outcome = 1e3 * (self._known_s - self._begin_s), 1e3 * (end_s - self._sum_s)
+        begin, *marks, end = self._store_ms
+        decided, ended = (marks[1] - marks[0], end - marks[2]) if self._case.counts else (0.0, 0.0)
+        return Times(members, outcome, members + outcome, decided, ended, decided + ended, end - begin)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case cost: 20 % quantile, median and 80 % quantile of each time, in ms."""
+
+    ranks: int
+    backups: int
+    case: str
+    steps: int
+    times: dict[str, Spread]
+    operations: float
+    """Of the measured rank on the store, per step."""
+
+
+def measured(ranks: int, backups: int, steps: int) -> list[Row]:
+    """One row per case; the cases take turns."""
+    counts = Counter[str]()
+    found: dict[Case, list[tuple[Times, Counter[str]]]] = {case: [] for case in CASES}
+    with seated(MEASURED, ranks, backups, counts) as desk:
+        order = Random(0)
+        turns = [case for _ in range(WARM_STEPS + steps) for case in order.sample(CASES, len(CASES))]
+        for number, case in enumerate(turns):
+            counts.clear()
+            found[case].append((Step(desk, number, case).run(), counts.copy()))
+    return [row(ranks, backups, case, kept[WARM_STEPS:]) for case, kept in found.items()]
+
+
+def row(ranks: int, backups: int, case: Case, kept: Sequence[tuple[Times, Counter[str]]]) -> Row:
+    """Of the steps that were kept."""
+    columns = {name: [asdict(times)[name] for times, _ in kept] for name in asdict(kept[0][0])}
+    asked = sum((counts for _, counts in kept), Counter[str]())
+    operations = sum(count for name, count in asked.items() if name not in TIDYING) / len(kept)
+    times = {name: spread(values) for name, values in columns.items()}
+    return Row(ranks, backups, case.name, len(kept), times, operations)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--steps", type=int, default=200, help="of each case")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = [each for ranks in options.ranks for each in measured(ranks, max(1, ranks // 16), options.steps)]
+    if options.json:
+        print(json.dumps([asdict(each) for each in found]))
+    else:
+        show(found)
+
+
+def show(found: Sequence[Row]) -> None:
+    """A table."""
+    near, far = cores()
+    place = f"store and measured rank on cores {near}, the others on {far}" if near != far else "all on one core"
+    print(f"ms: median (20 % .. 80 %); {place}")
+    print(f"{'':<26}  {'until the measured rank knows':<44}  {'the store computes':<44}")
+    heads = ("the members", "the outcome", "in both", "until all know both", "in the whole step", "operations")
+    print(f"{'ranks':>5} {'measured rank':<20}", *(f"{head:<21}" for head in heads), sep="  ")
+    for each in found:
+        cells = [shown(each.times[name]) for name in ("members", "outcome", "both", "store_both", "store_step")]
+        print(
+            f"{each.ranks:>5} {each.case:<20}", *(f"{cell:<21}" for cell in cells), f"{each.operations:.1f}", sep="  "
+        )
+
+
+def shown(times: Spread) -> str:
+    """In a cell."""
+    low, middle, high = times
+    return f"{middle:.2f} ({low:.2f} .. {high:.2f})" if high else "-"
+
+
+if __name__ == "__main__":
+    main()

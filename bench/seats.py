@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks at a store, for a benchmark: one in this process, who ends its waits in a process each, the crowd in another.
+
+Each has a `Ballot` and connections of its own, and goes through `deliberate`. The store and the rank in this process
+have a core (half of them, if there are more than two), the others the rest. Of the crowd there is one thread per rank,
+its clerk's; it computes when nobody else wants to: in a job it would have CPUs of its own. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, cast
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from commrt.answer import Answer
+from commrt.ballot import Ballot, Move, Terms
+from commrt.launch import LOOPBACK
+from commrt.presence import Doing, Presence
+from commrt.quorum import Deliberation, Outcome, deliberate
+from commrt.rendezvous import hold, listen
+
+__all__ = ["Desk", "cores", "now_s", "seated"]
+
+QUIET_S, TIMEOUT_S = 0.0003, 60.0
+NOTE = "32:1767225600.0000"
+"""Samples and time of day, as a rank says them."""
+
+
+def now_s() -> float:
+    """On a clock that all processes share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def cpu_s(pid: int) -> float:
+    """What the threads of a process have computed so far."""
+    return time.clock_gettime((~pid << 3) | 2)  # how Linux numbers that clock
+
+
+def rest(pids: Sequence[int]) -> None:
+    """Wait until these processes do nothing."""
+    before: list[float] = []
+    while (now := [cpu_s(pid) for pid in pids]) != before:
+        before = now
+        time.sleep(QUIET_S)
+
+
+def cores() -> tuple[list[int], list[int]]:
+    """Those of the store and the measured rank, and those of the others; all for both if there is only one."""
+    every = sorted(os.sched_getaffinity(0))
+    return every[: len(every) // 2] or every, every[len(every) // 2 :]
+
+
+class Counted:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Store, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def clone(self) -> Counted:
+        """Another connection."""
+        return Counted(self._store.clone(), self._counts)  # type: ignore[attr-defined]  # torch's stub is behind
+
+    def __getattr__(self, name: str) -> Any:
+        self._counts[name] += 1
+        return getattr(self._store, name)
+
+
+class Table(NamedTuple):
+    """Where the ranks meet."""
+
+    ranks: int
+    needed: int
+    port: int
+
+    @property
+    def first(self) -> int:
+        """Who says how a step ended, if the measured rank does not."""
+        return 0
+
+    @property
+    def last(self) -> int:
+        """Who announces last, if the measured rank does not."""
+        return self.needed - 1
+
+    def seat(self, rank: int, counts: Counter[str]) -> Ballot:
+        """Of one rank; what it asks is counted."""
+        store: Store = TCPStore(LOOPBACK, self.port, is_master=False, wait_for_workers=False)
+        for name in ("commrt/0/1", "backed 1"):
+            store = PrefixStore(name, store)
+        presence = Presence(store, rank, range(self.ranks), lambda: TIMEOUT_S, nobody)
+        presence.say(Doing.TRAINS)
+        terms = Terms(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, nobody)
+        ballot = Ballot(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms, presence)
+        counts.clear()
+        return ballot
+
+    def course(self, rank: int, step: int) -> Deliberation:
+        """What `rank` does in a step."""
+        return deliberate(rank, 0, self.needed, step, note=NOTE)
+
+
+def nothing() -> None:
+    """Nobody gives up."""
+
+
+def nobody(_: Collection[int]) -> Collection[int]:
+    """Nobody is gone."""
+    return ()
+
+
+class Others:
+    """Ranks that do what they are told."""
+
+    def __init__(self, table: Table, ranks: Collection[int]) -> None:
+        self._table = table
+        self._ballots = {rank: table.seat(rank, Counter()) for rank in ranks}
+        self._courses: dict[int, Deliberation] = {}
+        self._answers: dict[int, Answer[Move | Outcome]] = {}
+
+    def announce(self, step: int, ranks: Sequence[int]) -> None:
+        """Until each of them waits, or has to reduce."""
+        for rank in ranks:
+            self._courses[rank] = self._table.course(rank, step)
+            self._resume(rank, None)
+        self._wait(ranks)
+
+    def complete(self, step: int, rank: int, pids: Sequence[int]) -> float:
+        """The last one announces, when all others wait; when that was."""
+        rest(pids)
+        begin_s = now_s()
+        self.announce(step, [rank])
+        return begin_s
+
+    def have_sum(self, ranks: Sequence[int]) -> None:
+        """Members other than the first do, and wait."""
+        for rank in ranks:
+            self._answers[rank].result()
+            self._resume(rank, True)
+        self._wait(ranks)
+
+    def settle(self, rank: int, pids: Sequence[int]) -> float:
+        """The first member knows that all have the sum, when all others wait; when that was."""
+        rest(pids)
+        begin_s = now_s()
+        self.have_sum([rank])
+        return begin_s
+
+    def _resume(self, rank: int, answer: object) -> None:
+        self._answers[rank] = self._ballots[rank]._clerk.resume(self._courses[rank], answer)
+
+    def _wait(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            while not self._answers[rank].given and self._ballots[rank]._clerk.waits_for is None:
+                time.sleep(QUIET_S)
+
+    def end(self, step: int, _: object) -> None:
+        """All know how the step ended."""
+        ends = {rank: cast("Outcome", answer.result()) for rank, answer in self._answers.items()}
+        members = next(iter(ends.values())).members
+        if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
+            raise AssertionError(f"step {step} ended in several ways: {ends}")
+        for rank in ends.keys() & set(members):
+            self._ballots[rank].tidy(step, 1, is_first=rank == members[0])
+
+
+def keep_store(pipe: Connection, on: Collection[int]) -> None:
+    """A process: holds the store until it is killed."""
+    os.sched_setaffinity(0, on)
+    listener = listen()
+    pipe.send(listener.getsockname()[1])
+    store = hold(listener)
+    pipe.recv()
+    del store
+
+
+def be_others(pipe: Connection, on: Collection[int], table: Table, ranks: Collection[int]) -> None:
+    """A process: does what it is told, and answers."""
+    os.sched_setaffinity(0, on)
+    if len(ranks) > 1:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    others = Others(table, ranks)
+    pipe.send(None)
+    while (told := pipe.recv()) is not None:
+        name, *args = told
+        pipe.send(getattr(others, name)(*args))
+
+
+class Group(NamedTuple):
+    """Other ranks, which share a process."""
+
+    ranks: Collection[int]
+    pipe: Connection
+    pid: int
+
+
+class Desk(NamedTuple):
+    """What the measured rank has before it."""
+
+    table: Table
+    ballot: Ballot
+    groups: Sequence[Group]
+    store_pid: int
+
+    def have(self, what: str, *args: object, ranks: Collection[int]) -> None:
+        """Have some of the others do something, and wait until they have."""
+        asked = [(group, [rank for rank in ranks if rank in group.ranks]) for group in self.groups]
+        for group, each in asked:
+            group.pipe.send((what, *args, each))
+        for group, _ in asked:
+            group.pipe.recv()
+
+    def of(self, rank: int) -> Connection:
+        """The process where `rank` is."""
+        return next(group.pipe for group in self.groups if rank in group.ranks)
+
+    def pids_without(self, rank: int) -> list[int]:
+        """All processes but the one where `rank` is."""
+        return [self.store_pid, os.getpid(), *(group.pid for group in self.groups if rank not in group.ranks)]
+
+    def store_ms(self) -> float:
+        """What the store has computed so far, when all is at rest."""
+        rest([self.store_pid, *(group.pid for group in self.groups)])
+        return 1e3 * cpu_s(self.store_pid)
+
+
+@contextmanager
+def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterator[Desk]:
+    """What is asked by `rank`, which is in this process, is counted; the store and the others have others."""
+    near, far = cores()
+    os.sched_setaffinity(0, near)
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, {*near, *far})
+        store, pid = started(stack, keep_store, near)
+        table = Table(ranks, ranks - backups, store.recv())
+        crowd = set(range(ranks)) - {table.first, table.last, rank}
+        groups = []
+        for each in ({table.first}, {table.last}, crowd):
+            pipe, group_pid = started(stack, be_others, far, table, each)
+            groups.append(Group(each, pipe, group_pid))
+        ballot = table.seat(rank, counts)
+        for group in groups:
+            group.pipe.recv()
+        yield Desk(table, ballot, groups, pid)
+
+
+def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:
+    """A process that is killed in the end, and what it is called by."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "commrt.ballot"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, *args), daemon=True)
+    process.start()
+    stack.callback(process.join)
+    stack.callback(process.kill)
+    return ours, process.pid or 0
