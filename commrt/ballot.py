@@ -259,7 +259,7 @@ class _Clerk:
             case Append():
                 return store.append(wish.key, wish.word)  # type: ignore[attr-defined]  # torch's stub is behind
             case Settle():
-                return store.compare_set(wish.key, "", wish.value)
+                return store.compare_set(wish.key, "", wish.value).decode()
             case Survey():
                 return [said.decode() for said in store.multi_get(list(wish.keys))]
             case Read():

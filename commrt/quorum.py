@@ -50,7 +50,7 @@ class Append(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Write `value` unless something is written there: the first stands; answers nothing."""
+    """Write `value` unless something is written there: the first stands; answers what stands."""
 
     key: str
     value: str
@@ -162,7 +162,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
     attempt that loses a member fails for all, and everybody who is left announces again, with the gradients still in
     memory. A rank that is no member waits for the end: its gradient is as good as any other if the attempt fails, and
     is dropped if it does not. Only ranks of one `generation` can reduce together; who has missed one is late.
-    Costs four store operations, one more for the last to announce and for the first member.
+    Costs four store operations.
     """
     while True:
         written = key(step, attempt, "announced")
@@ -177,10 +177,8 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
         members = tuple(word.rank for word in settled)
         # A process that takes the place of a dead one is no member where that was.
         is_member = (rank, generation) in {word[:2] for word in settled}
-        if is_member:
-            went_well = yield Reduce(step, attempt, members)
-            yield from _report(went_well, rank == members[0], step, attempt)
-        outcome = (yield Read(key(step, attempt, "outcome"), step, attempt, members)) if members else FAILED
+        is_first = is_member and rank == members[0]
+        outcome = (yield from _outcome(is_member, is_first, step, attempt, members)) if members else FAILED
         if not outcome:
             return Outcome((), counts=False, attempt=attempt)
         if outcome == DONE:
@@ -198,12 +196,19 @@ def _settled(
 ) -> Generator[Wish, Any, list[Announcement] | None]:
     """Empty if it came to nothing, None if that is forgotten."""
     members = key(step, attempt, "members")
-    if len(order) >= needed:
-        yield Settle(members, first(order, needed))
-    said = yield Read(members, step, attempt)
+    said = yield Settle(members, first(order, needed)) if len(order) >= needed else Read(members, step, attempt)
     return None if not said else [] if said == VOID else _words(said)
 
 
-def _report(went_well: bool, is_first: bool, step: int, attempt: int) -> Generator[Wish, Any, None]:
-    if not went_well or is_first:
-        yield Settle(key(step, attempt, "outcome"), DONE if went_well else FAILED)
+def _outcome(
+    is_member: bool, is_first: bool, step: int, attempt: int, members: tuple[int, ...]
+) -> Generator[Wish, Any, str]:
+    """Nothing if that is forgotten."""
+    outcome = key(step, attempt, "outcome")
+    if is_member:
+        went_well = yield Reduce(step, attempt, members)
+        if is_first or not went_well:
+            stands: str = yield Settle(outcome, DONE if went_well else FAILED)
+            return stands
+    said: str = yield Read(outcome, step, attempt, members)
+    return said

@@ -151,8 +151,8 @@ class Model:
             yield from self.answered(state, rank, wish)
 
     def deaths_of(self, state, rank):
-        is_done = rank in state.dead or isinstance(self.wish(state, rank), dict)
-        if not is_done and len(state.dead) + len(state.reborn) < self.deaths:
+        """Also of one that has passed all steps: others may need its sum."""
+        if rank not in state.dead and len(state.dead) + len(state.reborn) < self.deaths:
             yield replace(state, dead=state.dead | {rank})
 
     def unseen(self, state, rank):
@@ -184,8 +184,8 @@ class Model:
             store[wish.key] = store.get(wish.key, "") + wish.word
             yield state.with_answer(rank, None, store=frozenset(store.items()))
         elif isinstance(wish, Settle):
-            store.setdefault(wish.key, wish.value)
-            yield state.with_answer(rank, None, store=frozenset(store.items()))
+            stands = store.setdefault(wish.key, wish.value)
+            yield state.with_answer(rank, stands, store=frozenset(store.items()))
         elif isinstance(wish, Survey):
             yield state.with_answer(rank, tuple(store.get(name, "0") for name in wish.keys))
         elif isinstance(wish, Again):
