@@ -120,21 +120,30 @@ def key(step: int, attempt: int, what: str) -> str:
     return f"{step}.{attempt}/{what}"
 
 
-class Announcement(NamedTuple):
-    """A word of the list of those whose gradients are ready."""
+class Announcement(str):
+    """A word of the list of those whose gradients are ready; it is taken apart only where that is asked for."""
 
-    rank: int
-    generation: int
-    note: str
-    """What it says of its gradient; without blanks and ``@``."""
+    __slots__ = ()
 
-    def __str__(self) -> str:
-        return "@".join(map(str, self))
+    @classmethod
+    def of(cls, rank: int, generation: int, note: str) -> Announcement:
+        """`note` is what `rank` says of its gradient; without blanks and ``@``."""
+        return cls(f"{rank}@{generation}@{note}")
 
+    @property
+    def rank(self) -> int:
+        """Whose."""
+        return int(self.partition("@")[0])
 
-def _words(said: str) -> list[Announcement]:
-    words = (word.split("@") for word in said.split())
-    return [Announcement(int(rank), int(generation), note) for rank, generation, note in words]
+    @property
+    def generation(self) -> int:
+        """In which it can reduce."""
+        return int(self.split("@")[1])
+
+    @property
+    def note(self) -> str:
+        """What is said of the gradient."""
+        return self.rpartition("@")[2]
 
 
 def announced(said: str, generation: int) -> list[Announcement]:
@@ -143,7 +152,8 @@ def announced(said: str, generation: int) -> list[Announcement]:
     >>> [word.rank for word in announced("3@0@ 1@1@ 0@0@ ", generation=0)]
     [3, 0]
     """
-    return [word for word in _words(said) if word.generation == generation]
+    infix = f"@{generation}@"
+    return [Announcement(word) for word in said.split() if infix in word]
 
 
 def first(words: list[Announcement], needed: int) -> str:
@@ -152,7 +162,8 @@ def first(words: list[Announcement], needed: int) -> str:
     >>> first(announced("3@0@c 0@0@a 2@0@b", 0), needed=2)
     '0@0@a 3@0@c'
     """
-    return " ".join(map(str, sorted(words[:needed])))
+    members = sorted(words[:needed], key=lambda word: word.rank)
+    return " ".join(members)
 
 
 def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int = 0, note: str = "") -> Deliberation:
@@ -166,7 +177,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
     """
     while True:
         written = key(step, attempt, "announced")
-        yield Append(written, f"{Announcement(rank, generation, note)} ")
+        yield Append(written, f"{Announcement.of(rank, generation, note)} ")
         floor, said = yield Survey((FLOOR, written))
         if step < int(floor):
             return Outcome((), counts=False, attempt=attempt)
@@ -197,7 +208,7 @@ def _settled(
     """Empty if it came to nothing, None if that is forgotten."""
     members = key(step, attempt, "members")
     said = yield Settle(members, first(order, needed)) if len(order) >= needed else Read(members, step, attempt)
-    return None if not said else [] if said == VOID else _words(said)
+    return None if not said else [] if said == VOID else [Announcement(word) for word in said.split()]
 
 
 def _outcome(
