@@ -68,8 +68,9 @@ class Counted:
         return Counted(self._store.clone(), self._counts)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def __getattr__(self, name: str) -> Any:
-        self._counts[name] += 1
-        return getattr(self._store, name)
+        found = getattr(self._store, name)
+        self._counts[name] += callable(found)
+        return found
 
 
 class Table(NamedTuple):

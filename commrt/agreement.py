@@ -18,7 +18,7 @@ from time import monotonic
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
-from commrt.asking import ANSWER_S, ask
+from commrt.asking import ANSWER_S, ask, settle
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 
 __all__ = ["agree", "tell_of_leaving"]
@@ -73,8 +73,8 @@ def tell_of_leaving(shelf: Store, rank: int, error: BaseException) -> None:
         # An abandoned thread may hold the connection until its wait ends.
         ours: Store = shelf.clone()  # type: ignore[attr-defined]  # torch's stub is behind
         reason = f"rank {rank} left it by a {type(error).__name__}: look at its output"
-        ours.compare_set("verdict", "", json.dumps([LEFT, reason]))
-        ours.compare_set("claim", "", "{}")
+        settle(ours, "verdict", json.dumps([LEFT, reason]))
+        settle(ours, "claim", "{}")
         ours.set(f"read/{rank}", "")
 
     with suppress(AttributeError, RuntimeError, TransportError):  # not every torch can clone
@@ -132,7 +132,7 @@ class _Question:
 
     def _give(self, verdict: str, reason: str) -> None:
         if not self.withdrawn.is_set():
-            self.shelf.compare_set("verdict", "", json.dumps([verdict, reason]))
+            settle(self.shelf, "verdict", json.dumps([verdict, reason]))
 
     def _missing(self) -> list[int]:
         return [rank for rank in self.members if not self.shelf.check([f"here/{rank}"])]

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from commrt.answer import Answer
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 
-__all__ = ["ANSWER_S", "HOLDER", "another_connection", "ask", "begun", "within"]
+__all__ = ["ANSWER_S", "HOLDER", "another_connection", "ask", "begun", "settle", "within"]
 
 ANSWER_S = 2.0
 """How long a store may take to answer what it knows already."""
@@ -51,6 +51,17 @@ def another_connection(store: Store) -> Store:
         another: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
         return another
     return store
+
+
+def settle(store: Store, key: str, value: str) -> str:
+    """Write `value` under `key` unless something is there, and wake those who wait for it; what stands then."""
+    stands: str = store.compare_set(key, "", value).decode()
+    innermost = store
+    while isinstance(innermost, PrefixStore):
+        innermost = innermost.underlying_store
+    if not getattr(innermost, "libuvBackend", True):  # torch's older server wakes nobody for it (torch 2.13)
+        store.set(key, stands)
+    return stands
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import DistNetworkError, Store
 
 from commrt.answer import Answer
-from commrt.asking import ANSWER_S, HOLDER, another_connection, ask
+from commrt.asking import ANSWER_S, HOLDER, another_connection, ask, settle
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.presence import Doing, Presence
 from commrt.quorum import (
@@ -180,7 +180,7 @@ class Ballot:
                 self._clerk.do(lambda store: _forget(store, floor, words))
 
     def _settle(self, read: Read, value: str) -> None:
-        self._asked(lambda: self._store.compare_set(read.key, "", value))
+        self._asked(lambda: settle(self._store, read.key, value))
 
     def _asked(self, question: Callable[[], T]) -> T:
         return ask(question, self._terms.timeout_s() + ANSWER_S, self._terms.rank)
@@ -259,7 +259,7 @@ class _Clerk:
             case Append():
                 return store.append(wish.key, wish.word)  # type: ignore[attr-defined]  # torch's stub is behind
             case Settle():
-                return store.compare_set(wish.key, "", wish.value).decode()
+                return settle(store, wish.key, wish.value)
             case Survey():
                 return [said.decode() for said in store.multi_get(list(wish.keys))]
             case Read():

@@ -177,7 +177,8 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
     """
     while True:
         written = key(step, attempt, "announced")
-        yield Append(written, f"{Announcement.of(rank, generation, note)} ")
+        mine = Announcement.of(rank, generation, note)
+        yield Append(written, f"{mine} ")
         floor, said = yield Survey((FLOOR, written))
         if step < int(floor):
             return Outcome((), counts=False, attempt=attempt)
@@ -187,7 +188,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
             return Outcome((), counts=False, attempt=attempt)
         members = tuple(word.rank for word in settled)
         # A process that takes the place of a dead one is no member where that was.
-        is_member = (rank, generation) in {word[:2] for word in settled}
+        is_member = mine in settled
         is_first = is_member and rank == members[0]
         outcome = (yield from _outcome(is_member, is_first, step, attempt, members)) if members else FAILED
         if not outcome:
