@@ -97,7 +97,7 @@ class Table(NamedTuple):
             store = PrefixStore(name, store)
         presence = Presence(store, rank, range(self.ranks), lambda: TIMEOUT_S, nobody)
         presence.say(Doing.TRAINS)
-        terms = Terms(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, nobody)
+        terms = Terms(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, nobody, nobody)
         ballot = Ballot(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms, presence)
         counts.clear()
         return ballot

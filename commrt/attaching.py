@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +36,12 @@ from commrt.engine import Engine
 from commrt.errors import UsageError
 from commrt.gossiping import Gossiping
 from commrt.handover import Broadcasting, Gathering, overwrite_states
+from commrt.launch import chosen_transport
 from commrt.opening import current
 from commrt.replica import Replica, attached, attached_to
 from commrt.rounds import Rounds
 from commrt.schedule import Algorithm, Schedule
-from commrt.state import Stateful, dump, load
+from commrt.state import Stateful, dump, flatten, load
 from commrt.synchronous import Synchronous
 from commrt.transport.meeting import host_identity
 from commrt.world import World
@@ -133,7 +135,7 @@ class _Chosen:
             "schedule": schedule.digest(),
             "buckets": "; ".join(bucket.description() for bucket in buckets),
             "buffers": describe_buffers(self.model),
-            "kinds of optimizers": ", ".join(type(each).__name__ for each in self.optimizers),
+            "optimizers": ", ".join(map(_kind, self.optimizers)),
         }
 
     def begin(self, replica: Replica, lane: Broadcasting, prepare: Callable[[], object]) -> Replica:
@@ -187,14 +189,26 @@ def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful],
     claim = chosen.claim(algorithm, engine.schedule(0), engine.buckets) | more
     make = partial(Backed, chosen.model, chosen.optimizers, also, algorithm, engine, cut)
     if world.charter is not None:
+        claim |= {"frozen parameters": _frozen(chosen.model)}
         world.charter.require_same(world.rank, world.attached, claim)
         return _in_place(world, make(broadcast_buffers=broadcast_buffers))
     chosen.agree(algorithm, engine.schedule(0), engine.buckets, **more)
     replica = chosen.begin(make(broadcast_buffers=broadcast_buffers), Gathering(world), int)
     if world.rank == world.members[0]:
         host = host_identity() if world.transport.kind == "shared" else None
-        Charter(world.size, host, world.attached, claim).publish(world.store)
+        claim |= {"frozen parameters": _frozen(chosen.model)}  # they are rank 0's now
+        Charter(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
     return replica
+
+
+def _frozen(model: nn.Module) -> str:
+    """What no rank hands over later, as it does not change."""
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    return hashlib.sha256(flatten(frozen).cpu().numpy().tobytes()).hexdigest() if frozen else "none"
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__name__} of {[len(group['params']) for group in optimizer.param_groups]} parameters"
 
 
 def _in_place(world: World, replica: Backed) -> Replica:

@@ -101,7 +101,8 @@ class Backed(Replica):
         self._company = Company(world, self._presence)
         if world.charter is not None:
             membership.require_vacant()
-        self._presence.say(Doing.TRAINS if world.charter is None else Doing.COMES)
+        self._presence.say(Doing.BETWEEN if world.charter is None else Doing.COMES)
+        world.survival.is_outside = world.charter is not None
         self._begin_era(1)
         world.survival.begin(self, alone=True, need=Need(self._needed, PATIENCE_S, self._relief.summon))
         self._relief.open()
@@ -109,13 +110,13 @@ class Backed(Replica):
 
     def _begin_era(self, era: int) -> None:
         """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
-        world, survival = self._world, self._world.survival
+        world, survival, membership = self._world, self._world.survival, self._world.survival.membership
         if era > 1:
             self._backing.ballot.close()
         self._era = era
         terms = Terms(
             world.rank, world.size, self._needed, lambda: world.timeout_s,
-            survival.require_open, lambda: survival.is_called, survival.membership.gone,
+            survival.require_open, lambda: survival.is_called, membership.gone, membership.disconnected,
         )  # fmt: skip
         self._backing.ballot = Ballot(PrefixStore(f"era {era}", self._shelf), terms, self._presence)
 
@@ -162,6 +163,7 @@ class Backed(Replica):
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin(in_pass=True)
+            self._company.train()
             self._is_successor = False
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)

@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, Store
 from commrt.answer import Answer
 from commrt.asking import ANSWER_S, HOLDER, another_connection, ask, settle
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
-from commrt.presence import Doing, Presence
+from commrt.presence import TRAINING, Presence
 from commrt.quorum import (
     FAILED,
     FLOOR,
@@ -67,7 +67,9 @@ class Terms(NamedTuple):
     is_called: Callable[[], bool]
     """True if the others connect anew, and wait for this rank."""
     gone: Callable[[Collection[int]], Collection[int]]
-    """Those of some ranks whose process does not live."""
+    """Those of some ranks whose process does not live, nor another in its place."""
+    disconnected: Callable[[Collection[int]], Collection[int]]
+    """Those of some members whose process does not live."""
 
 
 class Ballot:
@@ -130,7 +132,9 @@ class Ballot:
     def _look_after(self, read: Read, waited_s: float) -> None:
         """The members of a reduction: each the next one, so that all are looked after and nobody is asked by all."""
         following = next((rank for rank in read.members if rank > self._terms.rank), read.members[0])
-        if waited_s > self._terms.timeout_s() or self._terms.gone([following]):
+        # Who is called breaks all connections.
+        is_lost = self._terms.is_called() or bool(self._terms.disconnected([following]))
+        if is_lost or waited_s > self._terms.timeout_s():
             self._settle(read, FAILED)
 
     def _look_for_more(self, read: Read, waited_s: float, generation: int) -> None:
@@ -147,7 +151,7 @@ class Ballot:
     def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
         doing = self._presence.of([rank for rank in range(self._terms.ranks) if rank not in here])
         gone = [rank for rank, what in doing.items() if what is None]
-        training = [rank for rank, what in doing.items() if what is Doing.TRAINS]
+        training = [rank for rank, what in doing.items() if what in TRAINING]
         self._require_enough(gone, read.step)
         if len(here) + len(training) < self._terms.needed:
             self.is_over = True

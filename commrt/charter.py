@@ -32,11 +32,20 @@ class Charter:
     """The how many-th that was attached."""
     claim: Mapping[str, str]
     """What must be the same on every rank, by name."""
+    transport: str | None = None
+    """The one that COMMRT_TRANSPORT insists on."""
 
     @classmethod
     def found(cls, store: Store) -> Charter | None:
-        """The one that stands on `store`."""
-        return cls(**json.loads(store.get(KEY))) if store.check([KEY]) else None
+        """The one that stands on `store`; raises `UsageError` if it stands no more."""
+        if not store.check([KEY]):
+            return None
+        if (said := json.loads(store.get(KEY))) is None:
+            raise UsageError(
+                "this process comes to a world that has trained and ended: if it takes the place of a rank that is "
+                "gone, it comes too late; to train anew, start all ranks again"
+            )
+        return cls(**said)
 
     def publish(self, store: Store) -> None:
         """Let it stand on `store`."""
@@ -44,11 +53,16 @@ class Charter:
 
     @staticmethod
     def withdraw(store: Store) -> None:
-        """Nobody is waited for any more."""
-        store.delete_key(KEY)
+        """Nobody trains any more."""
+        store.set(KEY, json.dumps(None))
 
-    def require_place(self, rank: int, size: int, host: str | None) -> None:
+    def require_place(self, rank: int, size: int, host: str | None, transport: str | None = None) -> None:
         """Raise unless a process on `host` that comes as `rank` of `size` can take that rank's place."""
+        if transport != self.transport:
+            raise DisagreementError(
+                f"rank {rank} comes with COMMRT_TRANSPORT={transport or 'unset'}, and the others train with "
+                f"{self.transport or 'unset'}: set it as they did"
+            )
         if size != self.size:
             raise DisagreementError(
                 f"rank {rank} comes with a world of {size} ranks to one of {self.size} that trains already: set "

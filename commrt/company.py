@@ -2,7 +2,8 @@
 """Where each rank does steps of its own: how all come together nevertheless, and how a rank comes and goes.
 
 Who gathers waits for all that train to be members, and who takes the place of a rank that is gone comes only while
-nobody gathers. Each says so before it looks at what the others say, so one of the two sees the other.
+all others are in steps, neither in a call of all nor between two. Each says what it does before it looks at what the
+others say, so one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from threading import Event
 from time import monotonic
 
 from commrt.charter import Charter
-from commrt.errors import CommrtError, DeadlineExceeded, Place
-from commrt.presence import Doing, Presence
+from commrt.errors import CommrtError, DeadlineExceeded, Place, UsageError
+from commrt.presence import TRAINING, Doing, Presence
 from commrt.world import World
 
 __all__ = ["Company"]
 
 LOOK_S = 0.05
+COMPANY = TRAINING | {Doing.GATHERS}
+"""Those with whom a rank trains."""
 
 
 class Company:
@@ -44,7 +47,7 @@ class Company:
         self._be_in()
         outside = set(self.others) - set(self._world.members)
         outside.difference_update(self._world.survival.membership.gone(outside))
-        return any(doing in {Doing.TRAINS, Doing.GATHERS} for doing in self._presence.of(outside).values())
+        return any(doing in COMPANY for doing in self._presence.of(outside).values())
 
     def _be_in(self) -> None:
         self._world.lane.submit(lambda: self._world.survival.be_in(0)).result()
@@ -52,26 +55,38 @@ class Company:
     def disperse(self) -> None:
         """After it."""
         with suppress(CommrtError, RuntimeError):  # who gathers knows already
+            self._presence.say(Doing.BETWEEN)
+
+    def train(self) -> None:
+        """At the begin of a step."""
+        if self._presence.doing is Doing.BETWEEN:
             self._presence.say(Doing.TRAINS)
 
     def succeed(self) -> None:
         """Be let in, in place of a rank that is gone; raises `DeadlineExceeded`."""
         end_s = monotonic() + self._world.timeout_s
-        self._presence.say(Doing.TRAINS)
-        while Doing.GATHERS in self._presence.of(self.others).values():
+        while not self._is_welcome():
             self._presence.say(Doing.COMES)
             if monotonic() > end_s:
                 what = f"the others have not come out of what all do together within {self._world.timeout_s:g} s"
                 raise DeadlineExceeded(what, Place(self._world.rank))
             Event().wait(LOOK_S)
-            self._presence.say(Doing.TRAINS)
-        self._world.survival.is_outside = True
         self._be_in()
+
+    def _is_welcome(self) -> bool:
+        """True if all who live are in steps of their own; from then on they wait for this rank before they gather."""
+        self._presence.say(Doing.TRAINS)
+        doing = set(self._presence.of(self.others).values())
+        if not doing & COMPANY:
+            raise UsageError(
+                f"this process takes the place of rank {self._world.rank}, but the others have finished, or are gone"
+            )
+        return not doing & {Doing.GATHERS, Doing.BETWEEN}
 
     def end(self) -> None:
         """Let those who are late have this rank's state before it is gone."""
         self._presence.say(Doing.ENDS)
-        self._presence.outlast(lambda doing: doing is not Doing.TRAINS)
+        self._presence.outlast(lambda doing: doing not in TRAINING)
         Charter.withdraw(self._world.store)
 
     def leave(self) -> None:

@@ -53,10 +53,16 @@ class Comparison:
         # Keeps the schedules: a new one cannot come to lie at the address of one that is remembered.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._movable = lru_cache(KEPT)(self._require_movable)
+        self._generation = 0
         self._among: dict[tuple[int, ...], Callable[[str, int, torch.dtype], None]] = {}
 
-    def require(self, schedule: Schedule, buffer: Tensor) -> None:
-        """Raise `UsageError` if `schedule` cannot run on `buffer`, `DisagreementError` if its players differ."""
+    def require(self, schedule: Schedule, buffer: Tensor, generation: int = 0) -> None:
+        """Raise `UsageError` if `schedule` cannot run on `buffer`, `DisagreementError` if its players differ.
+
+        What was compared in another `generation` is not remembered: there may be a player that was not there.
+        """
+        if generation != self._generation:
+            self._generation, self._among = generation, {}
         _require_row(buffer)
         traits = self._traits(schedule)
         self._movable(buffer.device, buffer.dtype, traits.combines)

@@ -4,11 +4,11 @@
 All that is said is one log on the store, of which everybody reads the whole. Its lines, for generation g::
 
     missed g rank peer why    rank broke its connections, because of `peer`, and will come to g
-    here g rank step          rank has come to g, before its step `step`
-    left g rank why           rank comes to nothing any more: it closed its world, failed, or was found gone
+    here g rank step bell     rank has come to g, before its step `step`; where to ring to see whether it lives
+    left g rank why bell      rank comes to nothing any more: it closed its world, failed, or was found gone
 
 Where those who come need not wait for a rank that is alive, one that was left behind, or that takes the place of a dead
-one, is a member again once it is here.
+one, is a member again once it is here. The bell says which of two processes of a rank is meant.
 
 Who breaks its connections says so first. So a rank that is missed and says nothing is gone, or stopped. Those who wait
 look after those who do not come (`commrt.doorbell`), and a rank of which only a connection broke is not missed while it
@@ -75,6 +75,8 @@ class Verdict(NamedTuple):
     step: int
     """From which they exchange again: the latest to which one of them had come."""
     lost: tuple[Loss, ...]
+    bells: tuple[tuple[int, str], ...] = ()
+    """Of the members' processes, by rank, where they have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +90,29 @@ class Attendance:
     """Why."""
     left: Mapping[int, str]
     """Likewise."""
+    bells: Mapping[int, str | None]
+    """Of those who are here."""
 
     @classmethod
     def of(cls, lines: Iterable[Sequence[Any]], generation: int, *, may_return: bool = False) -> Attendance:
         """What the log says of `generation`; who has left may come to it if ranks `may_return`."""
         said = [(kind, g == generation, *rest) for kind, g, *rest in lines]
-        left: dict[int, str] = {}
+        left, bells = dict[int, str](), dict[int, str | None]()
         for kind, is_now, rank, *rest in said:
-            if kind == LEFT:
-                left[rank] = rest[0]
-            elif kind == HERE and is_now and may_return:
-                left.pop(rank, None)  # it is back, or another took its place
+            what, bell = (*rest, None)[:2]
+            if kind == LEFT and (bell is None or bells.get(rank) in {None, bell}):  # else another took its place before
+                left[rank] = what
+            elif kind == HERE and is_now:
+                bells[rank] = bell
+                if may_return:
+                    left.pop(rank, None)  # it is back, or another took its place
         missed = [rest for kind, is_now, *rest in said if kind == MISSED and is_now]
         return cls(
             here={rank: step for kind, is_now, rank, step, *_ in said if kind == HERE and is_now},
             coming=frozenset(rank for rank, *_ in missed),
             missed={peer: why for _, peer, why in missed},
             left=left,
+            bells=bells,
         )
 
     def candidates(self, members: Sequence[int]) -> list[int]:
@@ -122,16 +130,18 @@ class Attendance:
         timeout_s: float,
         need: Need | None = None,
         promised: Collection[int] = (),
+        outside: Collection[int] = (),
     ) -> Verdict | None:
-        """What follows after waiting so long; None if it is too early to say."""
+        """What follows after waiting so long; None if it is too early to say. Who is `outside` lives, and may come."""
         candidates = self.candidates(members)
         stay = tuple(rank for rank in candidates if rank in self.here and rank not in self.left)
-        if not stay or waited_s < self._wait_s(members, stay, timeout_s, need, promised):
+        if not stay or waited_s < self._wait_s(members, stay, timeout_s, need, {*promised}, outside):
             return None
         step = max(self.here[rank] for rank in stay)
         late = f"did not come within {timeout_s if need is None else need.patience_s:g} s"
         reasons = {rank: self.left.get(rank) or self.missed.get(rank) or late for rank in members if rank not in stay}
-        return Verdict(stay, step, tuple(Loss(rank, step, why) for rank, why in reasons.items()))
+        lost = tuple(Loss(rank, step, why) for rank, why in reasons.items())
+        return Verdict(stay, step, lost, tuple((rank, bell) for rank in stay if (bell := self.bells.get(rank))))
 
     def _wait_s(
         self,
@@ -139,7 +149,8 @@ class Attendance:
         stay: Sequence[int],
         timeout_s: float,
         need: Need | None,
-        promised: Collection[int],
+        promised: set[int],
+        outside: Collection[int],
     ) -> float:
         """How long those who are here wait."""
         absent = self.absent(members)
@@ -147,7 +158,9 @@ class Attendance:
             awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
             silent_s = GRACE_S
         else:
-            awaited = [rank for rank in absent if rank in self.coming or rank in promised or len(stay) < need.members]
+            are_few = len(stay) < need.members
+            awaited = [rank for rank in absent if rank in self.coming | promised or are_few]
+            awaited += outside if are_few else ()
             silent_s = need.patience_s
         return timeout_s if awaited else min(silent_s, timeout_s) if absent else 0.0
 
@@ -170,9 +183,11 @@ class Membership:
         self._rank, self._towards, self._timeout_s = rank, towards, timeout_s
         self._doorbell: Doorbell | None = None
         self._page, self._is_in = 0, False
+        self._all = tuple(members)
         self._again_s = 0.0
         self._need: Need | None = None
         self._bells: dict[int, str] = {}  # by rank, of those that were looked after
+        self._connected: dict[int, str] = {}  # of the processes that are members of this generation
         self.members = tuple(members)
         self.generation = 0
         """How often they have come together again."""
@@ -212,7 +227,7 @@ class Membership:
         if self._is_in:
             self._is_in = False
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-                self._say(LEFT, self.generation, self._rank, why, limit_s=ANSWER_S)
+                self._say(LEFT, self.generation, self._rank, why, self._bell, limit_s=ANSWER_S)
         if self._doorbell is not None:
             self._doorbell.close()
 
@@ -227,23 +242,29 @@ class Membership:
         `DeadlineExceeded` or `PeerLost` if the store is gone.
         """
         self.generation += 1
-        self._say(HERE, self.generation, self._rank, step)
-        begin_s, promised = monotonic(), set[int]()
+        self._say(HERE, self.generation, self._rank, step, self._bell)
+        begin_s, promised, outside = monotonic(), set[int](), self._outside()
         while (verdict := self._standing()) is None:
             require_open()
             attendance = self._attendance()
             if self._rank in attendance.left:
                 raise LeftBehind("this rank has left, or was found gone", Place(self._rank, step=step))
-            if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s, self._need, promised):
+            if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s, self._need, promised, outside):
                 self._propose(own)
             else:
                 self._look_after(attendance, promised)
+                outside = self._outside()
         if self._rank not in verdict.members:
             what = f"the other ranks went on without this one, which came too late: {_reason(verdict, self._rank)}"
             raise LeftBehind(what, Place(self._rank, step=verdict.step))
-        self.members = verdict.members
+        self.members, self._connected = verdict.members, dict(verdict.bells)
         self.lost = tuple(loss for loss in (*self.lost, *verdict.lost) if loss.rank not in verdict.members)
         return verdict.step
+
+    def _outside(self) -> list[int]:
+        """Those who live, but were no members before; they come of themselves."""
+        strangers = [rank for rank in self._all if rank not in self.members] if self._need is not None else []
+        return [rank for rank in strangers if self._address(rank) is not None and not self._is_gone(rank)]
 
     def follow(self) -> None:
         """Learn to which generation the others have come without this rank.
@@ -267,8 +288,9 @@ class Membership:
         said = self._asked(lambda: self._store.get(key) if self._store.check([key]) else None)
         if said is None:
             return None
-        members, step, lost = json.loads(said)
-        return Verdict(tuple(members), step, tuple(Loss(*loss) for loss in lost))
+        members, step, lost, bells = json.loads(said)
+        known = tuple((rank, bell) for rank, bell in bells)
+        return Verdict(tuple(members), step, tuple(Loss(*loss) for loss in lost), known)
 
     def _attendance(self) -> Attendance:
         said = self._asked(lambda: self._store.get(f"log {self._page}")).decode().splitlines()
@@ -283,21 +305,31 @@ class Membership:
         Event().wait(min(LOOK_S * place, LOOK_MOST_S))
         for rank in attendance.absent(self.members):
             if self._is_gone(rank):
-                self._say(LEFT, self.generation, rank, f"rank {self._rank} found that its process is gone")
+                why = f"rank {self._rank} found that its process is gone"
+                self._say(LEFT, self.generation, rank, why, self._bells.get(rank))
             elif self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
                 promised.add(rank)
 
     def are_gone(self, ranks: Iterable[int]) -> bool:
-        """True if the process of one of them does not live; asks no more often than each `AGAIN_S`."""
+        """True if `disconnected` finds one; asks no more often than each `AGAIN_S`."""
         if monotonic() < self._again_s:
             return False
-        found = bool(self.gone(ranks))
+        found = bool(self.disconnected(ranks))
         self._again_s = monotonic() + AGAIN_S
         return found
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
-        """Those whose process does not live."""
+        """Those whose process does not live, nor another in its place."""
         return [rank for rank in ranks if self._is_gone(rank)]
+
+    def disconnected(self, ranks: Iterable[int]) -> list[int]:
+        """Those whose process does not live with which this generation was to connect."""
+        bells = {rank: self._connected.get(rank) for rank in ranks}
+        return [rank for rank, bell in bells.items() if (self._is_gone(rank) if bell is None else is_gone(bell))]
+
+    @property
+    def _bell(self) -> str | None:
+        return None if self._doorbell is None else self._doorbell.address
 
     def _is_gone(self, rank: int) -> bool:
         known = self._bells.get(rank)

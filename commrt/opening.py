@@ -16,7 +16,15 @@ from commrt.charter import Charter
 from commrt.connection import connect_hosts, local_rank
 from commrt.doorbell import own_address
 from commrt.errors import TransportClosed, UsageError
-from commrt.launch import DEFAULT_TIMEOUT_S, LOOPBACK, Launch, default_timeout_s, launched, require_deadlines
+from commrt.launch import (
+    DEFAULT_TIMEOUT_S,
+    LOOPBACK,
+    Launch,
+    chosen_transport,
+    default_timeout_s,
+    launched,
+    require_deadlines,
+)
 from commrt.rendezvous import is_loopback, meet
 from commrt.survival import Connect, Means
 from commrt.transport.local import Fabric
@@ -108,7 +116,7 @@ def _launched(launch: Launch, timeout_s: float) -> World:
     if charter is None:
         transport = connect(0, range(launch.size), timeout_s)
     else:
-        charter.require_place(launch.rank, launch.size, host_identity())
+        charter.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
         transport = VacantTransport(launch.rank, range(launch.size), timeout_s)
     is_near = transport.kind == "shared" if charter is None else charter.host is not None
     return World(

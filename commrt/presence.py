@@ -13,7 +13,7 @@ from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
 
-__all__ = ["Doing", "Presence"]
+__all__ = ["TRAINING", "Doing", "Presence"]
 
 LOOK_S = 0.05
 T = TypeVar("T")
@@ -25,12 +25,18 @@ class Doing(StrEnum):
     TRAINS = "trains"
     GATHERS = "gathers"
     """It waits for all ranks in a collective call."""
+    BETWEEN = "between"
+    """It has not begun a step since the latest collective call, and may make another."""
     COMES = "comes"
     """It takes the place of a rank that is gone, and waits until nobody gathers."""
     ENDS = "ends"
     """It has finished, and waits for those who may want its state."""
     LEFT = "left"
     """It asks nothing of anybody any more."""
+
+
+TRAINING = frozenset({Doing.TRAINS, Doing.BETWEEN})
+"""It may announce a gradient."""
 
 
 class Presence:

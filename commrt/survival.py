@@ -186,7 +186,9 @@ class Survival:
 
     def _settle(self) -> None:
         """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
-        if self.is_broken:
+        if self._need is not None:
+            self.be_in(0)
+        elif self.is_broken:
             self.reform(self.step)
         self.apart_until = 0
 
@@ -305,7 +307,8 @@ class Survival:
         while not answer.given:
             with suppress(TimeoutError):
                 answer.error(LOOK_S)
-            if not answer.given and self.membership.are_gone(self.membership.members):
+            is_called = self._called > self.membership.generation  # those who connect have gone on to another
+            if not answer.given and (is_called or self.membership.are_gone(self.membership.members)):
                 raise PeerLost("a rank was lost while those who are left connected", Place(self._transport.rank))
         return answer.result()
 

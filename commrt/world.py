@@ -291,7 +291,7 @@ class World:
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
         with self.gathered("run"):
-            self._comparison.require(schedule, buffer)
+            self._comparison.require(schedule, buffer, self.survival.generation)
             self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 
     def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> int:

@@ -30,7 +30,8 @@ def test_a_charter_is_found_as_it_was_published_and_not_after_it_was_withdrawn()
     CHARTER.publish(store)
     assert Charter.found(store) == CHARTER
     Charter.withdraw(store)
-    assert Charter.found(store) is None
+    with pytest.raises(UsageError, match="comes to a world that has trained and ended"):
+        Charter.found(store)
 
 
 def test_whoever_comes_from_anywhere_is_welcome_where_ranks_use_a_network():
@@ -49,6 +50,11 @@ def test_whoever_comes_from_anywhere_is_welcome_where_ranks_use_a_network():
 def test_who_cannot_take_the_place_is_told_why(size, host, kind, says):
     with pytest.raises(kind, match=says):
         CHARTER.require_place(2, size, host)
+
+
+def test_who_insists_on_another_transport_is_refused_and_not_those_who_train():
+    with pytest.raises(DisagreementError, match="COMMRT_TRANSPORT=gloo, and the others train with unset"):
+        CHARTER.require_place(2, 4, "here", "gloo")
 
 
 @pytest.mark.parametrize(

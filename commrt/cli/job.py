@@ -81,6 +81,8 @@ class Job:
             BackupWorkers(self.backups).needed(workers)
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
+        if len(self.successors()) < sum(isinstance(fault, Kill) and fault.back is not None for fault in self.inject):
+            raise UsageError("--inject kill: one rank twice with back=: the process that takes its place is not killed")
         if self.successors() and self.algorithm != BACKUP:
             raise UsageError(
                 f"--inject kill: with {self.algorithm} no process can take a dead one's place: leave back= out"

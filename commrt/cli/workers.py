@@ -167,6 +167,7 @@ class _Watch:
         self._waiting = {worker.rank: (worker, seconds) for worker, seconds in after_s.items()}
         self._due: list[tuple[float, _Worker]] = []
         self._ends: _Ends[Any] = _Ends()
+        self._died: dict[int, str] = {}  # by what signal, of those whose place was taken
         self._first, self._later = {worker.pipe: worker for worker in crew}, dict[Connection, _Worker]()
         for worker in crew:
             worker.word.send(None)
@@ -199,16 +200,29 @@ class _Watch:
         return max(min(when for when, _ in self._due) - monotonic(), 0.0) if self._due else None
 
     def _hear(self, pipe: Connection) -> None:
-        worker = self._first.pop(pipe, None) or self._later.pop(pipe)
+        worker = self._first.pop(pipe, None)
+        if worker is None:
+            self._hear_later(self._later.pop(pipe))
+            return
         self._ends.note(worker)
         if worker.rank in self._ends.deaths and worker.rank in self._waiting:
             successor, seconds = self._waiting.pop(worker.rank)
             self._due.append((monotonic() + seconds, successor))
 
+    def _hear_later(self, worker: _Worker) -> None:
+        """Of one in a dead one's place: if it has failed, what the others have done without that one still stands."""
+        self._ends.note(worker)
+        if self._ends.failures and self._ends.failures[-1][0] == worker.rank:
+            rank, kind, text = self._ends.failures.pop()
+            self._ends.deaths[rank] = self._died[rank]
+            print(
+                f"commrt: worker {rank}, in the place of one that was killed, failed: {kind}: {text}", file=sys.stderr
+            )
+
     def _begin_those_due(self) -> None:
         for when, worker in [due for due in self._due if due[0] <= monotonic()]:
             self._due.remove((when, worker))
-            del self._ends.deaths[worker.rank]
+            self._died[worker.rank] = self._ends.deaths.pop(worker.rank)
             self._later[worker.pipe] = worker
             worker.word.send(None)
 
