@@ -132,6 +132,20 @@ def test_another_process_takes_the_place_of_a_killed_one_and_none_is_lost():
     assert sorted(values) == [0, 1, 2]
 
 
+def test_one_that_fails_in_the_place_of_a_dead_one_takes_nothing_from_the_others(capfd):
+    def body():
+        store = meet(launched(), LIMIT_S)
+        if rank() == 1 and store.add("lives", 1) == 1:
+            die()
+        if rank() == 1:
+            store.set("seen", "")
+            raise UsageError("it came too late")
+        store.wait(["seen"])
+
+    assert sorted(run_workers(2, body, may_lose=1, successors={1: 0.0})) == [0]
+    assert "in the place of one that was killed, failed: UsageError: it came too late" in capfd.readouterr().err
+
+
 def test_a_process_that_would_come_too_late_is_not_waited_for():
     assert sorted(run_workers(2, lambda: rank() and die(), may_lose=1, successors={1: LIMIT_S})) == [0]
 
