@@ -524,7 +524,8 @@ def test_ranks_that_run_out_of_data_are_absent_and_nobody_waits_for_them(batches
 
     ends = run_ranks(4, body)
     assert {step for step, _, _ in ends} == {ends[0][0]}
-    assert sorted(batches)[1] >= ends[0][0] >= min(batches)
+    most = max(step for step in range(max(batches) + 1) if sum(min(each, step) for each in batches) >= 3 * step)
+    assert most >= ends[0][0] >= min(batches)  # each counts once in a step at most
     assert all(equal for _, equal, _ in ends)
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
 
