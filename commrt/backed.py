@@ -39,7 +39,6 @@ from commrt.world import Around
 
 __all__ = ["Backed"]
 
-LOOK_S = 0.05
 _log = logging.getLogger("commrt")
 
 

@@ -45,7 +45,7 @@ class _Traits(NamedTuple):
 
 
 class Comparison:
-    """What one rank has compared with others; players make the same calls, so they remember and forget the same."""
+    """What one rank has compared with others; in one generation players make, remember and forget the same calls."""
 
     def __init__(self, transport: Media, lane: Lane) -> None:
         self._transport = transport

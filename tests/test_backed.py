@@ -180,6 +180,14 @@ class Loop:
         if world.rank == LATE and replica.step == AT:
             self.progress.wait_for(AT + self.late_by)
 
+    def train(self, world, replica, optimizer):
+        while at(replica) < self.steps:
+            self.wait(world, replica)
+            optimizer.zero_grad()
+            replica.model(batch(world.rank, replica.step).float()).square().mean().backward()
+            optimizer.step()
+            self.progress.tell(replica._backing.version)
+
     def run(self, body):
         return run_ranks(self.ranks, lambda world: body(self, world))
 
@@ -339,12 +347,7 @@ def test_buffers_that_are_not_broadcast_are_taken_as_the_donor_has_them():
         model = deepcopy(NORMED)
         optimizer = sgd(model)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world, broadcast_buffers=False)
-        while at(replica) < loop.steps:
-            loop.wait(world, replica)
-            optimizer.zero_grad()
-            model(batch(world.rank, replica.step).float()).square().mean().backward()
-            optimizer.step()
-            loop.progress.tell(replica._backing.version)
+        loop.train(world, replica, optimizer)
         return int(model[1].num_batches_tracked)
 
     assert all(tracked >= 8 for tracked in Loop(late_by=4).run(body))
@@ -429,12 +432,7 @@ def test_optimizers_keep_the_dtype_of_what_they_remember():
         model = deepcopy(MODEL).float()
         optimizer = Master(model.parameters())
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        while at(replica) < loop.steps:
-            loop.wait(world, replica)
-            optimizer.zero_grad()
-            model(batch(world.rank, replica.step).float()).square().mean().backward()
-            optimizer.step()
-            loop.progress.tell(replica._backing.version)
+        loop.train(world, replica, optimizer)
         return {state["master"].dtype for state in optimizer.state.values()}
 
     assert all(dtypes == {torch.float64} for dtypes in Loop().run(body))

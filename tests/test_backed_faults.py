@@ -60,10 +60,10 @@ def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
 
 
 def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
-    ends = struck(5, commrt.BackupWorkers(2), [], steps=STEPS, most_s=0.03)
+    ends = struck(5, commrt.BackupWorkers(2), [], steps=STEPS, most_s=0.06)
     assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
     reference_holds(ends, needed=3)
-    assert len({members for end in ends for members in end.value["used"].values()}) > 1
+    assert len({members for end in ends for members in end.value["used"].values()}) > 3
 
 
 def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
