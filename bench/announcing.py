@@ -13,7 +13,7 @@ for, its own announcement is timed in place of the last one.
 the other ranks are here: the store is one thread, and the last of all ranks knows when it has served everybody.
 
 **Left out**: the network between hosts (two messages' latency for each exchange with the store; `get` and `multi_get`
-wait first and ask then, so they are two), the tree by which the first member learns that all have the sum, and 49
+wait first and ask then, so they are two), the tree by which the first member learns that all have the sum, and 81
 operations of the first member every 16 steps, which forget old ones while nobody waits. On the loopback the store's
 time includes the delivery to the receivers, which their hosts would do themselves.
 """

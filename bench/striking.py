@@ -98,11 +98,17 @@ class Struck:
         """This process is there."""
         for blow in [blow for blow in self._blows if blow.where == where and blow.step <= step]:
             self._blows.remove(blow)
+            if not self.strikes(blow):
+                continue
             if blow.kind == "slow":
                 time.sleep(SLOW_S)
             else:
                 self._tell(blow.kind)
                 Event().wait(0.2 if blow.kind == "stop" else 60.0)
+
+    def strikes(self, _: Blow) -> bool:
+        """False if it is left out."""
+        return True
 
     def watch(self, engine: Engine) -> None:
         """Also on the lane: before the first bucket, after it, and when all have been added up."""
@@ -183,7 +189,7 @@ def _train(
 ) -> tuple[dict[int, tuple[int, ...]], list[float]]:
     used: dict[int, tuple[int, ...]] = {}
     times_s = []
-    while (version := _drained(replica).step) < goal(used):
+    while (version := drained(replica).step) < goal(used):
         begin_s = time.perf_counter()
         Event().wait(Random(f"{rank} {version}").uniform(0.0, most_s))
         backward(replica.model, rank, version)
@@ -194,7 +200,8 @@ def _train(
     return used, times_s
 
 
-def _drained(replica: Replica) -> Replica:
+def drained(replica: Replica) -> Replica:
+    """It, with the others' state if it was late."""
     replica.drain()
     return replica
 

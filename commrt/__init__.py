@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.attaching import attach
+    from commrt.attendance import Loss
     from commrt.data import RingShuffle
     from commrt.errors import (
         CommrtError,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
-    from commrt.membership import Loss
     from commrt.opening import init
     from commrt.proof import prove, verify
     from commrt.reissue import reissued

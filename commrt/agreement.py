@@ -18,11 +18,12 @@ from time import monotonic
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
-from commrt.asking import ANSWER_S, ask, settle
+from commrt.asking import ANSWER_S, ask, forget, settle
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 
 __all__ = ["agree", "tell_of_leaving"]
 
+QUESTION = "question"
 AGREED, DIFFERENT, LATE, LEFT = "agreed", "different", "late", "left"
 LINGER_S = 5.0
 """How long rank 0 waits for the others to read a verdict."""
@@ -50,7 +51,7 @@ def agree(
     """
     question = _Question(PrefixStore(shelf or topic, store), rank, members, timeout_s, monotonic() + timeout_s)
     try:
-        verdict, reason = ask(lambda: question.verdict({"question": topic, **claim}), timeout_s + ANSWER_S, rank)
+        verdict, reason, about = ask(lambda: question.verdict({QUESTION: topic, **claim}), timeout_s + ANSWER_S, rank)
     except BaseException as error:
         question.withdrawn.set()
         if not isinstance(error, TransportError):  # or the store gives no answers
@@ -59,7 +60,7 @@ def agree(
     with suppress(RuntimeError, TransportError):  # the verdict is known
         ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
     if verdict == DIFFERENT:
-        raise DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments")
+        raise DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments", about)
     if verdict == LATE:
         raise DeadlineExceeded(f"{topic}: {reason}", Place(rank=rank))
     if verdict == LEFT:
@@ -73,7 +74,7 @@ def tell_of_leaving(shelf: Store, rank: int, error: BaseException) -> None:
         # An abandoned thread may hold the connection until its wait ends.
         ours: Store = shelf.clone()  # type: ignore[attr-defined]  # torch's stub is behind
         reason = f"rank {rank} left it by a {type(error).__name__}: look at its output"
-        settle(ours, "verdict", json.dumps([LEFT, reason]))
+        settle(ours, "verdict", json.dumps([LEFT, reason, ""]))
         settle(ours, "claim", "{}")
         ours.set(f"read/{rank}", "")
 
@@ -95,16 +96,16 @@ class _Question:
     """The asker has left, and its thread must not speak for it any more."""
 
     def verdict(self, claim: Mapping[str, str]) -> list[str]:
-        """The verdict that stands, and its reason."""
+        """The verdict that stands, its reason, and what it is about."""
         self.shelf.set(f"here/{self.rank}", "")
         if self.rank == self.members[0]:
-            self.shelf.set("claim", json.dumps(dict(claim)))
+            settle(self.shelf, "claim", json.dumps(dict(claim)))
         if self._come(["claim"], self.deadline_s):
             self._vote(claim, json.loads(self.shelf.get("claim")))
         if not self._come(["verdict"], self.deadline_s):
             self._give(LATE, self._whom_it_waits_for())
         if self.withdrawn.is_set():
-            return [LEFT, ""]
+            return [LEFT, "", ""]
         verdict: list[str] = json.loads(self.shelf.get("verdict"))
         return verdict
 
@@ -118,21 +119,27 @@ class _Question:
         all_read = self._come([f"read/{rank}" for rank in readers], monotonic() + LINGER_S)
         if all_read and is_over:
             ours = (f"{what}/{rank}" for what in ("here", "read") for rank in self.members)
-            for key in ("claim", "agreeing", "verdict", *ours):
+            for key in ("agreeing", *ours):
                 self.shelf.delete_key(key)
+            for key in ("claim", "verdict"):
+                forget(self.shelf, key)
 
     def _vote(self, claim: Mapping[str, str], first: Mapping[str, str]) -> None:
-        difference = _difference(self.rank, self.members[0], claim, first)
+        about = _first_difference(claim, first)
         if self.withdrawn.is_set():
             return
-        if difference:
-            self._give(DIFFERENT, difference)
+        if about is not None:
+            self._give(DIFFERENT, self._difference(about, claim, first), about)
         elif self.shelf.add("agreeing", 1) == len(self.members):
             self._give(AGREED, "")
 
-    def _give(self, verdict: str, reason: str) -> None:
+    def _difference(self, about: str, claim: Mapping[str, str], first: Mapping[str, str]) -> str:
+        texts = _excerpt(claim.get(about, "nothing"), first.get(about, "nothing"))
+        return f"rank {self.rank} disagrees with rank {self.members[0]} about {about}: {texts}"
+
+    def _give(self, verdict: str, reason: str, about: str = "") -> None:
         if not self.withdrawn.is_set():
-            settle(self.shelf, "verdict", json.dumps([verdict, reason]))
+            settle(self.shelf, "verdict", json.dumps([verdict, reason, about]))
 
     def _missing(self) -> list[int]:
         return [rank for rank in self.members if not self.shelf.check([f"here/{rank}"])]
@@ -153,12 +160,10 @@ class _Question:
         return True
 
 
-def _difference(rank: int, other: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    for name in sorted(ours.keys() | theirs.keys()):
-        mine, first = ours.get(name, "nothing"), theirs.get(name, "nothing")
-        if mine != first:
-            return f"rank {rank} disagrees with rank {other} about {name}: {_excerpt(mine, first)}"
-    return None
+def _first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """A name; that of the question goes before all others."""
+    names = sorted(ours.keys() | theirs.keys(), key=lambda name: (name != QUESTION, name))
+    return next((name for name in names if ours.get(name) != theirs.get(name)), None)
 
 
 def _excerpt(mine: str, first: str, width: int = 160) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.distributed import DistNetworkError, Store
 
 from commrt.answer import Answer
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 
-__all__ = ["ANSWER_S", "HOLDER", "another_connection", "ask", "begun", "settle", "within"]
+__all__ = ["ANSWER_S", "HOLDER", "another_connection", "ask", "begun", "forget", "settle", "within"]
 
 ANSWER_S = 2.0
 """How long a store may take to answer what it knows already."""
@@ -54,14 +54,24 @@ def another_connection(store: Store) -> Store:
 
 
 def settle(store: Store, key: str, value: str) -> str:
-    """Write `value` under `key` unless something is there, and wake those who wait for it; what stands then."""
-    stands: str = store.compare_set(key, "", value).decode()
-    innermost = store
-    while isinstance(innermost, PrefixStore):
-        innermost = innermost.underlying_store
-    if not getattr(innermost, "libuvBackend", True):  # torch's older server wakes nobody for it (torch 2.13)
-        store.set(key, stands)
+    """Write `value` under `key` unless something is there, and wake those who wait for it; what stands then.
+
+    What stands is decided under a key for which nobody waits, so that who decides it is answered at once, and is copied
+    by a message that has no answer. Who dies between the two leaves it to the next who settles the same.
+    """
+    stands: str = store.compare_set(_decided(key), "", value).decode()
+    store.set(key, stands)
     return stands
+
+
+def forget(store: Store, key: str) -> None:
+    """As if nobody had settled `key`."""
+    store.delete_key(key)
+    store.delete_key(_decided(key))
+
+
+def _decided(key: str) -> str:
+    return f"{key}/decided"
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:

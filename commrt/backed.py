@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.admission import check_stateful
 from commrt.algorithms.backup import BackupWorkers
 from commrt.anchor import Hook
+from commrt.attendance import Need
 from commrt.autograd import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.backing import Backing
 from commrt.ballot import Ballot, Terms
@@ -27,7 +28,6 @@ from commrt.engine import Cut, Engine
 from commrt.errors import CommrtError, QuorumLost, UsageError
 from commrt.gate import Gate
 from commrt.handover import Gathering, mean
-from commrt.membership import Need
 from commrt.presence import Doing, Presence
 from commrt.quorum import Outcome
 from commrt.relief import PATIENCE_S, Due, Relief

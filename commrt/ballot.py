@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import DistNetworkError, Store
 
 from commrt.answer import Answer
-from commrt.asking import ANSWER_S, HOLDER, another_connection, ask, settle
+from commrt.asking import ANSWER_S, HOLDER, another_connection, ask, forget, settle
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.presence import TRAINING, Presence
 from commrt.quorum import (
@@ -203,8 +203,9 @@ def _pauses(pause_s: float) -> Iterator[float]:
 def _forget(store: Store, floor: int, words: Collection[tuple[int, int]]) -> None:
     store.set(FLOOR, str(floor))
     for step, attempt in words:
-        for what in ("announced", "members", "outcome"):
-            store.delete_key(key(step, attempt, what))
+        store.delete_key(key(step, attempt, "announced"))
+        for what in ("members", "outcome"):
+            forget(store, key(step, attempt, what))
 
 
 class _Clerk:

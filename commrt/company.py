@@ -8,6 +8,7 @@ others say, so one of the two sees the other.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from threading import Event
 from time import monotonic
@@ -19,6 +20,8 @@ from commrt.world import World
 
 __all__ = ["Company"]
 
+_log = logging.getLogger("commrt")
+
 LOOK_S = 0.05
 COMPANY = TRAINING | {Doing.GATHERS}
 """Those with whom a rank trains."""
@@ -29,6 +32,7 @@ class Company:
 
     def __init__(self, world: World, presence: Presence) -> None:
         self._world, self._presence = world, presence
+        self._is_new = False  # it took a place while the others were in their steps, and has begun none
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -38,16 +42,36 @@ class Company:
 
     def gather(self) -> None:
         """Before all ranks do something together: wait for those that were left behind, and live."""
-        self._presence.say(Doing.GATHERS)
         end_s = monotonic() + self._world.timeout_s
-        while self._is_somebody_outside() and monotonic() < end_s:
+        if self._is_new:
+            self._await_the_others(end_s)
+        self._presence.say(Doing.GATHERS)
+        while (outside := self._outside()) and monotonic() < end_s:
+            Event().wait(LOOK_S)
+        if outside:
+            _log.warning("commrt: rank %d goes on without ranks %s, which live", self._world.rank, outside)
+
+    def _await_the_others(self, end_s: float) -> None:
+        """They may be in their last steps; but if this is something that they did before, they never come.
+
+        Until then this rank is one that trains: who lacks its gradient waits for it.
+        """
+        while Doing.TRAINS in self._presence.of(self.others).values():
+            if monotonic() > end_s:
+                raise DeadlineExceeded(
+                    f"this process took the place of rank {self._world.rank}, and calls for all before its first step, "
+                    f"while the others train: they have not come within {self._world.timeout_s:g} s. What all do "
+                    "together between attach() and the first step has been done; leave it out where world.is_successor",
+                    Place(self._world.rank),
+                )
             Event().wait(LOOK_S)
 
-    def _is_somebody_outside(self) -> bool:
+    def _outside(self) -> list[int]:
+        """Those who train and are no members."""
         self._be_in()
         outside = set(self.others) - set(self._world.members)
         outside.difference_update(self._world.survival.membership.gone(outside))
-        return any(doing in COMPANY for doing in self._presence.of(outside).values())
+        return [rank for rank, doing in self._presence.of(outside).items() if doing in COMPANY]
 
     def _be_in(self) -> None:
         self._world.lane.submit(lambda: self._world.survival.be_in(0)).result()
@@ -59,6 +83,7 @@ class Company:
 
     def train(self) -> None:
         """At the begin of a step."""
+        self._is_new = False
         if self._presence.doing is Doing.BETWEEN:
             self._presence.say(Doing.TRAINS)
 
@@ -71,6 +96,7 @@ class Company:
                 what = f"the others have not come out of what all do together within {self._world.timeout_s:g} s"
                 raise DeadlineExceeded(what, Place(self._world.rank))
             Event().wait(LOOK_S)
+        self._is_new = True
         self._be_in()
 
     def _is_welcome(self) -> bool:

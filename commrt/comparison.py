@@ -95,6 +95,10 @@ class Comparison:
                 "and fields that are equal on every rank"
             )
 
+    def are_same_now(self, digest: str, players: Sequence[int]) -> bool:
+        """True on every player if all came with the same `digest`; on the lane, by players only."""
+        return _difference(players, self._gather(digest, players)) is None
+
     def _gather(self, claim: str, players: Sequence[int], step: int = 0) -> list[str]:
         """What each player claims; on the lane."""
         rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8, device="cpu")

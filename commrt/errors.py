@@ -54,6 +54,11 @@ class ScheduleError(CommrtError):
 class DisagreementError(CommrtError):
     """Ranks came to the same place with different schedules, bucket layouts or settings."""
 
+    def __init__(self, what: str, about: str | None = None) -> None:
+        self.about = about
+        """The name of the first thing in which they differ, where it has one."""
+        super().__init__(what)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks still take part, and how those that are left agree on it after one was lost.
 
-All that is said is one log on the store, of which everybody reads the whole. Its lines, for generation g::
-
-    missed g rank peer why    rank broke its connections, because of `peer`, and will come to g
-    here g rank step bell     rank has come to g, before its step `step`; where to ring to see whether it lives
-    left g rank why bell      rank comes to nothing any more: it closed its world, failed, or was found gone
-
-Where those who come need not wait for a rank that is alive, one that was left behind, or that takes the place of a dead
-one, is a member again once it is here. The bell says which of two processes of a rank is meant.
+All that is said is one log on the store (`commrt.attendance`), of which everybody reads the whole.
 
 Who breaks its connections says so first. So a rank that is missed and says nothing is gone, or stopped. Those who wait
 look after those who do not come (`commrt.doorbell`), and a rank of which only a connection broke is not missed while it
@@ -18,151 +11,27 @@ lives. The first verdict stands, and is everybody's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Event
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, another_connection, ask
+from commrt.attendance import HERE, LEFT, MISSED, Attendance, Loss, Need, Verdict, birth
 from commrt.doorbell import Doorbell, answers, is_gone
 from commrt.errors import LeftBehind, PeerLost, Place, TransportClosed, TransportError, UsageError
 
-__all__ = ["Attendance", "Loss", "Membership", "Verdict"]
+__all__ = ["Membership"]
 
-GRACE_S = 10.0
-"""How long one that is missed may be silent: two that miss a third do not notice it at the same instant."""
 LOOK_S = 0.05
 """Between two looks of the first who came; the k-th looks k times less often, so that the store is not kept busy."""
 LOOK_MOST_S = 1.0
 AGAIN_S = 0.2
 
 T = TypeVar("T")
-
-MISSED, HERE, LEFT = "missed", "here", "left"
-
-
-class Need(NamedTuple):
-    """For those who need not wait for a rank that is alive."""
-
-    members: int
-    """So many must come, or the deadline passes."""
-    patience_s: float
-    """How long one that promised nothing may be silent."""
-    summon: Callable[[int, int], bool]
-    """(rank, generation) -> it promised to come; from any thread."""
-
-
-class Loss(NamedTuple):
-    """A rank that takes no part any more."""
-
-    rank: int
-    step: int
-    """From which the others go on without it."""
-    why: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} is lost from step {self.step} on: {self.why}"
-
-
-class Verdict(NamedTuple):
-    """How it goes on."""
-
-    members: tuple[int, ...]
-    step: int
-    """From which they exchange again: the latest to which one of them had come."""
-    lost: tuple[Loss, ...]
-    bells: tuple[tuple[int, str], ...] = ()
-    """Of the members' processes, by rank, where they have one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attendance:
-    """Of one generation, as far as the log goes."""
-
-    here: Mapping[int, int]
-    """The step to which each had come, in the order in which they came."""
-    coming: frozenset[int]
-    missed: Mapping[int, str]
-    """Why."""
-    left: Mapping[int, str]
-    """Likewise."""
-    bells: Mapping[int, str | None]
-    """Of those who are here."""
-
-    @classmethod
-    def of(cls, lines: Iterable[Sequence[Any]], generation: int, *, may_return: bool = False) -> Attendance:
-        """What the log says of `generation`; who has left may come to it if ranks `may_return`."""
-        said = [(kind, g == generation, *rest) for kind, g, *rest in lines]
-        left, bells = dict[int, str](), dict[int, str | None]()
-        for kind, is_now, rank, *rest in said:
-            what, bell = (*rest, None)[:2]
-            if kind == LEFT and (bell is None or bells.get(rank) in {None, bell}):  # else another took its place before
-                left[rank] = what
-            elif kind == HERE and is_now:
-                bells[rank] = bell
-                if may_return:
-                    left.pop(rank, None)  # it is back, or another took its place
-        missed = [rest for kind, is_now, *rest in said if kind == MISSED and is_now]
-        return cls(
-            here={rank: step for kind, is_now, rank, step, *_ in said if kind == HERE and is_now},
-            coming=frozenset(rank for rank, *_ in missed),
-            missed={peer: why for _, peer, why in missed},
-            left=left,
-            bells=bells,
-        )
-
-    def candidates(self, members: Sequence[int]) -> list[int]:
-        """The `members` before, and those who have come back."""
-        return sorted({*members, *self.here})
-
-    def absent(self, members: Sequence[int]) -> list[int]:
-        """Those who may still come."""
-        return [rank for rank in members if rank not in self.here and rank not in self.left]
-
-    def verdict(
-        self,
-        members: Sequence[int],
-        waited_s: float,
-        timeout_s: float,
-        need: Need | None = None,
-        promised: Collection[int] = (),
-        outside: Collection[int] = (),
-    ) -> Verdict | None:
-        """What follows after waiting so long; None if it is too early to say. Who is `outside` lives, and may come."""
-        candidates = self.candidates(members)
-        stay = tuple(rank for rank in candidates if rank in self.here and rank not in self.left)
-        if not stay or waited_s < self._wait_s(members, stay, timeout_s, need, {*promised}, outside):
-            return None
-        step = max(self.here[rank] for rank in stay)
-        late = f"did not come within {timeout_s if need is None else need.patience_s:g} s"
-        reasons = {rank: self.left.get(rank) or self.missed.get(rank) or late for rank in members if rank not in stay}
-        lost = tuple(Loss(rank, step, why) for rank, why in reasons.items())
-        return Verdict(stay, step, lost, tuple((rank, bell) for rank in stay if (bell := self.bells.get(rank))))
-
-    def _wait_s(
-        self,
-        members: Sequence[int],
-        stay: Sequence[int],
-        timeout_s: float,
-        need: Need | None,
-        promised: set[int],
-        outside: Collection[int],
-    ) -> float:
-        """How long those who are here wait."""
-        absent = self.absent(members)
-        if need is None:
-            awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
-            silent_s = GRACE_S
-        else:
-            are_few = len(stay) < need.members
-            awaited = [rank for rank in absent if rank in self.coming | promised or are_few]
-            awaited += outside if are_few else ()
-            silent_s = need.patience_s
-        return timeout_s if awaited else min(silent_s, timeout_s) if absent else 0.0
 
 
 class Membership:
@@ -182,6 +51,8 @@ class Membership:
         self._store: Store = PrefixStore("members", store)
         self._rank, self._towards, self._timeout_s = rank, towards, timeout_s
         self._doorbell: Doorbell | None = None
+        self._bell: str | None = None  # its address, and the birth of this process
+        self._predecessor: str | None = None
         self._page, self._is_in = 0, False
         self._all = tuple(members)
         self._again_s = 0.0
@@ -199,16 +70,29 @@ class Membership:
         self._page, self._is_in, self._need, self._bells = self._page + 1, True, need, {}
         self._store = another_connection(self._store)  # while one waits on the first for peers to connect
         if self._towards is not None:
-            self._doorbell = bell = Doorbell(self._towards)
-            self._asked(lambda: self._store.set(f"bell/{self._page}/{self._rank}", bell.address))
+            self._doorbell = Doorbell(self._towards)
+            self._take_place(self._doorbell)
+        self._predecessor = None
 
     def require_vacant(self) -> None:
         """Raise `UsageError` if another process of this rank answers; before `enter`."""
-        bell = self._address(self._rank, self._page + 1)
-        if bell is not None and answers(bell):
+        bell = self._predecessor = self._address(self._rank, self._page + 1)
+        if bell is not None and answers(_where(bell)):
             raise UsageError(
-                f"a process of rank {self._rank} answers at {bell}: another can take its place once it has ended; "
-                "if nobody meant that, two were started with one rank's variables"
+                f"a process of rank {self._rank} answers at {_where(bell)}: another can take its place once it has "
+                "ended; if nobody meant that, two were started with one rank's variables"
+            )
+
+    def _take_place(self, doorbell: Doorbell) -> None:
+        """Of the predecessor that was seen, and of no other."""
+        old = self._predecessor
+        self._bell = bell = f"{0 if old is None else birth(old) + 1} {doorbell.address}"
+        key = f"bell/{self._page}/{self._rank}"
+        if self._asked(lambda: self._store.compare_set(key, old or "", bell).decode()) != bell:
+            self._is_in = False
+            doorbell.close()
+            raise UsageError(
+                f"two processes take the place of rank {self._rank} at once, and the other one came first: start one"
             )
 
     def miss(self, failure: TransportError) -> None:
@@ -222,12 +106,12 @@ class Membership:
         peer = failure.place.peer
         return isinstance(failure, PeerLost) and peer is not None and self._address(peer) is not None
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, *, in_order: bool = False) -> None:
         """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
         if self._is_in:
             self._is_in = False
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-                self._say(LEFT, self.generation, self._rank, why, self._bell, limit_s=ANSWER_S)
+                self._say(LEFT, self.generation, self._rank, why, self._bell, in_order, limit_s=ANSWER_S)
         if self._doorbell is not None:
             self._doorbell.close()
 
@@ -258,7 +142,10 @@ class Membership:
             what = f"the other ranks went on without this one, which came too late: {_reason(verdict, self._rank)}"
             raise LeftBehind(what, Place(self._rank, step=verdict.step))
         self.members, self._connected = verdict.members, dict(verdict.bells)
-        self.lost = tuple(loss for loss in (*self.lost, *verdict.lost) if loss.rank not in verdict.members)
+        finished = {loss.rank for loss in self.lost if loss.in_order}
+        news = [loss for loss in verdict.lost if loss.rank not in finished]
+        lost = {loss.rank: loss for loss in (*self.lost, *news)}
+        self.lost = tuple(loss for rank, loss in lost.items() if rank not in verdict.members)
         return verdict.step
 
     def _outside(self) -> list[int]:
@@ -279,7 +166,7 @@ class Membership:
         self.generation -= 1
 
     def _require_own_place(self) -> None:
-        if self._doorbell is not None and self._address(self._rank) != self._doorbell.address:
+        if self._bell is not None and self._address(self._rank) != self._bell:
             self._is_in = False  # and says nothing more
             raise TransportClosed("another process has taken the place of this one", Place(self._rank))
 
@@ -325,20 +212,18 @@ class Membership:
     def disconnected(self, ranks: Iterable[int]) -> list[int]:
         """Those whose process does not live with which this generation was to connect."""
         bells = {rank: self._connected.get(rank) for rank in ranks}
-        return [rank for rank, bell in bells.items() if (self._is_gone(rank) if bell is None else is_gone(bell))]
-
-    @property
-    def _bell(self) -> str | None:
-        return None if self._doorbell is None else self._doorbell.address
+        return [
+            rank for rank, bell in bells.items() if (self._is_gone(rank) if bell is None else is_gone(_where(bell)))
+        ]
 
     def _is_gone(self, rank: int) -> bool:
         known = self._bells.get(rank)
-        if known is not None and not is_gone(known):
+        if known is not None and not is_gone(_where(known)):
             return False
         bell = self._address(rank)  # another process may have taken its place
         if bell is not None:
             self._bells[rank] = bell
-        return bell is not None and is_gone(bell)
+        return bell is not None and is_gone(_where(bell))
 
     def _address(self, rank: int, page: int | None = None) -> str | None:
         key = f"bell/{self._page if page is None else page}/{rank}"
@@ -354,3 +239,8 @@ class Membership:
 
 def _reason(verdict: Verdict, rank: int) -> str:
     return next((loss.why for loss in verdict.lost if loss.rank == rank), "it was lost before")
+
+
+def _where(bell: str) -> str:
+    """The doorbell's address."""
+    return bell.partition(" ")[2]

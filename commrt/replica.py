@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commrt.anchor import drop, hold
+from commrt.attendance import Loss
 from commrt.buckets import Named
 from commrt.errors import UsageError
 from commrt.handover import Broadcasting, mean, overwrite_buffers, overwrite_model
-from commrt.membership import Loss
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint

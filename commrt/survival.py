@@ -22,9 +22,10 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.answer import Answer
 from commrt.asking import begun
+from commrt.attendance import Loss, Need
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
 from commrt.lane import Lane
-from commrt.membership import Loss, Membership, Need
+from commrt.membership import Membership
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Transport
 from commrt.vote import Vote
@@ -129,7 +130,7 @@ class Survival:
     def end(self, dependant: object) -> None:
         """It does not any more, and the others need not wait for this rank."""
         if self._is_on and dependant in self._dependants:
-            self.leave("it detached its model")
+            self.leave("it detached its model", in_order=True)
             self._is_on, self._need = False, None
         self._dependants.discard(dependant)
 
@@ -174,6 +175,7 @@ class Survival:
         """What `work`, a collective, gives; done again by all who are left if a rank is lost. Not on the lane."""
         if not self._is_on:
             return work()
+        before: Sequence[int] = ()
         while True:
             self._lane.submit(self._settle).result()
             failure: TransportError | None = None
@@ -181,8 +183,12 @@ class Survival:
                 value = work()
             except LOST as error:
                 failure = error
+            members = self.membership.members
             if self._all_came_through(failure):
                 return value  # all have one, or the vote would say so
+            if isinstance(failure, DeadlineExceeded) and members == before:
+                raise failure  # those for whom it waits live, and do something else
+            before = members
 
     def _settle(self) -> None:
         """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
@@ -233,7 +239,8 @@ class Survival:
 
     def _require_enough(self, step: int) -> None:
         members, need = self.membership.members, self._need
-        if need is not None and len(members) < need.members:
+        finished = [loss for loss in self.membership.lost if loss.in_order]
+        if need is not None and len(members) + len(finished) < need.members:
             what = (
                 f"ranks {list(members)} are left, fewer than the {need.members} whose gradients make a step: start "
                 "again from a checkpoint, with more backups or fewer ranks"
@@ -330,9 +337,9 @@ class Survival:
             self._lane.submit(lambda: self.let_go(loss)).result()
         return is_whole
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, *, in_order: bool = False) -> None:
         """The others need not wait for this rank; from any thread, and safe to call twice."""
-        self.membership.leave(why)
+        self.membership.leave(why, in_order=in_order)
 
     def close(self) -> None:
         """After `leave`: hold the store no more."""

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
 from commrt.asking import another_connection
+from commrt.attendance import Loss
 from commrt.charter import Charter
 from commrt.comparison import Comparison
 from commrt.connection import connect_gpu, gpu
@@ -32,7 +33,6 @@ from commrt.errors import (
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import wants_nvtx
-from commrt.membership import Loss
 from commrt.program import program
 from commrt.recording import Nvtx, Recorder
 from commrt.schedule import Schedule
@@ -77,6 +77,8 @@ class World:
         means: Means | None = None,
         charter: Charter | None = None,
     ) -> None:
+        self.is_successor = charter is not None
+        """This process takes the place of one that was gone while the others trained."""
         self.charter = charter
         """What this process has to fit, as it takes the place of a rank that is gone; None for a first comer."""
         self.transport = Media(transport)
@@ -203,15 +205,8 @@ class World:
     def _all_have(self, claim: str) -> bool:
         """True if all who are left came with the same `claim`, whoever is lost meanwhile."""
         mark = hashlib.sha256(claim.encode()).hexdigest()
-
-        def compare() -> bool:
-            try:
-                self.require_same_now(mark, self.members, 0)
-            except DisagreementError:
-                return False
-            return True
-
-        return self.survival.together(lambda: self.survival.submit(compare).result())
+        compare = self._comparison.are_same_now
+        return self.survival.together(lambda: self.survival.submit(lambda: compare(mark, self.members)).result())
 
     def _end_next_question(self, reason: BaseException) -> None:
         """For the others: this rank will not come to it."""
@@ -226,10 +221,15 @@ class World:
         return "agreement {}.{}".format(*agreement)
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
-        """True on every rank if all came with the same `fingerprint`; collective."""
+        """True on every rank if all came with the same `fingerprint`; collective.
+
+        Raises `DisagreementError` if one came with another `topic`.
+        """
         try:
             self.agree(topic, fingerprint=fingerprint)
-        except DisagreementError:
+        except DisagreementError as error:
+            if error.about != "fingerprint":
+                raise
             return False
         return True
 
@@ -336,7 +336,7 @@ class World:
             raise
         around, self.around = self.around, Around()
         around.leave()
-        self.survival.leave("it closed its world")
+        self.survival.leave("it closed its world", in_order=True)
         try:
             self.transport.close()
         finally:

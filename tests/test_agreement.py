@@ -16,7 +16,7 @@ from commrt.answer import Answer
 from commrt.asking import ask
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost
 from commrt.testing.processes import free_port
-from commrt.testing.ranks import local_worlds
+from commrt.testing.ranks import local_worlds, run_ranks
 
 PATIENT_S = 30.0
 
@@ -84,6 +84,15 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
     world, _ = local_worlds(2, timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
         world.all_equal("weights", "mark")
+
+
+def test_another_question_is_an_error_and_no_inequality():
+    def body(world):
+        with pytest.raises(DisagreementError, match="about question") as caught:
+            world.all_equal("weights" if world.rank else "buffers", "mark")
+        return caught.value.about
+
+    assert run_ranks(2, body) == ["question"] * 2
 
 
 @pytest.fixture

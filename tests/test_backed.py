@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
 from commrt import ballot
-from commrt.errors import DisagreementError, QuorumLost, UsageError
+from commrt.errors import DeadlineExceeded, DisagreementError, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
 LIMIT_S = 30.0
@@ -730,3 +730,36 @@ def test_one_more_that_dies_ends_all_with_a_checkpoint_and_an_error_that_says_wh
         assert isinstance(ends[rank], QuorumLost) or isinstance(ends[rank].__cause__, QuorumLost)
     assert sorted(rank for rank, _ in saved) == [0, 2, 3]
     assert {step for _, step in saved} == {5}
+
+
+def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_good_order():
+    all_are_done = threading.Barrier(4)
+
+    def body(world):
+        model = deepcopy(MODEL)
+        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        if world.rank > 1:
+            replica.detach()
+        all_are_done.wait()
+        if world.rank < 2:
+            world.lane.submit(lambda: world.survival.reform(0)).result()
+        return tuple(world.members)
+
+    assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]
+
+
+def test_a_call_of_all_to_which_the_others_do_not_come_ends_at_its_deadline_though_they_live():
+    is_over = threading.Event()
+
+    def body(world):
+        model = deepcopy(MODEL)
+        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        if world.rank:
+            return is_over.wait(30)
+        with pytest.raises(DeadlineExceeded):
+            replica.replicas_equal()
+        is_over.set()
+        world.abort(DeadlineExceeded("the test is over"))
+        return True
+
+    assert all(run_ranks(3, body, timeout_s=0.5))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.charter import Charter
-from commrt.errors import DisagreementError, TransportClosed, UsageError
+from commrt.company import Company
+from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, UsageError
 from commrt.membership import Membership
+from commrt.presence import Doing
 from commrt.transport.protocol import Group, Parcel
 from commrt.transport.vacant import VacantTransport
 from commrt.world import World
@@ -115,3 +118,39 @@ def test_nobody_takes_the_place_of_a_process_that_lives_and_one_that_was_followe
         lives.follow()
     successor.follow()
     successor.leave("the test is over")
+
+
+def test_of_two_processes_that_take_a_place_at_once_one_is_refused():
+    store = HashStore()
+    first, *successors = (Membership(store, 2, range(4), "127.0.0.1") for _ in range(3))
+    first.enter()
+    first._doorbell.close()
+    for successor in successors:
+        successor.require_vacant()
+    successors[0].enter()
+    with pytest.raises(
+        UsageError, match="two processes take the place of rank 2 at once, and the other one came first"
+    ):
+        successors[1].enter()
+    successors[0].follow()
+    successors[0].leave("the test is over")
+
+
+class Busy:
+    """The others, who do not stop training."""
+
+    said: ClassVar = []
+
+    def of(self, ranks):
+        return dict.fromkeys(ranks, Doing.TRAINS)
+
+    def say(self, doing):
+        self.said.append(doing)
+
+
+def test_what_the_others_did_before_a_successor_came_ends_in_words_and_disturbs_nobody():
+    company = Company(vacant(), Busy())
+    company._is_new, company._world.transport.timeout_s = True, 0.1
+    with pytest.raises(DeadlineExceeded, match=r"What all do together .* has been done; leave it out where world.is_s"):
+        company.gather()
+    assert Doing.GATHERS not in Busy.said

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from commrt import membership
+from commrt import attendance
+from commrt.attendance import Attendance, Loss, Verdict
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, TransportClosed
-from commrt.membership import Attendance, Loss, Membership, Verdict
+from commrt.membership import Membership
 
 PATIENT_S = 20.0
 
@@ -53,11 +54,28 @@ def test_who_has_left_is_not_waited_for():
     assert here.verdict(range(3), 0.0, PATIENT_S) == Verdict((0, 2), 4, (Loss(1, 4, "it closed its world"),))
 
 
+def test_who_has_once_come_in_a_dead_ones_place_is_waited_for_the_next_time():
+    lines = [["left", 1, 1, "gone", "0 old"], ["here", 2, 1, 5, "1 new"], ["here", 3, 0, 6, "0 x"]]
+    assert Attendance.of(lines, 3, may_return=True).absent(range(2)) == [1]
+
+
+@pytest.mark.parametrize(("bell", "left"), [("0 older", False), ("1 known", True), ("2 later", True), (None, True)])
+def test_what_is_said_of_an_older_process_says_nothing_of_the_one_in_its_place(bell, left):
+    lines = [["here", 1, 1, 4, "1 known"], ["left", 1, 1, "gone", bell]]
+    assert (1 in Attendance.of(lines, 1, may_return=True).left) == left
+
+
+def test_who_finished_in_good_order_is_told_from_who_was_lost_also_when_it_was_no_member():
+    lines = [["left", 0, 1, "gone", "0 a"], ["left", 0, 3, "it closed its world", "0 b", True], ["here", 1, 0, 4]]
+    verdict = Attendance.of(lines, 1, may_return=True).verdict(range(3), PATIENT_S, PATIENT_S)
+    assert {loss.rank: loss.in_order for loss in verdict.lost} == {1: False, 2: False, 3: True}
+
+
 @pytest.mark.parametrize(
     ("lines", "waits_s"),
     [
         pytest.param([], PATIENT_S, id="of whom nobody knows anything"),
-        pytest.param([["missed", 1, 0, 2, "why"]], membership.GRACE_S, id="that is missed and silent"),
+        pytest.param([["missed", 1, 0, 2, "why"]], attendance.GRACE_S, id="that is missed and silent"),
         pytest.param([["missed", 1, 0, 2, "why"], ["missed", 1, 2, 0, "why"]], PATIENT_S, id="that will come"),
         pytest.param([["missed", 0, 0, 2, "why"]], PATIENT_S, id="that was missed before, and came"),
     ],
@@ -94,7 +112,7 @@ def test_a_process_that_is_gone_is_found_long_before_the_deadline():
 
 
 def test_a_rank_of_which_only_a_connection_broke_is_waited_for(monkeypatch):
-    monkeypatch.setattr(membership, "GRACE_S", 0.0)
+    monkeypatch.setattr(attendance, "GRACE_S", 0.0)
     rooms = entered(3)
     rooms[0].miss(PeerLost("the connection broke", Place(0, 1)))
     late = threading.Timer(0.5, lambda: rooms[1].assemble(6, PATIENT_S, int))

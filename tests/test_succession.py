@@ -11,6 +11,7 @@ import pytest
 import commrt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from churning import sail
 from striking import Blow, reference_holds, struck
 
 AT = 4
@@ -24,3 +25,8 @@ def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weigh
     reference_holds(ends, needed=3)
     assert all(end.value["equal"] and not end.value["lost"] for end in ends)
     assert any(2 in members and step > AT for step, members in ends[2].value["used"].items())
+
+
+def test_deaths_upon_deaths_of_two_at_once_and_a_successor_for_each_cost_no_step():
+    voyage = sail(6, 2, deaths=5)
+    assert voyage.deaths == 5

@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import count
 from math import inf
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run showed; times are those of the first rank that is left, means over all steps."""
+    """What a run showed; times are those of the first rank that is left, means over the steps that it was there for."""
 
     algorithm: str
     workers: int
@@ -144,6 +145,21 @@ class Result:
     """How long all would have waited for these, added up; where two were late in a step they count twice."""
 
 
+class _Stretch(NamedTuple):
+    """What one process saw of the training; who takes the place of another comes in the middle."""
+
+    begin: int
+    """The first step."""
+    end: int
+    """The step after the last."""
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        """How many; at least one, by which something may be divided."""
+        return max(self.end - self.begin, 1)
+
+
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     """Train as one rank of the world that this process was launched into; collective."""
     torch.set_num_threads(1)
@@ -154,11 +170,11 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
         optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
         averaging = _averaging(job, world, model, optimizer, decay)
-        begin_s = perf_counter()
+        begin, begin_s = averaging.step, perf_counter()
         with traced(world, job.trace):
             _train(replace(job, inject=faults), data[0], world, averaging, optimizer, decay, progress)
-            seconds = perf_counter() - begin_s
-        return _result(job, data[1], world, averaging, model, seconds)
+            stretch = _Stretch(begin, job.steps(world.size), perf_counter() - begin_s)
+        return _result(job, data[1], world, averaging, model, stretch)
 
 
 @contextmanager
@@ -213,11 +229,11 @@ def _batches(job: Job, images: Images, world: World) -> Iterator[tuple[Tensor, T
         yield from images.batches(job.batch_size, world.rank, world.size, job.seed + epoch % job.epochs)
 
 
-def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, seconds: float) -> Result:
-    steps, apart, cost = job.steps(world.size), averaging.finish(), averaging.cost()
+def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, stretch: _Stretch) -> Result:
+    steps, apart, cost = stretch.steps, averaging.finish(), averaging.cost()
     mark = fingerprint(model)
     told = _told(world, f"{cost.late} {cost.late_s}")
-    shares = steps * world.size - sum(steps - loss.step for loss in world.lost)
+    shares = steps * world.size - sum(stretch.end - max(loss.step, stretch.begin) for loss in world.lost)
     if job.algorithm == BACKUP:
         shares = steps * (world.size - job.backups)
     return Result(
@@ -225,12 +241,12 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         workers=world.size,
         wire=job.wire,
         epochs=job.epochs,
-        steps=steps,
+        steps=stretch.end,
         test_accuracy=_accuracy(model, test.pixels, test.digits),
         disagreement=apart,
         replicas_equal=world.all_equal("trained model", mark),
-        images_per_second=shares * (job.batch_size // world.size) / seconds,
-        step_seconds=seconds / steps,
+        images_per_second=shares * (job.batch_size // world.size) / stretch.seconds,
+        step_seconds=stretch.seconds / steps,
         exposed_comm_seconds=cost.exposed_s / steps,
         comm_seconds=None if cost.comm_s is None else cost.comm_s / steps,
         bytes_sent_per_step=None if cost.nbytes_sent is None else cost.nbytes_sent // steps,

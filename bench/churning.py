@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Death upon death: ``python bench/churning.py`` kills ranks at random places of steps, and starts others for them.
+
+At most as many are gone at once as there are backups; a successor that is still coming counts as gone. In the end few
+or none of the first processes are left, and the weights must be those of the same steps in one process, each with the
+gradients that were counted in it. Rank 0 lives: it holds the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
+from random import Random
+from statistics import median
+from threading import Event
+from typing import Any
+
+import torch
+from striking import MOST_S, Blow, Struck, backward, drained, network, reference_holds
+
+import commrt
+from commrt.testing.processes import AGAIN, run_processes
+
+__all__ = ["Voyage", "sail"]
+
+FIRST, EVERY = 3, (2, 12)
+"""The first step in which one may die, and how many steps a process has from one of its dangers to the next."""
+PLACES = ("backward", "counted", "reducing", "through")
+MORE = 8
+"""Steps after the last death."""
+
+
+@dataclass(frozen=True)
+class Voyage:
+    """What a run showed."""
+
+    ranks: int
+    backups: int
+    deaths: int
+    steps: int
+    quorums: int
+    """Different ones."""
+    attached_s: float
+    """Median time in which another process was let in."""
+    most_attached_s: float
+    longest_s: float
+    """A step, of any rank."""
+
+
+class Dangers(Struck):
+    """As many die at once as may, and no more in all than were asked for."""
+
+    def __init__(self, tell: Callable[[Any], None], world: commrt.World, backups: int, deaths: int, begin: int) -> None:
+        self._store, self._backups, self._deaths = world.store, backups, deaths
+        self._counts_as_gone = world.is_successor
+        rng = Random(f"{world.rank} {begin}")
+        steps = _every(rng, max(begin, FIRST))
+        blows = (Blow(world.rank, next(steps), rng.choice(PLACES), "replace") for _ in range(50))
+        super().__init__(tell, [*blows] if world.rank else [])
+
+    def strikes(self, _: Blow) -> bool:
+        """See `Struck`."""
+        if self._counts_as_gone:
+            return False
+        if self._store.add("gone", 1) <= self._backups and self._store.add("deaths", 1) <= self._deaths:
+            return True
+        self._store.add("gone", -1)
+        return False
+
+    def be_there(self) -> None:
+        """This process has done a step."""
+        if self._counts_as_gone:
+            self._counts_as_gone = False
+            self._store.add("gone", -1)
+
+
+def _every(rng: Random, begin: int) -> Iterator[int]:
+    while True:
+        begin += rng.randint(*EVERY)
+        yield begin
+
+
+def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: float) -> dict[str, Any]:
+    """One process: trains until nobody dies any more."""
+    torch.set_num_threads(1)
+    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        begin_s = time.perf_counter()
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(backups), bucket_cap_mb=0.01)
+        attached_s = time.perf_counter() - begin_s
+        danger = Dangers(tell, world, backups, deaths, replica.step)
+        danger.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
+        model[2].weight.register_hook(lambda _: danger.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
+        longest_s = 0.0
+        while (version := drained(replica).step) < _goal(world, deaths, replica.step):
+            begin_s = time.perf_counter()
+            Event().wait(Random(f"{world.rank} {version}").uniform(0.0, MOST_S))
+            backward(model, world.rank, version)
+            optimizer.step()
+            longest_s = max(longest_s, time.perf_counter() - begin_s)
+            if replica.last is not None and replica.last.counted:
+                tell((replica.last.step, replica.last.members))
+            danger.be_there()
+        return {
+            "equal": replica.replicas_equal(),
+            "params": [param.detach().numpy() for param in model.parameters()],
+            "attached_s": attached_s if world.is_successor else None,
+            "longest_s": longest_s,
+        }
+
+
+def _goal(world: commrt.World, deaths: int, version: int) -> float:
+    """How many updates there will be."""
+    if not world.store.check(["goal"]) and world.store.add("deaths", 0) >= deaths and not world.store.add("gone", 0):
+        world.store.compare_set("goal", "", str(version + MORE))
+    return int(world.store.get("goal")) if world.store.check(["goal"]) else float("inf")
+
+
+def sail(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Voyage:
+    """One run; raises if a step was lost or done twice, or a rank did not end as it should."""
+
+    def on_message(_: int, message: Any, process: BaseProcess) -> str | None:
+        if message == "replace":
+            process.kill()
+            return AGAIN
+        return None
+
+    ends = run_processes(ranks, work, backups, deaths, timeout_s, limit_s=60.0 + 4.0 * deaths, on_message=on_message)
+    if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
+        raise RuntimeError("; ".join(broken))
+    for end in ends:
+        end.value["used"] = dict(message for message in end.messages if message != "replace")
+    reference_holds(ends, ranks - backups)
+    used = {step: members for end in ends for step, members in end.value["used"].items()}
+    attached_s = [end.value["attached_s"] for end in ends if end.value["attached_s"] is not None]
+    dead = sum(end.messages.count("replace") for end in ends)
+    longest_s = max(end.value["longest_s"] for end in ends)
+    return Voyage(
+        ranks, backups, dead, len(used), len({*used.values()}), median(attached_s), max(attached_s), longest_s
+    )
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=6)
+    parser.add_argument("--backups", type=int, default=2)
+    parser.add_argument("--deaths", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    voyage = sail(options.ranks, options.backups, options.deaths)
+    print(json.dumps(asdict(voyage)) if options.json else voyage)
+
+
+if __name__ == "__main__":
+    main()
