@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from commrt.schedule import ADD, COPY, Schedule, Step
 __all__ = ["broadcast", "reduce"]
 
 
+@lru_cache
 def broadcast(p: int, root: int = 0) -> Schedule:
     """Copy the root's buffer to all ranks.
 
@@ -36,6 +38,7 @@ def broadcast(p: int, root: int = 0) -> Schedule:
     return Schedule("broadcast", p, 1, steps)
 
 
+@lru_cache
 def reduce(p: int, root: int = 0) -> Schedule:
     """The sum of all ranks' buffers to the root: `broadcast` backwards.
 

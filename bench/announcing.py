@@ -220,7 +220,7 @@ def main() -> None:
 def show(found: Sequence[Row]) -> None:
     """A table."""
     near, far = cores()
-    place = f"store and measured rank on cores {near}, the others on {far}" if near != far else "all on one core"
+    place = f"the store on cores {near}, the ranks on {far}" if near != far else "all on one core"
     print(f"ms: median (20 % .. 80 %); {place}")
     print(f"{'':<26}  {'until the measured rank knows':<44}  {'the store computes':<44}")
     heads = ("the members", "the outcome", "in both", "until all know both", "in the whole step", "operations")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks at a store, for a benchmark: one in this process, who ends its waits in a process each, the crowd in another.
 
-Each has a `Ballot` and connections of its own, and goes through `deliberate`. The store and the rank in this process
-have a core (half of them, if there are more than two), the others the rest. Of the crowd there is one thread per rank,
+Each has a `Ballot` and connections of its own, and goes through `deliberate`. The store has a core (half of them, if
+there are more than two), all ranks the rest. Of the crowd there is one thread per rank,
 its clerk's; it computes when nobody else wants to: in a job it would have CPUs of its own. Linux only.
 """
 
@@ -52,7 +52,7 @@ def rest(pids: Sequence[int]) -> None:
 
 
 def cores() -> tuple[list[int], list[int]]:
-    """Those of the store and the measured rank, and those of the others; all for both if there is only one."""
+    """Those of the store, and those of the ranks; all for both if there is only one."""
     every = sorted(os.sched_getaffinity(0))
     return every[: len(every) // 2] or every, every[len(every) // 2 :]
 
@@ -235,7 +235,7 @@ class Desk(NamedTuple):
 def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterator[Desk]:
     """What is asked by `rank`, which is in this process, is counted; the store and the others have others."""
     near, far = cores()
-    os.sched_setaffinity(0, near)
+    os.sched_setaffinity(0, far)
     with ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, {*near, *far})
         store, pid = started(stack, keep_store, near)

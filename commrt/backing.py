@@ -248,8 +248,7 @@ class Backing:
     def _tell_the_first(self, wish: Reduce) -> None:
         """That this rank has the sum; the first member learns of all of them, or that one is gone."""
         flag = torch.ones(1, device="cpu")
-        schedule = tree.reduce(len(wish.members)).over(wish.members, world=self._world.size)
-        self._world.run_now(schedule, flag, Moment(wish.step, "through"))
+        self._world.run_now(tree.reduce(len(wish.members)), flag, Moment(wish.step, "through"), wish.members)
 
     def _arrange_anew(self, running: _Pass) -> None:
         """In memory of the connections that there are now."""

@@ -21,7 +21,7 @@ from commrt.executor import bind
 from commrt.kernels.mix import mix_into
 from commrt.kernels.reduce import reduce_into
 from commrt.lane import Lane
-from commrt.program import program
+from commrt.program import among
 from commrt.schedule import ADD, MIX, Schedule
 from commrt.transport.media import Media
 from commrt.transport.protocol import Moment
@@ -104,8 +104,8 @@ class Comparison:
         rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8, device="cpu")
         said = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
         rows[players.index(self._transport.rank), : len(said)] = said
-        schedule = halving_doubling.all_reduce(len(players)).over(players, world=self._transport.ranks)
-        mine = program(schedule, self._transport.rank)
+        schedule = halving_doubling.all_reduce(len(players))
+        mine = among(schedule, players, self._transport.rank, self._transport.ranks)
         bind(mine, rows.view(-1), self._transport).run(Moment(step, "comparison"))
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 

@@ -19,7 +19,7 @@ from commrt.collective import Collective, all_reduce
 from commrt.errors import UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
 from commrt.mixing import promise
-from commrt.program import Program, program
+from commrt.program import Program, among, program
 from commrt.proof import prove
 from commrt.recording import within_range
 from commrt.repeating import Repetition
@@ -204,7 +204,7 @@ class Engine:
         key = self._digest(schedule), self.members
         if key not in self._compared and key != self._attached():
             self.world.require_same_now(*key, step)
-            self._greet(program(schedule.over(self.members, world=self.world.size), self.world.rank), step)
+            self._greet(among(schedule, self.members, self.world.rank, self.world.size), step)
         self._compared[key] = None
         self._compared.move_to_end(key)
         if len(self._compared) > COMPARISONS_KEPT:
@@ -227,8 +227,8 @@ class Engine:
         """Those `asked` who say yes."""
         flags = torch.zeros(self.world.size, device="cpu")
         flags[self.world.rank] = float(mine)
-        schedule = halving_doubling.all_reduce(len(asked)).over(asked, world=self.world.size)
-        self.world.run_now(schedule, flags, moment)
+        schedule = halving_doubling.all_reduce(len(asked))
+        self.world.run_now(schedule, flags, moment, asked)
         return tuple(flags.nonzero().flatten().tolist())
 
 
@@ -240,7 +240,7 @@ def _bind(
     members: tuple[int, ...],
 ) -> list[BoundProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
-    mine = program(schedule.over(members, world=world.size), world.rank)
+    mine = among(schedule, members, world.rank, world.size)
     for wire in (bucket.wire for bucket in buckets):
         need = scratch_numel(mine, wire.numel())
         if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:

@@ -99,8 +99,8 @@ def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tenso
     world, members = lane.world, lane.members
     wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
-    schedule = halving_doubling.all_reduce(len(members)).over(members, world=world.size)
-    world.survival.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"))).result()
+    schedule = halving_doubling.all_reduce(len(members))
+    world.survival.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"), members)).result()
     return [
         part.view(like.shape) for part, like in zip(torch.split(flat, [t.numel() for t in wide]), wide, strict=True)
     ]

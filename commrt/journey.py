@@ -63,8 +63,7 @@ class Neighbours:
         size, members = self.world.size, tuple(self.world.members)
         counts = torch.zeros(size, dtype=torch.int64, device="cpu")
         counts[self.world.rank] = completed
-        schedule = halving_doubling.all_reduce(len(members)).over(members, world=size)
-        self.world.run_now(schedule, counts, MOMENT)
+        self.world.run_now(halving_doubling.all_reduce(len(members)), counts, MOMENT, members)
         self._generation = self.world.survival.membership.generation
         return _Arrival(came=False, completed=min(counts[list(members)].tolist()))
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from commrt.schedule import COPY, Combine, Schedule, Step
 
-__all__ = ["Hop", "Leg", "Program", "Waits", "program", "spans", "waits_of"]
+__all__ = ["Hop", "Leg", "Program", "Waits", "among", "program", "spans", "waits_of"]
+
+PLAYED_KEPT = 64
+"""Programs of places in schedules that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,32 @@ def program(schedule: Schedule, rank: int) -> Program:
     """
     hops = tuple(_hop(step.canonical(), rank) for step in schedule.steps())
     return Program(rank, schedule.ranks, schedule.chunks, hops)
+
+
+def among(schedule: Schedule, members: Sequence[int], rank: int, ranks: int) -> Program:
+    """The program of `rank` where ``members[i]``, of a world of `ranks`, plays rank i of `schedule`.
+
+    The same as of ``schedule.over(members, ranks)``. From the second time on, with whatever members, it costs
+    O(transfers of this one rank): in a quorum it is another one's place from step to step.
+
+    >>> from commrt.algorithms.ring import all_reduce
+    >>> ring = all_reduce(3)
+    >>> among(ring, (1, 4, 6), 4, 8) == program(ring.over((1, 4, 6), world=8), 4)
+    True
+    """
+    hops = tuple(_renamed(hop, members) for hop in _played(schedule, list(members).index(rank)).hops)
+    return Program(rank, ranks, schedule.chunks, hops)
+
+
+_played = lru_cache(PLAYED_KEPT)(program)
+
+
+def _renamed(hop: Hop, members: Sequence[int]) -> Hop:
+    def renamed(legs: tuple[Leg, ...]) -> tuple[Leg, ...]:
+        those = (Leg(members[leg.peer], leg.lo, leg.hi, leg.combine, leg.weight) for leg in legs)
+        return tuple(sorted(those, key=lambda leg: (leg.peer, leg.lo)))
+
+    return Hop(renamed(hop.sends), renamed(hop.recvs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from commrt.errors import DisagreementError
 from commrt.executor import bind
 from commrt.kernels.layout import STAMP_NUMEL
 from commrt.mixing import promise
-from commrt.program import Program, program
+from commrt.program import Program, among
 from commrt.proof import prove
 from commrt.recording import within_range
 from commrt.report import Span
@@ -115,7 +115,7 @@ class Rounds:
 
     def _proven_program(self, schedule: Schedule) -> Program:
         prove(schedule, promise(self.algorithm, schedule))
-        return program(schedule.over(self.members, world=self.world.size), self.world.rank)
+        return among(schedule, self.members, self.world.rank, self.world.size)
 
     def _bind(self, mine: Program, message: Message) -> tuple[Exchange, int, float]:
         """What runs the exchange, the bytes that it sends, and the share with which what it brings counts."""

@@ -33,7 +33,7 @@ from commrt.errors import (
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import wants_nvtx
-from commrt.program import program
+from commrt.program import among, program
 from commrt.recording import Nvtx, Recorder
 from commrt.schedule import Schedule
 from commrt.streams import streams_of
@@ -294,9 +294,10 @@ class World:
             self._comparison.require(schedule, buffer, self.survival.generation)
             self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
 
-    def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> int:
-        """As `run`, for tasks that are on the lane already; the bytes this rank sent."""
-        bound = bind(program(schedule, self.rank), buffer, self.transport)
+    def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment, members: Sequence[int] = ()) -> int:
+        """As `run`, for tasks that are on the lane already, with `members` as its ranks; the bytes this rank sent."""
+        mine = among(schedule, members, self.rank, self.size) if members else program(schedule, self.rank)
+        bound = bind(mine, buffer, self.transport)
         bound.run(moment)
         return bound.nbytes_sent
 
@@ -306,8 +307,7 @@ class World:
 
     def broadcast_now(self, buffer: Tensor, members: Sequence[int], moment: Moment) -> int:
         """Copy `buffer` from ``members[0]`` to all members along a binomial tree; on the lane, by members only."""
-        schedule = tree.broadcast(len(members)).over(members, world=self.size)
-        return self.run_now(schedule, buffer, moment)
+        return self.run_now(tree.broadcast(len(members)), buffer, moment, members)
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""

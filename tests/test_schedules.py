@@ -19,7 +19,7 @@ from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.fold import MAX_HELPERS, folded
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
-from commrt.program import program, spans
+from commrt.program import among, program, spans
 from commrt.proof import verify
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty, traffic
 
@@ -272,6 +272,14 @@ def test_legs_of_a_hop_are_sorted_by_peer_and_chunk(schedule):
     for hop in chain.from_iterable(program(schedule, rank).hops for rank in range(schedule.ranks)):
         for legs in (hop.sends, hop.recvs):
             assert list(legs) == sorted(legs, key=lambda leg: (leg.peer, leg.lo))
+
+
+@given(schedule=random_schedules(), data=st.data())
+def test_members_play_what_their_places_do(schedule, data):
+    ranks = schedule.ranks + data.draw(st.integers(0, 3))
+    members = data.draw(st.permutations(range(ranks)))[: schedule.ranks]
+    for rank in members:
+        assert among(schedule, members, rank, ranks) == program(schedule.over(members, world=ranks), rank)
 
 
 def test_a_program_keeps_the_hops_in_which_its_rank_is_idle():
