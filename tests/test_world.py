@@ -380,7 +380,7 @@ def test_what_was_compared_is_forgotten_after_a_while(comparisons):
 def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
     world = local_worlds(2)[0]
     for number in range(3 * SCHEDULES_KEPT):
-        schedule = tree.broadcast(2, root=number % 2)
+        schedule = tree.broadcast(2, root=number % 2).over(range(2))  # a new object
         assert world._comparison._traits(schedule).digest == schedule.digest()
         del schedule
     assert world._comparison._traits.cache_info().currsize == SCHEDULES_KEPT
