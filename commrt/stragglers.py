@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
 
-__all__ = ["Exponential", "HeavyTails", "Law", "Recorded", "SlowSteps", "Times", "kth_time_s", "step_time_s"]
+__all__ = ["Exponential", "HeavyTails", "Jitter", "Law", "Recorded", "SlowSteps", "Times", "kth_time_s", "step_time_s"]
 
 Times = NDArray[np.float64]
 """[steps, ranks]: seconds from the begin of a step until a rank has its gradient."""
@@ -126,6 +126,33 @@ class SlowSteps:
         factor = np.where(place > 0, self.low + (self.high - self.low) * place / (slow + 1), 1.0)
         expected: Times = self.base_s * (chances @ factor)
         return expected
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """About `base_s`, log-normally; and now and then, with `chance`, `factor` times as long."""
+
+    base_s: float = 1.0
+    """The median."""
+    variation: float = 0.05
+    """Standard deviation over mean."""
+    chance: float = 0.0
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        _above_zero(base_s=self.base_s)
+        _within(0, inf, variation=self.variation)
+        _within(0, 1, chance=self.chance)
+        _within(1, inf, factor=self.factor)
+
+    def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
+        """Times of so many steps."""
+        times_s = self.base_s * np.exp(rng.normal(0.0, np.sqrt(np.log1p(self.variation**2)), (steps, ranks)))
+        slower: Times = np.where(rng.random((steps, ranks)) < self.chance, self.factor, 1.0)
+        return slower * times_s
+
+    def expected_kth_s(self, ranks: int) -> None:
+        """It has no closed form."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

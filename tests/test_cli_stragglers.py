@@ -176,8 +176,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("simulate", "gossip"), "'gossip' cannot be simulated: so far only backup can"),
-        (("simulate", "torus2d"), "'torus2d' cannot be simulated: so far only backup can"),
         (("simulate", "backup", "--ranks", "8"), "say nothing of 8 ranks: give --exponent"),
         (("simulate", "backup", "--ranks", "101"), "say nothing of 101 ranks: give --exponent"),
         (("simulate", "backup", "--exponent", "2"), "an exponent of 2: give one between 0"),
@@ -189,7 +187,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (("simulate", "backup", "--steps", "1000000"), "give up to --steps "),
         (("simulate", "backup", "--times", "run.json", "--law", "slow"), "leave out --law, --set and --steps"),
         (("simulate", "backup", "--times", "run.json", "--steps", "9"), "leave out --law, --set and --steps"),
-        (("plan",), "give --backups auto, or a number"),
         (("plan", "--backups", "many"), "--backups many: give auto, or a number"),
         (("plan", "--backups", "-1"), "--backups -1: give auto, or a number"),
         (("plan", "--backups", "100", *FAST), "--backups 100 of 100 ranks leaves none to wait for: give up to 99"),

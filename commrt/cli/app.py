@@ -77,16 +77,31 @@ InterpolationOption = Annotated[
 ]
 
 
+ClusterOption = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", show_default="abci", help="One that is shipped, or a TOML file.")
+]
+NbytesOption = Annotated[float | None, typer.Option(min=0, help="Bytes that each rank contributes.")]
+ModelOption = Annotated[
+    str | None, typer.Option(help="Whose gradients: resnet50, or a number of parameters. Estimates a step too.")
+]
+BatchOption = Annotated[
+    int | None, typer.Option(min=1, show_default="32", help="Images per rank, where the cluster's speed is known.")
+]
+ComputeOption = Annotated[float | None, typer.Option(min=0.001, help="How long a step computes.")]
+GridOption = Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")]
+BothWays = Annotated[bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")]
+TopologyOption = Annotated[str | None, typer.Option(help="For gossip: dissemination or hypercube.")]
+WithinOption = Annotated[int | None, typer.Option(help="For gossip: ranks of a row, such as those of a node.")]
+
+
 @app.command()
 def verify(
     algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling, torus2d, gossip or backup.")],
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="How many ranks take part.")] = 4,
-    grid: Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")] = None,
-    both_ways: Annotated[
-        bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")
-    ] = False,
-    topology: Annotated[str | None, typer.Option(help="For gossip: dissemination or hypercube.")] = None,
-    within: Annotated[int | None, typer.Option(help="For gossip: ranks of a row, such as those of a node.")] = None,
+    grid: GridOption = None,
+    both_ways: BothWays = False,
+    topology: TopologyOption = None,
+    within: WithinOption = None,
     backups: Annotated[
         int | None, typer.Option(min=0, help="For backup: how many of the ranks need not be waited for.")
     ] = None,
@@ -156,9 +171,30 @@ def train(
 
 @app.command()
 def simulate(
-    algorithm: Annotated[str, typer.Argument(help="backup: steps that wait for some of the ranks only.")],
-    ranks: Ranks = None,
-    steps: Steps = None,
+    algorithm: Annotated[
+        str,
+        typer.Argument(help="ring, halving_doubling, torus2d, gossip; or backup: steps that wait for some ranks."),
+    ],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=65536, show_default="4; backup: 100", help="How many ranks there are.")
+    ] = None,
+    cluster: ClusterOption = None,
+    nbytes: NbytesOption = None,
+    model: ModelOption = None,
+    wire: Annotated[Wire, typer.Option(help="What gradients travel as.")] = Wire.fp32,
+    bucket_cap_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a bucket.")] = 25.0,
+    batch: BatchOption = None,
+    compute_ms: ComputeOption = None,
+    jitter: Annotated[
+        float | None, typer.Option(min=0, help="By how much that varies: standard deviation / mean.")
+    ] = None,
+    grid: GridOption = None,
+    both_ways: BothWays = False,
+    topology: TopologyOption = None,
+    within: WithinOption = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, show_default="50; backup: 10000", help="How many steps to sample.")
+    ] = None,
     seed: Seed = 0,
     law: LawOption = None,
     parameters: Parameters = None,
@@ -167,20 +203,39 @@ def simulate(
     interpolation: InterpolationOption = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a way of training would cost on many ranks, without them."""
-    from commrt.cli import simulate as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.cli.backups import Question  # noqa: PLC0415
+    """Say what a way of training would cost on many ranks, without them.
 
-    question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
-    command.run(algorithm, question, as_json)
+    For backup the options from --law on say how long ranks take; for the others --cluster to --within what they run on.
+    """
+    if algorithm == "backup":
+        from commrt.cli import simulate as of_backups  # noqa: PLC0415  # commands are imported when called
+        from commrt.cli.backups import Question  # noqa: PLC0415
+
+        of_backups.run(Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation), as_json)
+        return
+    from commrt.cli import pricing  # noqa: PLC0415
+    from commrt.cli.verify import choose  # noqa: PLC0415
+
+    case = pricing.Case(
+        ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
+    )
+    pricing.run(choose(algorithm, grid, both_ways, topology, within), case, as_json)
 
 
 @app.command()
 def plan(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=65536, show_default="4; --backups: 100", help="How many ranks there are.")
+    ] = None,
+    cluster: ClusterOption = None,
+    nbytes: NbytesOption = None,
+    model: ModelOption = None,
+    wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help="What gradients travel as.")] = None,
+    batch: BatchOption = None,
+    compute_ms: ComputeOption = None,
     backups: Annotated[
         str | None, typer.Option(help="auto, or how many of the ranks a step need not wait for, to be compared.")
     ] = None,
-    ranks: Ranks = None,
     steps: Steps = None,
     seed: Seed = 0,
     law: LawOption = None,
@@ -190,12 +245,55 @@ def plan(
     interpolation: InterpolationOption = None,
     as_json: Json = False,
 ) -> None:
-    """Say what to choose for a job, and why: so far, how many backups."""
-    from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.cli.backups import Question  # noqa: PLC0415
+    """Say what to choose for a job, and why.
 
-    question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
-    command.run(backups, question, as_json)
+    With --nbytes or --model: algorithm, grid, wire and buckets, on a cluster. With --backups: how many backups, for
+    ranks of which some are slow; the options after it say how slow.
+    """
+    if backups is not None and (nbytes is not None or model is not None):
+        raise UsageError("--backups is planned for itself: give it without --nbytes and --model, then those without it")
+    if backups is not None:
+        from commrt.cli import plan as of_backups  # noqa: PLC0415  # commands are imported when called
+        from commrt.cli.backups import Question  # noqa: PLC0415
+
+        question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
+        of_backups.run(backups, question, as_json)
+        return
+    from commrt.cli import plans  # noqa: PLC0415
+    from commrt.cli.pricing import Case  # noqa: PLC0415
+
+    case = Case(ranks or 4, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
+    plans.run(case, ["fp32", "bf16"] if wire is None else [wire.value], as_json)
+
+
+@app.command()
+def draw(
+    what: Annotated[str, typer.Argument(help="An algorithm; or scaling: how all of them do with more ranks.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=65536, show_default="4; scaling: up to 4096", help="How many ranks there are."),
+    ] = None,
+    cluster: ClusterOption = None,
+    model: ModelOption = None,
+    wire: Annotated[Wire, typer.Option(help="What gradients travel as.")] = Wire.fp32,
+    bucket_cap_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a bucket.")] = 25.0,
+    batch: BatchOption = None,
+    compute_ms: ComputeOption = None,
+    grid: GridOption = None,
+    both_ways: BothWays = False,
+    topology: TopologyOption = None,
+    within: WithinOption = None,
+) -> None:
+    """Draw a schedule; with --model a training step with it; or how all algorithms scale."""
+    from commrt.cli import draw as command  # noqa: PLC0415  # commands are imported when called
+    from commrt.cli.pricing import Case  # noqa: PLC0415
+    from commrt.cli.verify import choose  # noqa: PLC0415
+
+    all_of_them = what == command.SCALING
+    most = ranks or (4096 if all_of_them else 4)
+    case = Case(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
+    command.run(None if all_of_them else choose(what, grid, both_ways, topology, within), case, out)
 
 
 @app.command()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan``: what to choose for a job, and why. So far: how many backups. Needs no torch.
+"""``commrt plan --backups``: how many backups to use, and why. Needs no torch.
 
 It advises for ranks as they are here: one that is late finishes its gradient before it goes on with the others, and is
 late for longer. That is what was measured (docs/evidence.md); the published rule is told beside it.
@@ -19,10 +19,8 @@ __all__ = ["run"]
 AUTO = "auto"
 
 
-def run(backups: str | None, question: Question, as_json: bool) -> None:
+def run(backups: str, question: Question, as_json: bool) -> None:
     """Say how many backups to use, and how `backups` compares if it is a number."""
-    if backups is None:
-        raise UsageError("so far a plan is of backups only: give --backups auto, or a number to compare with the best")
     wanted = None if backups == AUTO else _number(backups)
     found = answer(question)
     if wanted is not None and wanted >= found.ranks:

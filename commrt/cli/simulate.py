@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate``: what a way of training costs on ranks that are not there. Needs no torch."""
+"""``commrt simulate backup``: what it saves to wait for some of the ranks only. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import json
 from dataclasses import asdict
 
 from commrt.cli.backups import Answer, Question, answer, best_if_late_finish, known, show, span
-from commrt.errors import UsageError
 from commrt.splits import PerRank
 
 __all__ = ["run"]
 
-BACKUP = "backup"
 
-
-def run(algorithm: str, question: Question, as_json: bool) -> None:
-    """Simulate `algorithm`, print the outcome; raises `UsageError` for what cannot be simulated."""
-    if algorithm != BACKUP:
-        raise UsageError(f"{algorithm!r} cannot be simulated: so far only {BACKUP} can, steps that wait for some ranks")
+def run(question: Question, as_json: bool) -> None:
+    """Simulate steps that wait for some of the ranks, print the outcome; raises `UsageError`."""
     found = answer(question)
     if as_json:
         print(json.dumps(_record(found)))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt plan`` of an exchange: which algorithm, grid, wire and buckets, and why. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from commrt.algorithms.ring import Ring
+from commrt.cli.pricing import CLUSTER, Case, compute_of, workload_of
+from commrt.cluster import Cluster
+from commrt.collective import all_reduce
+from commrt.planning import Plan, exchange_plans, step_plans
+from commrt.proof import prove
+from commrt.schedule import Algorithm
+from commrt.simulate import all_reduce_bound_s
+
+__all__ = ["run"]
+
+SHOWN = 8
+PROVEN_RANKS = 1100
+"""A proof takes memory and time as ranks to the third: half a second here."""
+
+COLUMNS: tuple[tuple[str, Callable[[Plan], str | None]], ...] = (
+    ("algorithm", lambda plan: plan.name),
+    ("wire", lambda plan: plan.wire),
+    ("buckets", lambda plan: None if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:g}"),
+    ("step, ms", lambda plan: None if plan.step_s is None else f"{1e3 * plan.step_s:.2f}"),
+    ("efficiency", lambda plan: None if plan.efficiency is None else f"{plan.efficiency:.1%}"),
+    ("all, ms", lambda plan: f"{1e3 * plan.exchange_s:.2f}"),
+    ("latencies", lambda plan: f"{1e3 * plan.latency_s:.2f}"),
+    ("steps", lambda plan: f"{plan.steps:,}"),
+)
+
+
+def run(case: Case, wires: Sequence[str], as_json: bool) -> None:
+    """Rank all plans of `case`, print them and the reason; raises `UsageError`."""
+    case.check()
+    cluster = Cluster.named(case.cluster or CLUSTER)
+    plans = _plans(case, cluster, wires)
+    _prove(plans[0].algorithm, case.ranks)
+    if as_json:
+        print(json.dumps(_record(case, cluster, plans)))
+    else:
+        _show(case, cluster, plans)
+
+
+def _plans(case: Case, cluster: Cluster, wires: Sequence[str]) -> list[Plan]:
+    if case.model is None:
+        return exchange_plans(cluster, case.ranks, case.nbytes or 0.0)
+    workload = workload_of(case.model)
+    compute_s, _ = compute_of(case, workload, cluster)
+    return step_plans(cluster, case.ranks, workload, compute_s, wires)
+
+
+def _prove(algorithm: Algorithm, ranks: int) -> None:
+    if ranks <= PROVEN_RANKS:
+        schedule = algorithm.schedule(0, ranks)
+        prove(schedule, all_reduce(ranks, schedule.chunks))
+
+
+def _record(case: Case, cluster: Cluster, plans: Sequence[Plan]) -> dict[str, Any]:
+    best = _told(plans[0])
+    return {
+        "cluster": cluster.name,
+        "ranks": case.ranks,
+        "best": best,
+        "proven": case.ranks <= PROVEN_RANKS,
+        "reason": _reason(plans, cluster),
+        "lower_bound_seconds": all_reduce_bound_s(cluster, case.ranks, plans[0].nbytes),
+        "plans": [_told(plan) for plan in plans],
+    }
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    return {
+        "algorithm": plan.name,
+        "python": plan.python,
+        "wire": plan.wire,
+        "bucket_cap_mb": plan.bucket_cap_mb,
+        "step_seconds": plan.step_s,
+        "efficiency": plan.efficiency,
+        "exchange_seconds": plan.exchange_s,
+        "latency_seconds": plan.latency_s,
+        "steps": plan.steps,
+    }
+
+
+def _show(case: Case, cluster: Cluster, plans: Sequence[Plan]) -> None:
+    shown = plans[:SHOWN]
+    columns = [column for column in COLUMNS if any(column[1](plan) is not None for plan in shown)]
+    table = Table(title=f"{case.ranks:,} ranks of {cluster.name}")
+    for title, _ in columns:
+        table.add_column(title, justify="left" if title == "algorithm" else "right")
+    for plan in shown:
+        table.add_row(*(cell(plan) or "-" for _, cell in columns), style="bold" if plan is plans[0] else None)
+    Console().print(table)
+    print(_reason(plans, cluster))
+    print(plans[0].python)
+    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+
+
+def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
+    """Against the ring, or what comes next to it."""
+    best = plans[0]
+    others = [plan for plan in plans[1:] if plan.wire == best.wire and plan.algorithm != best.algorithm]
+    if not others:
+        return f"{best.name}: nothing else was found for {cluster.name}"
+    other = next((plan for plan in others if plan.algorithm == Ring()), others[0])
+    less = {"latencies": other.latency_s - best.latency_s, "bytes": _bytes_s(other) - _bytes_s(best)}
+    sides = [f"{abs(1e3 * gain):.2f} ms {'less' if gain >= 0 else 'more'} for {what}" for what, gain in less.items()]
+    hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
+    return f"{best.name} against {other.name}, all at once: {' and '.join(sides)}{hidden}"
+
+
+def _bytes_s(plan: Plan) -> float:
+    return plan.exchange_s - plan.latency_s

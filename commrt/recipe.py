@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The large-batch recipe: batches that grow while training, and a learning rate that knows of it.
+
+Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018: a batch that grows takes the
+place of a decay of the learning rate, since the noise of a step is about rate over batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from math import ceil, inf
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Sampler
+
+from commrt.errors import UsageError
+
+__all__ = ["BatchSizeControl", "Part", "Rate", "lars"]
+
+Rule = Literal["keep", "sqrt", "linear"]
+RULES: Mapping[str, float] = {"keep": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""The power of a batch's growth by which the rate grows."""
+
+
+class Samples(Protocol):
+    """A rank's samples in an epoch, as a sampler of torch's gives them."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Their places in the data."""
+        ...
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+
+@runtime_checkable
+class Shuffled(Protocol):
+    """A sampler whose order follows from the epoch, such as torch's DistributedSampler."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """See torch."""
+        ...
+
+
+class Accumulates(Protocol):
+    """A replica, or a wrapped model of torch's."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Inside, gradients stay here."""
+        ...
+
+
+class Part(NamedTuple):
+    """What of a batch goes through the model at once."""
+
+    share: float
+    """By which its loss counts: one over how many parts the batch has."""
+    is_last: bool
+    """The optimizer is due."""
+
+
+class BatchSizeControl(Sampler[list[int]]):
+    """Batches of one rank whose size follows from the epoch: a ``batch_sampler`` for a `DataLoader`.
+
+    `sizes` says from which epoch on a batch has how many samples. `sampler` gives this rank's samples, as torch's
+    DistributedSampler does. Where no more than `most` fit into memory, a batch comes in equal parts: use each inside of
+    `part`. Samples that do not fill a batch are left out, so that all ranks do as many steps. What was done is part of
+    `state_dict`: a run that is resumed goes on in the middle of an epoch.
+
+    >>> control = BatchSizeControl(range(100), {0: 10, 2: 40}, most=20)
+    >>> len(control), control.steps
+    (10, 10)
+    >>> control.set_epoch(2)
+    >>> len(control), control.steps, next(iter(control))[:3]
+    (4, 2, [0, 1, 2])
+    """
+
+    def __init__(self, sampler: Samples, sizes: Mapping[int, int], most: int | None = None) -> None:
+        _require_sizes(sizes, most)
+        self._sampler, self._most = sampler, inf if most is None else most
+        self._sizes = dict(sorted(sizes.items()))
+        self._done = self._given = 0
+        self.epoch = 0
+
+    @property
+    def batch(self) -> int:
+        """Samples of this rank in a step of this epoch."""
+        return next(size for epoch, size in reversed(self._sizes.items()) if epoch <= self.epoch)
+
+    @property
+    def growth(self) -> float:
+        """Compared with the first epoch."""
+        return self.batch / next(iter(self._sizes.values()))
+
+    @property
+    def parts(self) -> int:
+        """In which a batch comes."""
+        return max(ceil(self.batch / self._most), 1)
+
+    @property
+    def steps(self) -> int:
+        """Of this epoch."""
+        return len(self._sampler) // self.batch
+
+    @property
+    def progress(self) -> float:
+        """Epochs that are done, with what is done of this one."""
+        return self.epoch + (self._done / self.steps if self.steps else 0.0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch`, unless this is a resumed run that is in the middle of it."""
+        if epoch != self.epoch or self._done == self.steps:
+            self.epoch, self._done = epoch, 0
+        self._given = 0
+        if isinstance(self._sampler, Shuffled):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = islice(self._sampler, self._done * self.batch, self.steps * self.batch)
+        size = self.batch // self.parts
+        while part := list(islice(samples, size)):
+            yield part
+
+    def __len__(self) -> int:
+        return (self.steps - self._done) * self.parts
+
+    @contextmanager
+    def part(self, replica: Accumulates | None = None) -> Iterator[Part]:
+        """Around both passes of what the loader gave; accumulates in `replica`, but for the last part of a batch."""
+        is_last = self._given + 1 == self.parts
+        with nullcontext() if is_last or replica is None else replica.no_sync():
+            yield Part(1 / self.parts, is_last)
+        self._given = 0 if is_last else self._given + 1
+        self._done += is_last
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training is; between steps."""
+        return {"epoch": self.epoch, "done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Be there again; before the epoch's loader is asked for batches."""
+        self.epoch, self._done, self._given = state["epoch"], state["done"], 0
+
+
+def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
+    if 0 not in sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()) or min(sizes) < 0:
+        raise UsageError(
+            f"sizes {dict(sizes)}: give a batch of one sample or more from epoch 0 on, as {{0: 16, 30: 32}}"
+        )
+    if most is not None and most < 1:
+        raise UsageError(f"most={most}: at least one sample must fit into memory")
+    for size in sizes.values():
+        if most is not None and size % ceil(size / most):
+            raise UsageError(
+                f"a batch of {size} cannot come in {ceil(size / most)} equal parts of at most {most}: choose "
+                "sizes that are a multiple of it"
+            )
+
+
+class Rate:
+    """A learning rate for `optimizer` that rises for some epochs, then falls to nothing: call `step` after each update.
+
+    It is a function of how much of the training is done, whatever the size of batches. As they grow, `rule` says what
+    it does: ``keep`` lets the growth take the place of a decay, ``linear`` and ``sqrt`` make it grow too. For
+    ``attach(also=[...])``: who takes over its state has the same rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        control: BatchSizeControl,
+        epochs: float,
+        *,
+        warmup_epochs: float = 5.0,
+        power: float = 2.0,
+        rule: Rule = "keep",
+    ) -> None:
+        if rule not in RULES:
+            raise UsageError(f"rule={rule!r}: choose one of {', '.join(RULES)}")
+        if not 0 <= warmup_epochs < epochs < inf:
+            raise UsageError(
+                f"{warmup_epochs:g} of {epochs:g} epochs to warm up: give 0 or more, and fewer than there are"
+            )
+        self._optimizer, self._control = optimizer, control
+        self._epochs, self._warmup, self._power, self._rule = epochs, warmup_epochs, power, RULES[rule]
+        self._highest: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self.step()
+
+    @property
+    def factor(self) -> float:
+        """What the highest rate is multiplied with now."""
+        done = self._control.progress
+        rest = max(self._epochs - done, 0.0) / (self._epochs - self._warmup)
+        begun = (done + 1 / max(self._control.steps, 1)) / self._warmup if self._warmup else 1.0
+        return float(self._control.growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
+
+    def step(self) -> None:
+        """Set the rate for the next update; after each, and after ``control.set_epoch``."""
+        for group, highest in zip(self._optimizer.param_groups, self._highest, strict=True):
+            group["lr"] = highest * self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The highest rates; where training is, the batches know."""
+        return {"highest": self._highest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have those again."""
+        self._highest = list(state["highest"])
+        self.step()
+
+
+def lars(
+    model: nn.Module, lr: float, *, momentum: float = 0.9, weight_decay: float = 5e-5, trust: float = 0.01
+) -> Optimizer:
+    """LARS from ``pytorch-optimizer``: a matrix moves by `trust` of its own size times `lr`; vectors do not decay."""
+    try:
+        from pytorch_optimizer import LARS  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise UsageError("LARS comes with pytorch-optimizer: pip install 'commrt[recipe]'") from error
+    found: Optimizer = LARS(
+        model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust
+    )
+    return found

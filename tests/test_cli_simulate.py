@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt simulate`` and ``commrt plan`` of exchanges, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import commrt
+from commrt.cli.app import app
+from commrt.cluster import shipped
+from commrt.collective import all_reduce
+from commrt.errors import UsageError
+from commrt.planning import algorithms
+from commrt.proof import prove
+
+BUFFER = ("--nbytes", "51.1e6")
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+def told(*args):
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*args):
+    with pytest.raises(UsageError) as refusal:
+        CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    return str(refusal.value)
+
+
+def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():
+    begin_s = time.perf_counter()
+    record = told("simulate", "torus2d", "--ranks", 4096, "--cluster", "abci", *BUFFER)
+    assert time.perf_counter() - begin_s < 10.0  # 0.2 s where nothing else runs
+    assert record["seconds"] == pytest.approx(7.9e-3, rel=0.01)
+    assert record["steps"] == 252
+    assert 1.5 < record["seconds"] / record["lower_bound_seconds"] == record["of_optimal"] < 1.6
+
+
+@pytest.mark.parametrize("cluster", shipped())
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "gossip"])
+def test_every_algorithm_has_a_price_on_every_shipped_cluster(algorithm, cluster):
+    record = told("simulate", algorithm, "--ranks", 32, "--cluster", cluster, *BUFFER)
+    assert record["seconds"] >= record["lower_bound_seconds"] > 0
+
+
+def test_a_training_step_is_told_with_the_exchange_after_it_and_under_it():
+    record = told("simulate", "torus2d", "--ranks", 1088, "--grid", "32x34", "--model", "resnet50", "--wire", "fp16")
+    after, under = record["exchanges"]
+    assert record["nbytes"] == 2 * 25_557_032
+    assert after["efficiency"] == pytest.approx(0.88, abs=0.005)
+    assert 0 <= under["exposed_seconds"] < after["exposed_seconds"]
+    assert record["images_per_second"] == pytest.approx(641.25 * 1088 * under["efficiency"])
+
+
+def test_gossip_is_told_with_its_weights_after_the_step_and_under_the_next():
+    record = told("simulate", "gossip", "--ranks", 128, "--cluster", "ethernet-10g", "--model", "25.6e6",
+                  "--compute-ms", 160, "--jitter", 0.1)  # fmt: skip
+    after, under = record["exchanges"]
+    assert after["step_seconds"] == pytest.approx(0.16 + record["seconds"])
+    assert under["efficiency"] == 1.0
+    assert record["efficiency_with_jitter"] < after["efficiency"] < record["efficiency_one_step_late"]
+
+
+def test_jitter_makes_an_all_reduce_wait_and_the_same_seed_gives_the_same():
+    common = ("simulate", "halving_doubling", "--ranks", 32, "--model", "1e6", "--compute-ms", 100, "--jitter", 0.1)
+    first, again, other = (told(*common, "--seed", seed)["efficiency_with_jitter"] for seed in (1, 1, 2))
+    assert first == again != other
+    assert 0.75 < first < 0.9
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["ring"], "say what is exchanged: --nbytes for a buffer, or --model"),
+        (["ring", *BUFFER, "--model", "resnet50"], "say what is exchanged"),
+        (["ring", *BUFFER, "--batch", 4], "--batch is of a training step: give --model too"),
+        (["ring", "--model", "1e6"], "how long a step of 1,000,000 parameters computes on abci is not known"),
+        (["ring", "--model", "resnet50", "--batch", 4, "--compute-ms", 5], "both say how long a step computes"),
+        (["ring", "--model", "vgg"], "--model vgg: give resnet50, or a number of parameters"),
+        (["ring", "--ranks", 9000, *BUFFER], "abci has 4352 GPUs"),
+        (["ring", "--cluster", "mars", *BUFFER], "no cluster is called 'mars'"),
+        (["torus2d", "--ranks", 12, "--grid", "5x2", *BUFFER], "a grid of 5 x 2 does not fit 12 ranks"),
+        (["ring", "--grid", "3x4", *BUFFER], "--grid and --both-ways are for torus2d"),
+        (["star", *BUFFER], "no algorithm is called 'star'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_words(args, says):
+    assert says in refused("simulate", *args)
+
+
+def test_on_abci_the_plan_is_a_ring_for_few_gpus_and_a_torus_for_many():
+    best = {ranks: told("plan", "--ranks", ranks, *BUFFER)["best"]["algorithm"] for ranks in (8, 32, 64, 256)}
+    assert best == {8: "Ring()", 32: "Ring()", 64: "Torus2D(grid=(32, 2))", 256: "Torus2D(grid=(32, 8))"}
+
+
+def test_of_square_grids_the_torus_overtakes_the_ring_between_64_and_256_gpus():
+    for ranks, square, is_better in ((64, "Torus2D(grid=(8, 8))", False), (256, "Torus2D(grid=(16, 16))", True)):
+        seconds = {
+            plan["algorithm"]: plan["exchange_seconds"] for plan in told("plan", "--ranks", ranks, *BUFFER)["plans"]
+        }
+        assert (seconds[square] < seconds["Ring()"]) == is_better
+
+
+def test_with_nvlink_rows_inside_a_node_are_best_for_few_nodes_only():
+    best = {ranks: told("plan", "--ranks", ranks, "--cluster", "abci-nvlink", *BUFFER)["best"]["algorithm"]
+            for ranks in (16, 1024)}  # fmt: skip
+    assert best == {16: "Torus2D(grid=(4, 4))", 1024: "Torus2D(grid=(32, 32))"}
+
+
+def test_where_latency_is_all_halving_and_doubling_is_the_plan():
+    assert told("plan", "--ranks", 64, "--cluster", "ethernet-10g", "--nbytes", 1000)["best"]["algorithm"] == (
+        "HalvingDoubling()"
+    )
+
+
+def test_a_plan_of_a_step_is_a_line_of_python_that_builds_it():
+    record = told("plan", "--ranks", 64, "--model", "resnet50", "--wire", "bf16")
+    assert record["proven"]
+    assert {plan["wire"] for plan in record["plans"]} == {"bf16"}
+    call = record["best"]["python"].removeprefix("commrt.attach(model, optimizer, ")
+    assert call.endswith(f", wire=torch.bfloat16, bucket_cap_mb={record['best']['bucket_cap_mb']:g})")
+    algorithm = eval(call.split(", wire=")[0], {"commrt": commrt})  # noqa: S307  # what a user would paste
+    algorithm.schedule(0, 64)
+    assert record["best"]["step_seconds"] == min(plan["step_seconds"] for plan in record["plans"])
+
+
+@pytest.mark.parametrize("ranks", [*range(2, 18), 23, 36])
+def test_every_plan_verifies(ranks):
+    for algorithm in algorithms(ranks):
+        schedule = algorithm.schedule(0, ranks)
+        prove(schedule, all_reduce(ranks, schedule.chunks))
+
+
+def test_the_table_shows_the_best_first_and_says_why():
+    output = invoke("plan", "--ranks", 256, *BUFFER).stdout
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    assert "Torus2D(grid=(32, 8))" in lines[0]
+    assert "Torus2D(grid=(32, 8)) against Ring(), all at once: 4.34 ms less for latencies and" in output
+    assert "commrt.attach(model, optimizer, commrt.Torus2D(grid=(32, 8)))" in output
+
+
+def test_backups_are_planned_for_themselves():
+    assert "--backups is planned for itself" in refused("plan", "--backups", "auto", *BUFFER)

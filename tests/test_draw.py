@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt draw``: that pictures are made, and say what they show; how they look a person must see."""
+
+from __future__ import annotations
+
+import re
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+from typer.testing import CliRunner
+
+from commrt.cli.app import app
+from commrt.errors import UsageError
+
+
+def draw(*args):
+    return CliRunner().invoke(app, ["draw", *map(str, args)], catch_exceptions=False)
+
+
+def comments(path):
+    """What an SVG of matplotlib's says it writes, as text."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_a_schedule_is_drawn_with_an_arrow_for_each_transfer(tmp_path):
+    path = tmp_path / "torus.svg"
+    draw("torus2d", "--ranks", 12, "--grid", "4x3", "--out", path)
+    assert "torus 4x3: 12 ranks, 12 chunks, 10 steps" in comments(path)
+    assert {f"rank {rank}" for rank in range(12)} <= set(comments(path))
+    ids = [element.get("id", "") for element in ET.parse(path).iter()]  # noqa: S314  # our own
+    grounds = 2 + 4  # of the figure, the axes, and the phases
+    assert sum(each.startswith("patch_") for each in ids) == grounds + 10 * 12
+
+
+def test_a_step_is_drawn_with_what_is_not_hidden(tmp_path):
+    path = tmp_path / "step.svg"
+    draw("torus2d", "--ranks", 1088, "--grid", "32x34", "--model", "resnet50", "--wire", "fp16", "--out", path)
+    assert "6.85 ms not hidden, efficiency 87.9%" in comments(path)
+    assert "steps: 31 adding, 33 adding, 33 copying, 31 copying" in comments(path)
+
+
+def test_scaling_is_drawn_for_every_algorithm(tmp_path):
+    path = tmp_path / "scaling.svg"
+    draw("scaling", "--ranks", 64, "--model", "resnet50", "--out", path)
+    assert {"ring", "halving_doubling", "torus2d", "gossip", "8", "64"} <= set(comments(path))
+    assert "128" not in comments(path)
+
+
+def test_a_png_is_one(tmp_path):
+    path = tmp_path / "ring.png"
+    draw("ring", "--out", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["ring", "--out", "ring.txt"], "--out ring.txt: give a file that ends in .svg, .png, .pdf"),
+        (["ring", "--out", "/nowhere/ring.svg"], "/nowhere/ring.svg cannot be written"),
+        (["ring", "--ranks", 100, "--out", "ring.svg"], "ring has 100 ranks and 198 steps: a picture can show 64"),
+        (["scaling", "--out", "scaling.svg"], "efficiency is of a training step: give --model"),
+        (["gossip", "--model", "resnet50", "--out", "step.svg"], "gossip exchanges between steps"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_words(args, says):
+    with pytest.raises(UsageError) as refusal:
+        draw(*args)
+    assert says in str(refusal.value)
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install 'commrt\[draw\]'"):
+        draw("ring", "--out", tmp_path / "ring.svg")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that grow, and rates that follow: what comes in which order, in parts, and after a resumed run."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import commrt
+from commrt.errors import UsageError
+from commrt.recipe import BatchSizeControl, Rate, lars
+from commrt.testing.ranks import run_ranks
+
+DATA = TensorDataset(torch.arange(96.0))
+
+
+def sampler(rank=0, ranks=1, length=96):
+    return DistributedSampler(range(length), ranks, rank, shuffle=True, seed=3)
+
+
+def epoch_of(control, epoch):
+    """The batches that a loop gets, whole."""
+    control.set_epoch(epoch)
+    batches, parts = [], []
+    for (values,) in DataLoader(DATA, batch_sampler=control):
+        with control.part() as part:
+            parts.append(values)
+        if part.is_last:
+            batches.append(torch.cat(parts).tolist())
+            parts = []
+    return batches
+
+
+@given(
+    length=st.integers(1, 96),
+    sizes=st.dictionaries(st.integers(1, 9), st.integers(1, 40), max_size=3),
+    first=st.integers(1, 40),
+    epoch=st.integers(0, 12),
+)
+def test_every_epoch_has_whole_batches_of_its_size_and_each_sample_once(length, sizes, first, epoch):
+    control = BatchSizeControl(sampler(length=length), {0: first, **sizes})
+    size = first if not [at for at in sizes if at <= epoch] else sizes[max(at for at in sizes if at <= epoch)]
+    batches = epoch_of(control, epoch)
+    assert [len(batch) for batch in batches] == [size] * (length // size)
+    assert len({*chain(*batches)}) == size * (length // size)
+    assert control.progress == (epoch + 1 if batches else epoch)
+
+
+def test_parts_of_a_batch_are_the_batch():
+    whole, parted = (BatchSizeControl(sampler(), {0: 8, 1: 24}, most) for most in (None, 8))
+    for epoch in (0, 1):
+        assert epoch_of(whole, epoch) == epoch_of(parted, epoch)
+    assert (whole.parts, parted.parts, len(parted), parted.steps) == (1, 3, 0, 4)
+
+
+def test_epochs_come_in_other_orders_and_ranks_have_other_samples():
+    control = BatchSizeControl(sampler(), {0: 8})
+    assert epoch_of(control, 0) != epoch_of(control, 1)
+    halves = [{*chain(*epoch_of(BatchSizeControl(sampler(rank, 2), {0: 8}), 0))} for rank in range(2)]
+    assert halves[0].isdisjoint(halves[1])
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_middle_of_an_epoch():
+    control, again = (BatchSizeControl(sampler(), {0: 8, 2: 24}, most=12) for _ in range(2))
+    expected = epoch_of(control, 2)
+    control.set_epoch(1)
+    control.set_epoch(2)
+    loader = iter(DataLoader(DATA, batch_sampler=control))
+    for _ in range(4):  # two batches
+        next(loader)
+        with control.part():
+            pass
+    again.load_state_dict(control.state_dict())
+    assert epoch_of(again, 2) == expected[2:]
+    assert epoch_of(again, 3) == epoch_of(control, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_in_parts_gives_the_gradient_of_the_whole(ranks):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x, y = torch.randn(96, 4, dtype=torch.float64), torch.randint(0, 3, (96,))
+
+    def trained(world, most):
+        mine = deepcopy(model)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        replica = commrt.attach(mine, optimizer, commrt.Ring(), world=world)
+        control = BatchSizeControl(sampler(world.rank, ranks), {0: 8, 1: 24}, most)
+        for epoch in (0, 1):
+            control.set_epoch(epoch)
+            for places in control:
+                with control.part(replica) as part:
+                    (part.share * cross_entropy(mine(x[places]), y[places])).backward()
+                if part.is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return torch.cat([param.detach().flatten() for param in mine.parameters()])
+
+    whole, parted = (run_ranks(ranks, lambda world, most=most: trained(world, most))[0] for most in (None, 4))
+    torch.testing.assert_close(parted, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "says"),
+    [
+        ({}, None, "give a batch of one sample or more from epoch 0 on"),
+        ({1: 8}, None, "from epoch 0 on"),
+        ({0: 0}, None, "one sample or more"),
+        ({0: 8}, 0, "most=0: at least one sample must fit"),
+        ({0: 9}, 8, "a batch of 9 cannot come in 2 equal parts of at most 8"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_in_words(sizes, most, says):
+    with pytest.raises(UsageError, match=says):
+        BatchSizeControl(sampler(), sizes, most)
+
+
+def rates(rule="keep", sizes=None, epochs=6, warmup=2):
+    control = BatchSizeControl(sampler(), sizes or {0: 8})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    rate, found = Rate(optimizer, control, epochs, warmup_epochs=warmup, power=2, rule=rule), []
+    for epoch in range(epochs):
+        control.set_epoch(epoch)
+        for _ in range(control.steps):
+            rate.step()
+            found.append(optimizer.param_groups[0]["lr"])
+            with control.part():
+                pass
+    return found
+
+
+def test_the_rate_rises_for_its_epochs_then_falls_to_nothing():
+    found = rates()
+    assert found[:24] == pytest.approx([2.0 * (number + 1) / 24 for number in range(24)])
+    assert found[24:] == pytest.approx([2.0 * ((48 - number) / 48) ** 2 for number in range(48)])
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("keep", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
+    grown = rates(rule, {0: 8, 3: 32})
+    assert len(grown) == 3 * 12 + 3 * 3
+    assert grown[36::3] == pytest.approx([factor * each for each in rates()[36::12]])
+
+
+def test_a_rate_that_cannot_be_is_refused_in_words():
+    for changed, says in (({"rule": "cubic"}, "choose one of keep, sqrt, linear"), ({"warmup": 6}, "fewer than there")):
+        with pytest.raises(UsageError, match=says):
+            rates(**changed)
+
+
+def test_lars_moves_each_matrix_by_a_part_of_its_own_size():
+    model = nn.Linear(30, 20)
+    optimizer = lars(model, lr=0.5, momentum=0.0, weight_decay=0.0, trust=0.01)
+    before = model.weight.detach().clone()
+    (1e6 * model(torch.randn(8, 30)).square().sum()).backward()
+    optimizer.step()
+    moved = (model.weight.detach() - before).norm().item()
+    assert moved == pytest.approx(0.5 * 0.01 * before.norm().item(), rel=1e-3)

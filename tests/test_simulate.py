@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The price of a schedule, against closed forms, published models, and itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commrt.algorithms.catalogue import by_name
+from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.ring import Ring
+from commrt.algorithms.torus import Torus2D
+from commrt.cluster import Between, Cluster, Link, Racks
+from commrt.coupling import barrier_efficiency, gossip_efficiency
+from commrt.errors import UsageError
+from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.simulate import Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.stragglers import Jitter
+from commrt.timeline import blocking_step, mean_efficiency, overlapped_step
+from commrt.workload import FORWARD, Ready, Workload
+
+RESNET50_FP16 = 51.1e6
+ABCI = Cluster.named("abci")
+ALL_REDUCES = ["ring", "halving_doubling", "torus2d"]
+
+
+def one_each(latency_us, gbytes_per_s, **more):
+    """Every rank is a host, and all have the same way to each other."""
+    return Cluster("flat", "", 1, Link(latency_us, gbytes_per_s), Between(latency_us, gbytes_per_s), **more)
+
+
+def seconds(algorithm, ranks, cluster, nbytes, **more):
+    return Pricing(algorithm.schedule(0, ranks), cluster).price(nbytes, **more).seconds
+
+
+def ring_s(ranks, nbytes, latency_s, bytes_per_s):
+    return 2 * (ranks - 1) * (latency_s + nbytes / ranks / bytes_per_s)
+
+
+def torus_s(x, y, nbytes, latency_s, row_bytes_per_s, column_bytes_per_s):
+    rows = 2 * (x - 1) * (latency_s + nbytes / x / row_bytes_per_s)
+    return rows + 2 * (y - 1) * (latency_s + nbytes / (x * y) / column_bytes_per_s)
+
+
+TABLE = [
+    (4, 4, 5.1, 7.8),
+    (8, 8, 6.3, 7.0),
+    (16, 16, 10.2, 6.6),
+    (32, 32, 25.6, 6.8),
+    (32, 34, 26.9, 6.9),
+    (32, 64, 46.1, 7.5),
+    (48, 72, 74.2, 7.8),
+    (64, 64, 87.0, 7.9),
+]
+"""Grid, and the milliseconds that a model of ABCI expects of a ring and of the torus."""
+
+
+@pytest.mark.parametrize(("x", "y", "ring_ms", "torus_ms"), TABLE)
+def test_on_abci_the_torus_takes_what_the_closed_form_says(x, y, ring_ms, torus_ms):
+    found = Pricing(Torus2D((x, y)).schedule(0, x * y), ABCI).price(RESNET50_FP16)
+    assert found.steps == 2 * (x - 1) + 2 * (y - 1)
+    assert found.seconds == pytest.approx(torus_s(x, y, RESNET50_FP16, 10e-6, 20e9, 5e9), rel=1e-9)
+    assert round(1e3 * found.seconds, 1) == torus_ms
+    assert 1e3 * ring_s(x * y, RESNET50_FP16, 10e-6, 20e9) == pytest.approx(ring_ms, rel=0.005)
+
+
+@pytest.mark.parametrize(("x", "y", "gain"), [(32, 34, 3.9), (32, 64, 6.2), (64, 64, 11.1)])
+def test_on_abci_the_torus_beats_the_ring_by_what_a_model_expects(x, y, gain):
+    ring, torus = (seconds(algorithm, x * y, ABCI, RESNET50_FP16) for algorithm in (Ring(), Torus2D((x, y))))
+    assert ring == pytest.approx(ring_s(x * y, RESNET50_FP16, 10e-6, 20e9), rel=1e-9)
+    assert ring / torus == pytest.approx(gain, rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "milliseconds"), [(16, 4.7), (1024, 11.0)])
+def test_rows_inside_a_node_are_best_for_few_nodes_and_worse_for_many(ranks, milliseconds):
+    rows_in_nodes = seconds(Torus2D((4, ranks // 4)), ranks, Cluster.named("abci-nvlink"), RESNET50_FP16)
+    assert 1e3 * rows_in_nodes == pytest.approx(milliseconds, rel=0.02)
+
+
+@given(
+    ranks=st.integers(2, 20),
+    latency_us=st.floats(0, 100),
+    gbytes_per_s=st.floats(0.1, 100),
+    nbytes=st.floats(0, 1e9),
+)
+def test_where_every_rank_is_a_host_a_ring_takes_what_the_closed_form_says(ranks, latency_us, gbytes_per_s, nbytes):
+    found = seconds(Ring(), ranks, one_each(latency_us, gbytes_per_s), nbytes)
+    assert found == pytest.approx(ring_s(ranks, nbytes, latency_us * 1e-6, gbytes_per_s * 1e9), rel=1e-9)
+
+
+@given(
+    name=st.sampled_from([*ALL_REDUCES, "gossip"]),
+    ranks=st.integers(2, 24),
+    gpus=st.integers(1, 5),
+    nics=st.integers(1, 3),
+    racks=st.none() | st.builds(Racks, st.integers(1, 3), st.floats(1, 4)),
+    nbytes=st.floats(0, 1e9),
+)
+def test_nothing_is_faster_than_the_lower_bound(name, ranks, gpus, nics, racks, nbytes):
+    cluster = Cluster("any", "", gpus, Link(3, 50), Between(10, 5, nics, nics), racks=racks)
+    bound_s = (exchange_bound_s if name == "gossip" else all_reduce_bound_s)(cluster, ranks, nbytes)
+    assert seconds(by_name(name), ranks, cluster, nbytes) >= bound_s * (1 - 1e-9)
+
+
+def test_a_ring_of_many_bytes_comes_close_to_the_lower_bound():
+    assert seconds(Ring(), 16, one_each(10, 10), 1e10) == pytest.approx(
+        all_reduce_bound_s(one_each(10, 10), 16, 1e10), rel=1e-3
+    )
+
+
+def moved(*pairs, combine=COPY):
+    src, dst = zip(*pairs, strict=True)
+    return Schedule("moved", 8, 1, lambda: iter([Step.of(src, dst, 0, 1, combine)]))
+
+
+HOSTS_OF_FOUR = Cluster("small", "", 4, Link(1, 100), Between(10, 10, nics=2, nics_per_rank=1))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected_s"),
+    [
+        pytest.param([(0, 1)], 1e-6 + 0.01, id="inside a node"),
+        pytest.param([(0, 4)], 10e-6 + 0.1, id="one rank uses one of two cards"),
+        pytest.param([(0, 4), (1, 5)], 10e-6 + 0.1, id="two ranks use both"),
+        pytest.param([(0, 4), (1, 5), (2, 6), (3, 7)], 10e-6 + 0.2, id="four ranks share two cards"),
+        pytest.param([(0, 4), (4, 0)], 10e-6 + 0.1, id="both directions at once"),
+        pytest.param([(0, 4), (0, 5)], 10e-6 + 0.2, id="one rank sends twice"),
+        pytest.param([(0, 4), (1, 4)], 10e-6 + 0.2, id="one rank receives twice"),
+        pytest.param([(3, 3)], 0.0, id="to itself"),
+    ],
+)
+def test_what_shares_a_way_waits_for_each_other(pairs, expected_s):
+    assert Pricing(moved(*pairs), HOSTS_OF_FOUR).price(1e9).seconds == pytest.approx(expected_s)
+
+
+def test_the_way_between_racks_is_shared_by_their_nodes():
+    cluster = Cluster("racks", "", 1, Link(0, 100), Between(0, 10), racks=Racks(4, oversubscription=2.0))
+    assert Pricing(moved((0, 4)), cluster).price(1e9).seconds == pytest.approx(0.1)
+    assert Pricing(moved((0, 4), (1, 5), (2, 6), (3, 7)), cluster).price(1e9).seconds == pytest.approx(0.2)
+    assert Pricing(moved((0, 1), (1, 0), (2, 3), (3, 2)), cluster).price(1e9).seconds == pytest.approx(0.1)
+
+
+def test_adding_up_what_was_received_takes_its_time():
+    cluster = one_each(0, 10, reduce_gbytes_per_s=100)
+    assert Pricing(moved((0, 1), combine=ADD), cluster).price(1e9).seconds == pytest.approx(0.11)
+    assert Pricing(moved((0, 1)), cluster).price(1e9).seconds == pytest.approx(0.1)
+
+
+def test_a_rank_that_begins_late_holds_up_only_those_that_need_it():
+    two_pairs = moved((0, 1), (2, 3))
+    finish_s = Pricing(two_pairs, one_each(0, 10)).price(1e9, start_s=[0, 0.5, 0, 0, 0, 0, 0, 0]).finish_s
+    assert finish_s.tolist() == pytest.approx([0.6, 0.6, 0.1, 0.1, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_one_late_rank_makes_an_all_reduce_late_by_as_much_at_most(name, ranks):
+    pricing = Pricing(by_name(name).schedule(0, ranks), one_each(10, 1))
+    together = pricing.price(1e8).seconds
+    for late in range(ranks):
+        start_s = np.where(np.arange(ranks) == late, 3.0, 0.0)
+        assert 3.0 < pricing.price(1e8, start_s).seconds <= 3.0 + together + 1e-9
+
+
+def test_a_cluster_has_no_more_ranks_than_gpus():
+    with pytest.raises(UsageError, match="abci has 4352 GPUs, 4 on each of 1088 nodes, and not 5000"):
+        Pricing(Ring().schedule(0, 5000), ABCI)
+
+
+OVERLAP = {
+    12.5: {4: (92.8, 99.7, 99.7), 32: (90.7, 99.2, 99.5), 128: (89.5, 98.0, 99.5)},
+    3.125: {4: (76.5, 98.8, 98.8), 32: (71.4, 98.1, 98.4), 128: (70.3, 86.0, 98.3)},
+    1.25: {4: (56.6, 88.0, 88.3), 32: (50.2, 69.1, 73.2), 128: (49.3, 56.5, 71.6)},
+}
+"""GB/s, ranks: efficiency in % of a ring after the backward pass, of one under it, of halving-doubling under it."""
+GOSSIP = {12.5: 99.8, 3.125: 99.2, 1.25: 98.0}
+
+
+@pytest.mark.parametrize("gbytes_per_s", OVERLAP)
+@pytest.mark.parametrize("ranks", [4, 32, 128])
+def test_efficiency_on_fast_and_slow_links_is_what_a_model_of_gossip_expects(gbytes_per_s, ranks):
+    cluster, compute_s, nbytes = one_each(10, gbytes_per_s), 0.16, 102.2e6
+    buckets = [Ready(nbytes / 25, FORWARD + (1 - FORWARD) * (number + 1) / 25) for number in range(25)]
+    ring, halving, gossip = (
+        Pricing(by_name(name).schedule(0, ranks), cluster) for name in ("ring", "halving_doubling", "gossip")
+    )
+    steps = [blocking_step(ring, nbytes, compute_s)]
+    steps += [overlapped_step(pricing, buckets, compute_s) for pricing in (ring, halving, gossip)]
+    expected = (*OVERLAP[gbytes_per_s][ranks], GOSSIP[gbytes_per_s])
+    assert [100 * step.efficiency for step in steps] == pytest.approx(expected, abs=1.0)
+
+
+JITTER = [
+    (Jitter(variation=0.05), {4: (95.1, 96.4, 99.8), 32: (90.3, 95.3, 99.6), 128: (87.9, 94.9, 99.4)}),
+    (Jitter(variation=0.1), {4: (90.5, 93.0, 99.3), 32: (81.7, 90.7, 98.4), 128: (77.6, 90.1, 98.1)}),
+    (Jitter(variation=0.02, chance=0.01), {4: (95.3, 95.9, 99.1), 32: (76.9, 86.8, 97.3), 128: (58.1, 83.3, 96.4)}),
+]
+"""Ranks: efficiency in % if all wait for all, for a partner's message, for one of the step before."""
+
+
+@pytest.mark.parametrize(("law", "expected"), JITTER, ids=["5 %", "10 %", "doubled steps"])
+def test_stragglers_cost_gossip_what_a_model_expects(law, expected):
+    for ranks, efficiencies in expected.items():
+        times_s = law.sample(np.random.default_rng(0), 3000, ranks)
+        found = [barrier_efficiency(times_s)]
+        found += [gossip_efficiency(times_s, Gossip(staleness=late)) for late in (0, 1)]
+        assert [100 * each for each in found] == pytest.approx(efficiencies, abs=1.0)
+
+
+def test_an_exchange_of_nothing_under_jitter_is_a_barrier():
+    times_s = Jitter(variation=0.1).sample(np.random.default_rng(0), 40, 8)
+    pricing = Pricing(by_name("halving_doubling").schedule(0, 8), one_each(0, 1))
+    assert mean_efficiency(pricing, [Ready(0.0, 1.0)], times_s) == pytest.approx(barrier_efficiency(times_s))
+
+
+def test_a_message_that_takes_long_is_waited_for():
+    times_s = np.ones((50, 4))
+    assert gossip_efficiency(times_s, Gossip(), message_s=0.25) == pytest.approx(0.8)
+    assert gossip_efficiency(times_s, Gossip(staleness=1), message_s=1.0) == pytest.approx(1.0)
+    assert gossip_efficiency(times_s, Gossip(staleness=1), message_s=3.0) == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_published_efficiency_at_1088_gpus_lies_between_no_overlap_and_all_of_it():
+    compute_s = 32 / ABCI.compute["resnet50"]
+    pricing = Pricing(Torus2D((32, 34)).schedule(0, 1088), ABCI)
+    after = blocking_step(pricing, RESNET50_FP16, compute_s)
+    under = overlapped_step(pricing, Workload.resnet50().buckets(4e6, itemsize=2), compute_s)
+    assert after.efficiency == pytest.approx(0.88, abs=0.005)
+    a_third_hidden = compute_s / (compute_s + after.exposed_s * 2 / 3)
+    assert 0.90 < a_third_hidden < 0.93
+    assert after.efficiency < 0.9162 < under.efficiency
+    assert a_third_hidden == pytest.approx(0.9162, abs=0.03)
+
+
+@given(numel=st.integers(1, 10_000), parts=st.integers(1, 40), cap=st.floats(1, 50_000), itemsize=st.integers(1, 8))
+def test_buckets_hold_every_gradient_once_and_the_last_ends_the_backward_pass(numel, parts, cap, itemsize):
+    buckets = Workload.even(numel, parts).buckets(cap, itemsize)
+    assert sum(bucket.nbytes for bucket in buckets) == numel * itemsize
+    assert buckets[-1].at == pytest.approx(1.0)
+    assert all(before.at <= after.at for before, after in pairwise(buckets))
+    assert len(buckets) <= ceil(numel * itemsize / cap)
