@@ -7,9 +7,10 @@ other. Bandwidths are those of one direction, in GB (10^9 bytes) per second.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from math import ceil, inf
 from pathlib import Path
@@ -142,6 +143,21 @@ class Cluster:
         kinds: dict[str, Any] = {"within": Link, "between": Between, "racks": Racks}
         parts = {key: _made(kinds[key], given[key], f"{name}: {key}") for key in kinds.keys() & given.keys()}
         return _made(cls, {"name": name, "about": "", **given, **parts}, name)
+
+    def text(self) -> str:
+        """As a TOML document, which `parsed` reads.
+
+        >>> desk = Cluster("desk", "two hosts", 1, Link(5.0, 10.0), Between(50.0, 1.25))
+        >>> Cluster.parsed(desk.text(), "desk") == desk
+        True
+        """
+        flat = {key: value for key, value in asdict(self).items() if value is not None and key != "name"}
+        tables = {key: flat.pop(key) for key in ("within", "between", "racks", "compute") if flat.get(key)}
+        flat.pop("compute", None)
+        lines = [f"{key} = {json.dumps(value)}" for key, value in flat.items()]
+        for name, table in tables.items():
+            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+        return "\n".join([*lines, ""])
 
     def ranks(self) -> float:
         """How many there can be."""

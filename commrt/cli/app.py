@@ -267,6 +267,18 @@ def plan(
 
 
 @app.command()
+def probe(
+    out: Annotated[str, typer.Option(metavar="FILE", help="The cluster's description: a .toml file.")],
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Local processes; ignored under a launcher.")] = 4,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of every wait, in seconds.")] = 60.0,
+) -> None:
+    """Measure the links between ranks, here or in the job that this is started in, for simulate and plan."""
+    from commrt.cli import probe as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run(out, workers, timeout_s)
+
+
+@app.command()
 def draw(
     what: Annotated[str, typer.Argument(help="An algorithm; or scaling: how all of them do with more ranks.")],
     out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt probe``: who swaps with whom, and that what was measured is a cluster to plan with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commrt import probing
+from commrt.cluster import Between, Cluster, Link, Racks
+from commrt.errors import UsageError
+from commrt.probing import layout, probe, swaps
+from commrt.program import program
+from commrt.simulate import Pricing
+from commrt.testing.ranks import run_ranks
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [("aaaa", 4), ("aabb", 2), ("abc", 1)])
+def test_ranks_that_fill_one_host_after_the_other_are_a_layout(hosts, per_host):
+    assert layout(list(hosts)) == per_host
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abab", "abba", "aabbb"])
+def test_other_ranks_are_told_how_they_lie(hosts):
+    with pytest.raises(UsageError, match=r"ranks lie on hosts as \[0, "):
+        layout(list(hosts))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "distance", "places", "pairs"),
+    [
+        (8, 4, 1, None, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (6, 3, 1, None, [(0, 1), (4, 5)]),
+        (8, 4, 4, None, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        (8, 4, 4, [0], [(0, 4)]),
+        (3, 1, 1, None, [(0, 1)]),
+        (12, 4, 4, None, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+    ],
+)
+def test_pairs_are_of_one_kind_and_each_rank_is_in_one_at_most(ranks, per_host, distance, places, pairs):
+    assert probing._pairs(ranks, per_host, distance, places) == pairs
+    assert sum(not program(swaps(pairs, ranks), rank).hops[0].idle for rank in range(ranks)) == 2 * len(pairs)
+
+
+def test_what_is_measured_is_the_same_on_every_rank_and_can_be_planned_with(monkeypatch):
+    monkeypatch.setattr(probing, "host_identity", lambda: "here")
+    clusters = run_ranks(4, probe)
+    assert clusters == clusters[:1] * 4
+    assert (clusters[0].gpus_per_node, clusters[0].nodes) == (4, 1)
+    again = Cluster.parsed(clusters[0].text(), "probed")
+    assert again == clusters[0]
+    assert Pricing(swaps([(0, 1)], 4), again).price(1e6).seconds > 0
+
+
+def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):
+    monkeypatch.setattr(probing, "_hosts", lambda world: [f"host {rank}" for rank in range(world.size)])
+    cluster = run_ranks(3, probe)[0]
+    assert (cluster.gpus_per_node, cluster.nodes, cluster.between.nics) == (1, None, 1)
+
+
+def test_a_cluster_with_all_it_can_have_is_read_as_it_was_written():
+    between, racks = Between(3.0, 4.0, nics=2, nics_per_rank=1), Racks(2, 3.0)
+    whole = Cluster("desk", 'of "cards"', 4, Link(1.5, 2.0), between, 7, racks, 5.0, 6.0, {"m": 8.0})
+    assert Cluster.parsed(whole.text(), "desk") == whole
+
+
+def test_one_rank_has_no_links():
+    with pytest.raises(UsageError, match="one rank has no links"):
+        run_ranks(1, probe)
+
+
+@pytest.mark.processes
+def test_probe_writes_a_file_to_simulate_with(tmp_path):
+    path = tmp_path / "here.toml"
+    command = Path(sys.executable).with_name("commrt")
+    args = [str(command), "probe", "--workers", "2", "--out", str(path)]
+    done = subprocess.run(args, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "GB/s inside of a host" in done.stdout
+    assert Cluster.named(str(path)).gpus_per_node == 2
