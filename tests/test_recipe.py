@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from itertools import chain
+from math import sqrt
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
+from commrt.algorithms.catalogue import by_name
 from commrt.errors import UsageError
 from commrt.recipe import BatchSizeControl, Rate, lars
 from commrt.testing.ranks import run_ranks
@@ -164,3 +166,35 @@ def test_lars_moves_each_matrix_by_a_part_of_its_own_size():
     optimizer.step()
     moved = (model.weight.detach() - before).norm().item()
     assert moved == pytest.approx(0.5 * 0.01 * before.norm().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.3])
+def test_label_smoothing_is_torchs_and_the_papers(smoothing):
+    torch.manual_seed(0)
+    logits, digits = torch.randn(64, 10, dtype=torch.float64), torch.randint(0, 10, (64,))
+    surprise = -torch.log_softmax(logits, dim=1)
+    right = surprise[torch.arange(64), digits]
+    expected = ((1 - smoothing) * right + smoothing * surprise.mean(dim=1)).mean()
+    torch.testing.assert_close(cross_entropy(logits, digits, label_smoothing=smoothing), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["ring", "torus2d", "halving_doubling"])
+def test_an_exchange_in_fp16_is_wrong_by_a_rounding_per_addition_and_does_not_overflow(name, ranks):
+    """Divided by the ranks before it is cast: values of which the sum is beyond fp16 have a mean that is not."""
+    torch.manual_seed(ranks)
+    gradients = 6e4 * torch.rand(ranks, 4096, dtype=torch.float64).add(0.05).clamp(max=1.0)
+    schedule = by_name(name).schedule(0, ranks)
+
+    def summed(world):
+        wire = (gradients[world.rank] / ranks).half()
+        world.run(schedule, wire)
+        return wire
+
+    means = run_ranks(ranks, summed)
+    exact = gradients.mean(dim=0)
+    error = (means[0].double() - exact).abs() / exact
+    assert means[0].isfinite().all()
+    assert all(torch.equal(means[0], other) for other in means)
+    assert error.square().mean().sqrt() < sqrt(ranks) * 2**-11
+    assert error.max() < ranks * 2**-11
