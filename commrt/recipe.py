@@ -90,12 +90,23 @@ class BatchSizeControl(Sampler[list[int]]):
     @property
     def batch(self) -> int:
         """Samples of this rank in a step of this epoch."""
-        return next(size for epoch, size in reversed(self._sizes.items()) if epoch <= self.epoch)
+        return self.batch_in(self.epoch)
 
-    @property
-    def growth(self) -> float:
-        """Compared with the first epoch."""
-        return self.batch / next(iter(self._sizes.values()))
+    def batch_in(self, epoch: int) -> int:
+        """Samples of this rank in a step of `epoch`."""
+        return next(size for since, size in reversed(self._sizes.items()) if since <= epoch)
+
+    def epochs_after(self, updates: int) -> float:
+        """How many epochs so many updates are.
+
+        >>> control = BatchSizeControl(range(100), {0: 10, 2: 50})
+        >>> [control.epochs_after(updates) for updates in (5, 20, 21, 26)]
+        [0.5, 2.0, 2.5, 5.0]
+        """
+        epoch = 0
+        while (steps := len(self._sampler) // self.batch_in(epoch)) <= updates and steps:
+            epoch, updates = epoch + 1, updates - steps
+        return epoch + (updates / steps if steps else 0.0)
 
     @property
     def parts(self) -> int:
@@ -106,11 +117,6 @@ class BatchSizeControl(Sampler[list[int]]):
     def steps(self) -> int:
         """Of this epoch."""
         return len(self._sampler) // self.batch
-
-    @property
-    def progress(self) -> float:
-        """Epochs that are done, with what is done of this one."""
-        return self.epoch + (self._done / self.steps if self.steps else 0.0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, unless this is a resumed run that is in the middle of it."""
@@ -166,8 +172,8 @@ class Rate:
     """A learning rate for `optimizer` that rises for some epochs, then falls to nothing: call `step` after each update.
 
     It is a function of how much of the training is done, whatever the size of batches. As they grow, `rule` says what
-    it does: ``keep`` lets the growth take the place of a decay, ``linear`` and ``sqrt`` make it grow too. For
-    ``attach(also=[...])``: who takes over its state has the same rate.
+    it does: ``keep`` lets the growth take the place of a decay, ``linear`` and ``sqrt`` make it grow too. It counts
+    updates: with backup workers name it in ``attach(also=[...])``, so that a late rank has the rate of the others.
     """
 
     def __init__(
@@ -189,29 +195,35 @@ class Rate:
         self._optimizer, self._control = optimizer, control
         self._epochs, self._warmup, self._power, self._rule = epochs, warmup_epochs, power, RULES[rule]
         self._highest: list[float] = [group["lr"] for group in optimizer.param_groups]
-        self.step()
+        self._updates = 0
+        self._set()
 
     @property
     def factor(self) -> float:
-        """What the highest rate is multiplied with now."""
-        done = self._control.progress
-        rest = max(self._epochs - done, 0.0) / (self._epochs - self._warmup)
-        begun = (done + 1 / max(self._control.steps, 1)) / self._warmup if self._warmup else 1.0
-        return float(self._control.growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
+        """What the highest rate is multiplied with for the next update."""
+        now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
+        growth = self._control.batch_in(int(now)) / self._control.batch_in(0)
+        begun = after / self._warmup if self._warmup else 1.0
+        rest = max(self._epochs - now, 0.0) / (self._epochs - self._warmup)
+        return float(growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
 
     def step(self) -> None:
-        """Set the rate for the next update; after each, and after ``control.set_epoch``."""
+        """There was an update."""
+        self._updates += 1
+        self._set()
+
+    def _set(self) -> None:
         for group, highest in zip(self._optimizer.param_groups, self._highest, strict=True):
             group["lr"] = highest * self.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """The highest rates; where training is, the batches know."""
-        return {"highest": self._highest}
+        """The highest rates, and the updates so far."""
+        return {"highest": self._highest, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have those again."""
-        self._highest = list(state["highest"])
-        self.step()
+        """Be there again."""
+        self._highest, self._updates = list(state["highest"]), state["updates"]
+        self._set()
 
 
 def lars(

@@ -53,7 +53,8 @@ def test_every_epoch_has_whole_batches_of_its_size_and_each_sample_once(length, 
     batches = epoch_of(control, epoch)
     assert [len(batch) for batch in batches] == [size] * (length // size)
     assert len({*chain(*batches)}) == size * (length // size)
-    assert control.progress == (epoch + 1 if batches else epoch)
+    whole = sum(length // control.batch_in(each) for each in range(epoch + 1))
+    assert control.epochs_after(whole) >= (epoch + 1 if length >= max([first, *sizes.values()]) else 0)
 
 
 def test_parts_of_a_batch_are_the_batch():
@@ -132,10 +133,8 @@ def rates(rule="keep", sizes=None, epochs=6, warmup=2):
     for epoch in range(epochs):
         control.set_epoch(epoch)
         for _ in range(control.steps):
-            rate.step()
             found.append(optimizer.param_groups[0]["lr"])
-            with control.part():
-                pass
+            rate.step()
     return found
 
 
@@ -150,6 +149,18 @@ def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
     grown = rates(rule, {0: 8, 3: 32})
     assert len(grown) == 3 * 12 + 3 * 3
     assert grown[36::3] == pytest.approx([factor * each for each in rates()[36::12]])
+
+
+def test_who_takes_over_the_state_of_a_rate_has_the_same_rate():
+    control = BatchSizeControl(sampler(), {0: 8})
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2)]
+    ahead, late = (Rate(optimizer, control, 6, warmup_epochs=2) for optimizer in optimizers)
+    for _ in range(30):
+        ahead.step()
+    late.step()
+    late.load_state_dict(ahead.state_dict())
+    assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"] != 2.0
+    assert late.factor == ahead.factor
 
 
 def test_a_rate_that_cannot_be_is_refused_in_words():

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ResNet-50 on ImageNet with large batches, as the papers trained it, on any folder of images.
+
+::
+
+    torchrun --nproc-per-node 8 examples/imagenet_resnet50.py --data /data/imagenet --wire fp16 --amp fp16
+    srun -N 272 --ntasks-per-node 4 python examples/imagenet_resnet50.py --data /data/imagenet --grid 32x34 ...
+
+``--data`` holds ``train`` and ``val``, each a folder per class, of which the names must be the same. Batches grow
+(``--batch 16 --grow 30:32``), labels are smoothed, LARS steps fp32 weights, gradients travel in 16 bits and are divided
+by the ranks before they are added. Writes a checkpoint after each epoch and goes on from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+import commrt
+from commrt.recipe import BatchSizeControl, Rate, lars
+
+DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+SMALLEST_CROP, SCALED_UP = 0.25, 1.143
+"""Of an image's area when training; of the side that is cut out of it when testing."""
+
+
+class Folder(Dataset[tuple[Tensor, int]]):
+    """Images of a folder per class, [3, side, side]; cut out and mirrored by chance if `augment`."""
+
+    def __init__(self, root: Path, side: int, *, augment: bool) -> None:
+        if not root.is_dir():
+            raise SystemExit(f"{root} is no folder: --data must hold train and val, each a folder per class")
+        classes = sorted(path for path in root.iterdir() if path.is_dir())
+        files = ((number, sorted(path.iterdir())) for number, path in enumerate(classes))
+        self.samples = [(path, number) for number, paths in files for path in paths]
+        self.classes = [path.name for path in classes]
+        self._side, self._augment = side, augment
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        path, number = self.samples[place]
+        with Image.open(path) as image:
+            cut = self._cut(image.convert("RGB"))
+        pixels = torch.from_numpy(np.array(cut, dtype=np.float32) / 255)
+        if self._augment and torch.rand(()) < 0.5:
+            pixels = pixels.flip(1)
+        return ((pixels - MEAN) / DEVIATION).permute(2, 0, 1), number
+
+    def _cut(self, image: Image.Image) -> Image.Image:
+        width, height = image.size
+        area, aspect, x, y = torch.rand(4).tolist() if self._augment else (1.0, 0.5, 0.5, 0.5)
+        if self._augment:
+            scale = (SMALLEST_CROP + (1 - SMALLEST_CROP) * area) ** 0.5
+            stretch = (4 / 3) ** (aspect - 0.5)
+            size = min(width, round(width * scale * stretch)), min(height, round(height * scale / stretch))
+        else:
+            size = (round(min(width, height) / SCALED_UP),) * 2
+        left, top = round(x * (width - size[0])), round(y * (height - size[1]))
+        box = (left, top, left + size[0], top + size[1])
+        return image.resize((self._side, self._side), Image.Resampling.BILINEAR, box=box)
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions and a way around them; the last normalisation begins at zero."""
+
+    def __init__(self, came: int, width: int, stride: int) -> None:
+        super().__init__()
+        goes = 4 * width
+        self.body = nn.Sequential(
+            *(nn.Conv2d(came, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, goes, 1, bias=False), nn.BatchNorm2d(goes)),
+        )
+        nn.init.zeros_(self.body[-1].weight)
+        self.around: nn.Module = nn.Identity()
+        if stride > 1 or came != goes:
+            self.around = nn.Sequential(nn.Conv2d(came, goes, 1, stride, bias=False), nn.BatchNorm2d(goes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, came, h, w] to [n, 4 width, h / stride, w / stride]."""
+        return torch.relu(self.body(x) + self.around(x))
+
+
+def resnet(classes: int, blocks: Sequence[int], width: int) -> nn.Module:
+    """ResNet-50 with blocks 3, 4, 6, 3 and width 64: 25.6 million parameters for 1,000 classes."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    came = width
+    for stage, count in enumerate(blocks):
+        for number in range(count):
+            layers.append(Bottleneck(came, width << stage, 2 if number == 0 and stage else 1))
+            came = 4 * width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(came, classes))
+
+
+class Training:
+    """All that one rank trains with."""
+
+    def __init__(self, options: argparse.Namespace, world: commrt.World) -> None:
+        self.options, self.world = options, world
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
+        self.data = Folder(options.data / "train", options.side, augment=True)
+        self.test = Folder(options.data / "val", options.side, augment=False)
+        torch.manual_seed(options.seed)
+        self.model = resnet(len(self.data.classes), options.blocks, options.width).to(self.device)
+        self.optimizer = lars(self.model, options.lr) if options.lars else self._sgd()
+        samples: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(
+            self.data, world.size, world.rank, seed=options.seed
+        )
+        self.batches = BatchSizeControl(samples, {0: options.batch, **dict(options.grow)}, options.most)
+        self.rate = Rate(
+            self.optimizer, self.batches, options.epochs, warmup_epochs=options.warmup, power=options.power
+        )
+        self.amp = DTYPES[options.amp]
+        is_scaled = self.amp == torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=options.loss_scale, enabled=is_scaled)
+        self.replica = commrt.attach(
+            self.model, self.optimizer, options.chosen, world=world, wire=DTYPES[options.wire],
+            also=[self.rate, self.scaler],
+        )  # fmt: skip
+        self.epoch = 0
+
+    def _sgd(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), self.options.lr, 0.9, weight_decay=5e-5, nesterov=True)
+
+    def run(self) -> None:
+        """Train from where the checkpoint is to the end."""
+        self.resume()
+        loader = DataLoader(self.data, batch_sampler=self.batches, num_workers=self.options.loaders)
+        while self.epoch < self.options.epochs:
+            begin_s, seen = time.perf_counter(), self.train(loader)
+            seconds = time.perf_counter() - begin_s
+            right = self.evaluate()
+            self.epoch += 1
+            self.save()
+            if self.world.rank == 0:
+                speed, updates = self.world.size * seen / seconds, self.replica.step
+                told = f"{right:.2%} right, {speed:,.0f} images/s, {updates:,} updates"
+                print(f"epoch {self.epoch}: {told}", flush=True)
+
+    def train(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> int:
+        """One epoch; how many images this rank has seen."""
+        self.model.train()
+        self.batches.set_epoch(self.epoch)
+        seen = 0
+        for images, labels in loader:
+            with self.batches.part(self.replica) as part:
+                x, y = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+                with self._half():
+                    loss = cross_entropy(self.model(x), y, label_smoothing=self.options.smoothing)
+                self.scaler.scale(part.share * loss).backward()
+            seen += len(images)
+            if part.is_last:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+                self.rate.step()
+        return seen
+
+    def _half(self) -> torch.autocast | nullcontext[None]:
+        return nullcontext() if self.amp is None else torch.autocast(self.device.type, self.amp)
+
+    def evaluate(self) -> float:
+        """The share of test images that are right; statistics of normalisation come from training images just now."""
+        self.replica.consolidate()
+        if self.options.statistics:
+            chosen = torch.randperm(len(self.data))[: self.options.statistics]  # neighbours are of one class
+            loader = DataLoader(
+                Subset(self.data, chosen.tolist()), self.options.batch, num_workers=self.options.loaders
+            )
+            update_bn(loader, self.model, self.device)
+            self.replica.sync_buffers()
+        self.model.eval()
+        counts = torch.zeros(2, dtype=torch.float64)
+        for images, labels in self._mine():
+            with torch.no_grad(), self._half():
+                guesses = self.model(images.to(self.device)).argmax(1).cpu()
+            counts += torch.tensor([(guesses == labels).sum(), len(labels)])
+        self.world.run(commrt.HalvingDoubling().schedule(0, self.world.size), counts)
+        return float(counts[0] / counts[1])
+
+    def _mine(self) -> Iterator[tuple[Tensor, Tensor]]:
+        places = range(self.world.rank, len(self.test), self.world.size)
+        yield from DataLoader(Subset(self.test, [*places]), self.options.batch, num_workers=self.options.loaders)
+
+    def save(self) -> None:
+        """By the first rank, whole or not at all."""
+        path: Path | None = self.options.checkpoint
+        if path is None or self.world.rank:
+            return
+        parts = {"model": self.model, "optimizer": self.optimizer, "rate": self.rate, "scaler": self.scaler}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({**state, "replica": self.replica.state_dict(), "epoch": self.epoch}, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+    def resume(self) -> None:
+        """Be where the checkpoint is, if there is one; on all ranks."""
+        path: Path | None = self.options.checkpoint
+        if path is None or not path.exists():
+            return
+        state = torch.load(path, map_location=self.device)
+        for name in ("model", "optimizer", "rate", "scaler", "replica"):
+            getattr(self, name).load_state_dict(state[name])
+        self.epoch = state["epoch"]
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, required=True)
+    add("--algorithm", choices=["torus2d", "ring", "halving_doubling", "gossip", "backup"], default="torus2d")
+    add("--grid", type=lambda text: tuple(map(int, text.split("x"))), help="of torus2d, as 32x34")
+    add("--backups", type=int, default=1, help="of backup")
+    add("--staleness", type=int, default=0, help="of gossip")
+    add("--epochs", type=int, default=90)
+    add("--batch", type=int, default=32, help="images per rank and step")
+    add("--grow", type=lambda text: tuple(map(int, text.split(":"))), action="append", default=[], help="EPOCH:BATCH")
+    add("--most", type=int, help="images that fit into memory: larger batches come in parts")
+    add("--lr", type=float, default=0.1, help="the highest; with --lars some 10 to 30")
+    add("--lars", action="store_true")
+    add("--warmup", type=float, default=5.0, help="epochs")
+    add("--power", type=float, default=2.0, help="of the fall after it")
+    add("--smoothing", type=float, default=0.1, help="of labels")
+    add("--wire", choices=DTYPES, default="fp32", help="what gradients travel as")
+    add("--amp", choices=DTYPES, default="fp32", help="what passes are computed in")
+    add("--loss-scale", type=float, default=2.0**16, help="the first, for --amp fp16")
+    add("--statistics", type=int, default=0, help="images per rank to normalise with in tests; 0: moving averages")
+    add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[3, 4, 6, 3])
+    add("--width", type=int, default=64)
+    add("--side", type=int, default=224, help="of images, in pixels")
+    add("--loaders", type=int, default=4, help="processes that read images, per rank")
+    add("--checkpoint", type=Path)
+    add("--seed", type=int, default=0)
+    options = parser.parse_args()
+    made = {
+        "gossip": lambda: commrt.Gossip(staleness=options.staleness),
+        "backup": lambda: commrt.BackupWorkers(options.backups),
+        "torus2d": lambda: commrt.Torus2D(options.grid),
+        "ring": commrt.Ring,
+        "halving_doubling": commrt.HalvingDoubling,
+    }
+    options.chosen = made[options.algorithm]()
+    return options
+
+
+def main() -> None:
+    """Train."""
+    options = parsed()
+    with commrt.init() as world:
+        if not torch.cuda.is_available():
+            torch.set_num_threads(1)
+        Training(options, world).run()
+
+
+if __name__ == "__main__":
+    main()
