@@ -190,7 +190,7 @@ def test_the_command_takes_a_topology_and_rows():
     said = json.loads(verified("--ranks", 8, "--topology", "hypercube", "--json"))
     assert (said["ok"], said["schedule"], said["largest"]) == (True, "hypercube 0", 1.0)
     said = json.loads(verified("--ranks", 12, "--within", 4, "--json"))
-    assert (said["ok"], said["period"], said["steps"]) == (True, 2, 7)
+    assert (said["ok"], said["period"], said["steps"], said["met_all_after"]) == (True, 2, 7, 2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import cast
 
 from commrt.algorithms.backup import BackupWorkers
@@ -76,7 +76,8 @@ def _run_gossip(algorithm: Gossip, ranks: int, show: bool, as_json: bool) -> boo
     proofs = [verify(schedule, promise(algorithm, schedule)) for schedule in schedules]
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
     report = mixing(schedules[: algorithm.period(ranks)], algorithm.within)
-    met = meetings(algorithm, ranks, MOST_MEETINGS) if algorithm.rotate else None
+    one_each = replace(algorithm, within=1)  # a row's message is of all its ranks
+    met = meetings(one_each, ranks // algorithm.within, MOST_MEETINGS) if algorithm.rotate else None
     if as_json:
         period = {"period": algorithm.period(ranks), "met_all_after": met}
         print(json.dumps(_record(worst, algorithm) | period | asdict(report)))
@@ -85,18 +86,19 @@ def _run_gossip(algorithm: Gossip, ranks: int, show: bool, as_json: bool) -> boo
         print(*schedules, sep="\n")
     print(_sentence(worst))
     if worst.ok:
-        print(_period(report, algorithm.period(ranks), met))
+        who = "ranks" if algorithm.within == 1 else f"rows of {algorithm.within}"
+        print(_period(report, algorithm.period(ranks), who, met))
     return worst.ok
 
 
-def _period(report: Mixing, steps: int, met: int | None) -> str:
+def _period(report: Mixing, steps: int, who: str, met: int | None) -> str:
     """What becomes of differences, and who hears of whom."""
     exact = report.smallest == report.largest == 1
     holds = "exactly the mean" if exact else f"{report.smallest:.3g} to {report.largest:.3g} times its share of each"
     meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
     return (
         f"after {steps} step{'s' * (steps != 1)} every rank holds {holds}; {report.second_singular_value:.3g} of the "
-        f"differences between ranks is left at most; ranks {meet}"
+        f"differences between ranks is left at most; {who} {meet}"
     )
 
 
