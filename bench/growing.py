@@ -83,8 +83,8 @@ def draw(runs: Sequence[Run], out: str) -> None:
             axes.plot(updates, [100 * each for each in run.accuracy], color=colour, lw=0.6, alpha=0.4)
         means = [100 * mean(each) for each in zip(*(run.accuracy for run in these), strict=True)]
         axes.plot(updates, means, "o-", color=colour, ms=4, label=f"batch {way}")
-    axes.set_xscale("log")
-    axes.set_ylim(80, 100)
+    axes.set_ylim(70, 100)
+    axes.set_xlim(left=0)
     axes.set_xlabel("updates")
     axes.set_ylabel("test accuracy after each epoch, %")
     axes.grid(alpha=0.3)
