@@ -194,10 +194,9 @@ def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful],
         return _in_place(world, make(broadcast_buffers=broadcast_buffers))
     chosen.agree(algorithm, engine.schedule(0), engine.buckets, **more)
     replica = chosen.begin(make(broadcast_buffers=broadcast_buffers), Gathering(world), int)
-    if world.rank == world.members[0]:
-        host = host_identity() if world.transport.kind == "shared" else None
-        claim |= {"frozen parameters": _frozen(chosen.model)}  # they are rank 0's now
-        Charter(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
+    host = host_identity() if world.transport.kind == "shared" else None
+    claim |= {"frozen parameters": _frozen(chosen.model)}  # they are rank 0's now
+    Charter(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
     return replica
 
 
@@ -216,8 +215,9 @@ def _in_place(world: World, replica: Backed) -> Replica:
     try:
         replica.succeed()
         world.charter = None  # this rank is as any other
-    except BaseException:
-        replica.detach()
+    except BaseException as error:
+        world.survival.leave(f"it was not let in: {error}")
+        replica.withdraw()
         raise
     return replica
 

@@ -100,12 +100,15 @@ class Backed(Replica):
         self._company = Company(world, self._presence)
         if world.charter is not None:
             membership.require_vacant()
-        self._presence.say(Doing.BETWEEN if world.charter is None else Doing.COMES)
+        if world.charter is None:
+            self._presence.say(Doing.BETWEEN)
         world.survival.is_outside = world.charter is not None
         self._begin_era(1)
         world.survival.begin(self, alone=True, need=Need(self._needed, PATIENCE_S, self._relief.summon))
+        if world.charter is not None:  # and this process has the place
+            self._presence.say(Doing.COMES)
         self._relief.open()
-        world.around = Around(self._gather, self._company.disperse, self._end, self._leave)
+        world.around = Around(self._gather, self._company.disperse, self._end, self._leave, self._speak_of)
 
     def _begin_era(self, era: int) -> None:
         """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
@@ -162,10 +165,13 @@ class Backed(Replica):
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin(in_pass=True)
-            self._company.train()
-            self._is_successor = False
+            self._take_part()
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
+
+    def _take_part(self) -> None:
+        self._company.train()
+        self._is_successor = False
 
     def _begin(self, *, in_pass: bool = False) -> None:
         """From here to the optimizer's step this rank's state is whole, and stays."""
@@ -201,6 +207,7 @@ class Backed(Replica):
         return self._passing is None or self._passing != current_pass()
 
     def _begin_pass(self, number: int) -> None:
+        self._take_part()
         self._passing, self._is_stale = number, self._due is not None
         if not self._is_stale:
             self._open()  # a compiled model, or one that is taken apart, calls no hooks
@@ -279,9 +286,12 @@ class Backed(Replica):
         try:
             yield
         except CommrtError as error:
-            if QuorumLost in {type(error), type(error.__cause__)}:
-                self._speak()
+            self._speak_of(error)
             raise
+
+    def _speak_of(self, error: BaseException) -> None:
+        if QuorumLost in {type(error), type(error.__cause__)}:
+            self._speak()
 
     def _speak(self) -> None:
         calls, self._last_words = self._last_words, []
@@ -311,11 +321,14 @@ class Backed(Replica):
 
     def succeed(self) -> None:
         """Take the place of a rank that is gone, while nobody gathers; not collective."""
-        self._company.succeed()
-        self._due = Due(0, self._company.others)
-        self.drain()
+        self._company.succeed(self._takes_a_step)
         # Once more before the first step, whatever is loaded until then.
         self._due, self._is_successor = Due(self.step, self._company.others), True
+
+    def _takes_a_step(self) -> bool:
+        self._due = Due(0, self._company.others)
+        self.drain()
+        return self._taken is not None
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """See `Replica.load_state_dict`; who takes the place of a rank that is gone gets all from the others."""
@@ -372,9 +385,13 @@ class Backed(Replica):
 
     def detach(self) -> None:
         """See `Replica.detach`; the others go on without this rank, if there are enough."""
-        super().detach()
         with suppress(CommrtError, RuntimeError):
             self._presence.say(Doing.LEFT)
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Let go of the model without a word: to the others it is as if this process were gone."""
+        super().detach()
         self._world.around = Around()
         self._donor.shut()
         self._relief.close()

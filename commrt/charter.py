@@ -48,8 +48,8 @@ class Charter:
         return cls(**said)
 
     def publish(self, store: Store) -> None:
-        """Let it stand on `store`."""
-        store.set(KEY, json.dumps(asdict(self)))
+        """Let it stand on `store`, by each of those who train; not again where it was withdrawn."""
+        store.compare_set(KEY, "", json.dumps(asdict(self)))
 
     @staticmethod
     def withdraw(store: Store) -> None:

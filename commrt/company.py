@@ -9,6 +9,7 @@ others say, so one of the two sees the other.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 from time import monotonic
@@ -56,6 +57,7 @@ class Company:
 
         Until then this rank is one that trains: who lacks its gradient waits for it.
         """
+        self._presence.say(Doing.AWAITS)
         while Doing.TRAINS in self._presence.of(self.others).values():
             if monotonic() > end_s:
                 raise DeadlineExceeded(
@@ -84,13 +86,17 @@ class Company:
     def train(self) -> None:
         """At the begin of a step."""
         self._is_new = False
-        if self._presence.doing is Doing.BETWEEN:
+        if self._presence.doing in {Doing.BETWEEN, Doing.AWAITS}:
             self._presence.say(Doing.TRAINS)
 
-    def succeed(self) -> None:
-        """Be let in, in place of a rank that is gone; raises `DeadlineExceeded`."""
+    def succeed(self, takes_a_step: Callable[[], bool]) -> None:
+        """Be let in, in place of a rank that is gone; raises `DeadlineExceeded`.
+
+        `takes_a_step` takes the state of one that has begun a step, and says if it has: then all calls that belong to
+        earlier steps have been made, and for the next one all wait for this rank.
+        """
         end_s = monotonic() + self._world.timeout_s
-        while not self._is_welcome():
+        while not (self._is_welcome() and takes_a_step()):
             self._presence.say(Doing.COMES)
             if monotonic() > end_s:
                 what = f"the others have not come out of what all do together within {self._world.timeout_s:g} s"
@@ -112,8 +118,8 @@ class Company:
     def end(self) -> None:
         """Let those who are late have this rank's state before it is gone."""
         self._presence.say(Doing.ENDS)
-        self._presence.outlast(lambda doing: doing not in TRAINING)
-        Charter.withdraw(self._world.store)
+        if self._presence.outlast(lambda doing: doing not in TRAINING):
+            Charter.withdraw(self._world.store)
 
     def leave(self) -> None:
         """Let those who have questions left ask them, if this process holds the store."""

@@ -30,6 +30,8 @@ LOOK_S = 0.05
 """Between two looks of the first who came; the k-th looks k times less often, so that the store is not kept busy."""
 LOOK_MOST_S = 1.0
 AGAIN_S = 0.2
+FIRST = "0"
+"""The birth of those that began together, for a bell."""
 
 T = TypeVar("T")
 
@@ -191,9 +193,9 @@ class Membership:
         place = 1 + list(attendance.here).index(self._rank)
         Event().wait(min(LOOK_S * place, LOOK_MOST_S))
         for rank in attendance.absent(self.members):
-            if self._is_gone(rank):
+            if self._member_is_gone(rank):
                 why = f"rank {self._rank} found that its process is gone"
-                self._say(LEFT, self.generation, rank, why, self._bells.get(rank))
+                self._say(LEFT, self.generation, rank, why, self._connected.get(rank, FIRST))
             elif self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
                 promised.add(rank)
 
@@ -211,10 +213,15 @@ class Membership:
 
     def disconnected(self, ranks: Iterable[int]) -> list[int]:
         """Those whose process does not live with which this generation was to connect."""
-        bells = {rank: self._connected.get(rank) for rank in ranks}
-        return [
-            rank for rank, bell in bells.items() if (self._is_gone(rank) if bell is None else is_gone(_where(bell)))
-        ]
+        return [rank for rank in ranks if self._member_is_gone(rank)]
+
+    def _member_is_gone(self, rank: int) -> bool:
+        """True if that process does not live, whether or not another has come in its place."""
+        known = self._connected.get(rank)
+        if known is not None:
+            return is_gone(_where(known))
+        bell = self._address(rank)
+        return bell is not None and (birth(bell) > birth(FIRST) or is_gone(_where(bell)))
 
     def _is_gone(self, rank: int) -> bool:
         known = self._bells.get(rank)

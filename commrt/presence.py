@@ -27,6 +27,8 @@ class Doing(StrEnum):
     """It waits for all ranks in a collective call."""
     BETWEEN = "between"
     """It has not begun a step since the latest collective call, and may make another."""
+    AWAITS = "awaits"
+    """It is one of those that train, but has begun no step, and waits until the others come to a collective call."""
     COMES = "comes"
     """It takes the place of a rank that is gone, and waits until nobody gathers."""
     ENDS = "ends"
@@ -35,7 +37,7 @@ class Doing(StrEnum):
     """It asks nothing of anybody any more."""
 
 
-TRAINING = frozenset({Doing.TRAINS, Doing.BETWEEN})
+TRAINING = frozenset({Doing.TRAINS, Doing.BETWEEN, Doing.AWAITS})
 """It may announce a gradient."""
 
 
@@ -67,14 +69,15 @@ class Presence:
         gone = self._gone([rank for rank, doing in said.items() if doing != Doing.LEFT and rank != self._rank])
         return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
 
-    def outlast(self, others: Callable[[Doing | None], bool]) -> None:
-        """Wait until what each other rank does is what `others` says, but no longer than a deadline."""
+    def outlast(self, others: Callable[[Doing | None], bool]) -> bool:
+        """Wait until what each other rank does is what `others` says, but no longer than a deadline; True if it is."""
         end_s = monotonic() + self._timeout_s()
         while monotonic() < end_s:
             doing = self.of([rank for rank in self._ranks if rank != self._rank])
             if all(others(each) for each in doing.values()):
-                return
+                return True
             Event().wait(LOOK_S)
+        return False
 
     def _asked(self, question: Callable[[], T]) -> T:
         return ask(question, self._timeout_s() + ANSWER_S, self._rank)

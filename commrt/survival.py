@@ -93,7 +93,8 @@ class Survival:
         self._means, self._connect_gpu = means, connect_gpu
         self.step = 0
         """The step that training here comes to next."""
-        self._votes = 0  # in this generation: who comes from an earlier step has missed those of the one before
+        self._voted = (0, 0)  # in which generation last, and how often: who came later has missed earlier ones
+        self._worked = set[int]()  # in which generations what all do together ran
 
     @property
     def has_need(self) -> bool:
@@ -162,6 +163,7 @@ class Survival:
         return _Spared(self._lane.submit(lambda: self._spared(task)))
 
     def _spared(self, task: Callable[[], T]) -> T | TransportError:
+        self._worked.add(self.membership.generation)
         try:
             value = task()
             if self._is_on:
@@ -178,6 +180,7 @@ class Survival:
         before: Sequence[int] = ()
         while True:
             self._lane.submit(self._settle).result()
+            self._worked.clear()
             failure: TransportError | None = None
             try:
                 value = work()
@@ -226,7 +229,7 @@ class Survival:
             except LOST as failure:  # one was lost on the way
                 self.membership.miss(failure)
                 begin = inf
-        self.apart_until, self._votes, self.is_outside = begin, 0, False
+        self.apart_until, self.is_outside = begin, False
         self.generation = self.membership.generation
         self.room += 1
 
@@ -326,16 +329,27 @@ class Survival:
             raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
 
     def _all_came_through(self, failure: TransportError | None) -> bool:
-        """Has nobody seen a `failure` in what all did together? The same answer everywhere."""
-        self._votes += 1
-        shelf = PrefixStore(f"vote {self.membership.generation}.{self._votes}", self._store)
+        """Has nobody seen a `failure` in what all did together? The same answer everywhere.
+
+        Asked of the generation in which it ran: since then others may have called this rank to the next one, where they
+        do it again.
+        """
+        generation = min(self._worked, default=self.membership.generation)
+        self._voted = generation, self._voted[1] + 1 if self._voted[0] == generation else 1
+        shelf = PrefixStore("vote {}.{}".format(*self._voted), self._store)
         timeout_s = self._transport.timeout_s
         rank, members, are_gone = self._transport.rank, self.membership.members, self.membership.are_gone
-        is_whole = Vote(shelf, rank, members, timeout_s, are_gone).outcome(failure is None)
+        came_through = failure is None and len(self._worked) < 2
+        is_whole = Vote(shelf, rank, members, timeout_s, are_gone).outcome(came_through)
         if not is_whole:
             loss = failure or PeerLost("another rank lost one in what all did together", Place(rank))
-            self._lane.submit(lambda: self.let_go(loss)).result()
+            self._lane.submit(lambda: self._let_go_of(generation, loss)).result()
         return is_whole
+
+    def _let_go_of(self, generation: int, loss: TransportError) -> None:
+        """Unless the others have called this rank to a later one."""
+        if self.membership.generation == generation:
+            self.let_go(loss)
 
     def leave(self, why: str, *, in_order: bool = False) -> None:
         """The others need not wait for this rank; from any thread, and safe to call twice."""

@@ -56,6 +56,8 @@ class Around:
     end: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None
     """Before the others may think that this process is gone."""
+    failed: Callable[[BaseException], None] = lambda _: None
+    """What all do together has."""
 
 
 class World:
@@ -99,8 +101,7 @@ class World:
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
         """Who is told what happens when."""
         self._late_failure: TransportError | None = None
-        self._closed = False
-        self._inherited = False
+        self._closed = self._inherited = False
         self._entered = 0
         self.survival = Survival(store, self.transport, self.lane, means, self._connected_gpu)
         self._comparison = Comparison(self.transport, self.lane)
@@ -173,6 +174,9 @@ class World:
         self._gathered += 1
         try:
             yield
+        except CommrtError as error:
+            self.around.failed(error)
+            raise
         finally:
             self._gathered -= 1
             if not self._gathered:
@@ -261,8 +265,8 @@ class World:
         return self._connected_gpu(self._shelf(self._agreements), device)
 
     def _connected_gpu(self, name: str, device: torch.device) -> Queueing:
-        shelf = PrefixStore(name, another_connection(self.store))
-        return connect_gpu(shelf, self.rank, self.members, self.timeout_s, device, self._on_late_failure)
+        shelf, members = PrefixStore(name, another_connection(self.store)), self.members
+        return connect_gpu(shelf, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
     def _on_late_failure(self, failure: TransportError) -> None:
         """Of what was queued on a GPU: nobody waits for it, but others may wait for this rank."""

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import successions
 
 import commrt
+from commrt.testing.processes import AGAIN, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from churning import sail
@@ -30,3 +32,21 @@ def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weigh
 def test_deaths_upon_deaths_of_two_at_once_and_a_successor_for_each_cost_no_step():
     voyage = sail(6, 2, deaths=5)
     assert voyage.deaths == 5
+
+
+def killed(_, message, process):
+    process.kill()
+    return AGAIN if message == "replace" else True
+
+
+@pytest.mark.parametrize("dies_at", [9, 11])
+def test_a_death_at_the_end_of_an_epoch_to_which_ranks_come_from_different_steps_holds_nobody_up(dies_at):
+    ends = run_processes(4, successions.epochs, dies_at, on_message=killed)
+    assert [end.value for end in ends if end.rank != 2] == [(0, 1, 3)] * 3, [end.error for end in ends]
+
+
+def test_a_successor_makes_the_calls_that_come_after_the_step_that_it_begins_with():
+    ends = run_processes(4, successions.calls_at, (10, 12, 40), on_message=killed)
+    assert [end.error for end in ends] == [None] * 4
+    assert all(equal for end in ends for _, equal in end.value)
+    assert [end.value[-1][0] for end in ends] == [40] * 4
