@@ -148,5 +148,15 @@ def test_the_table_shows_the_best_first_and_says_why():
     assert "commrt.attach(model, optimizer, commrt.Torus2D(grid=(32, 8)))" in output
 
 
-def test_backups_are_planned_for_themselves():
-    assert "--backups is planned for itself" in refused("plan", "--backups", "auto", *BUFFER)
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["plan", "--backups", "auto", *BUFFER], "--backups is planned for itself: leave --nbytes out"),
+        (["plan", "--backups", "auto", "--cluster", "abci"], "leave --cluster out"),
+        (["plan", *BUFFER, "--law", "slow"], "an exchange is planned without stragglers: leave --law out"),
+        (["simulate", "backup", "--cluster", "abci"], "backup is simulated without exchanges: leave --cluster out"),
+        (["simulate", "ring", *BUFFER, "--times", "run.json"], "simulated with --jitter: leave --times out"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(args, says):
+    assert says in refused(*args)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
@@ -208,11 +209,15 @@ def simulate(
     For backup the options from --law on say how long ranks take; for the others --cluster to --within what they run on.
     """
     if algorithm == "backup":
+        exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
+        _leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
         from commrt.cli import simulate as of_backups  # noqa: PLC0415  # commands are imported when called
         from commrt.cli.backups import Question  # noqa: PLC0415
 
         of_backups.run(Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation), as_json)
         return
+    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--exponent": exponent}
+    _leave_out("an exchange is simulated with --jitter", times_of_ranks | {"--interpolation": interpolation})
     from commrt.cli import pricing  # noqa: PLC0415
     from commrt.cli.verify import choose  # noqa: PLC0415
 
@@ -250,15 +255,17 @@ def plan(
     With --nbytes or --model: algorithm, grid, wire and buckets, on a cluster. With --backups: how many backups, for
     ranks of which some are slow; the options after it say how slow.
     """
-    if backups is not None and (nbytes is not None or model is not None):
-        raise UsageError("--backups is planned for itself: give it without --nbytes and --model, then those without it")
     if backups is not None:
+        exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--wire": wire, "--batch": batch}
+        _leave_out("--backups is planned for itself", exchange | {"--compute-ms": compute_ms})
         from commrt.cli import plan as of_backups  # noqa: PLC0415  # commands are imported when called
         from commrt.cli.backups import Question  # noqa: PLC0415
 
         question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
         of_backups.run(backups, question, as_json)
         return
+    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
+    _leave_out("an exchange is planned without stragglers", times_of_ranks | {"--interpolation": interpolation})
     from commrt.cli import plans  # noqa: PLC0415
     from commrt.cli.pricing import Case  # noqa: PLC0415
 
@@ -306,6 +313,12 @@ def draw(
     most = ranks or (4096 if all_of_them else 4)
     case = Case(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
     command.run(None if all_of_them else choose(what, grid, both_ways, topology, within), case, out)
+
+
+def _leave_out(why: str, options: Mapping[str, object]) -> None:
+    """Raise for the first that was given, and would be ignored."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise UsageError(f"{why}: leave {given[0]} out")
 
 
 @app.command()
