@@ -3,37 +3,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke, refused, told
 
 import commrt
-from commrt.cli.app import app
 from commrt.cluster import shipped
 from commrt.collective import all_reduce
-from commrt.errors import UsageError
 from commrt.planning import algorithms
 from commrt.proof import prove
 
 BUFFER = ("--nbytes", "51.1e6")
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
-
-
-def told(*args):
-    result = invoke(*args, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def refused(*args):
-    with pytest.raises(UsageError) as refusal:
-        CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
-    return str(refusal.value)
 
 
 def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():

@@ -11,29 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
-
-from commrt.cli.app import app
-from commrt.errors import UsageError
+from invoking import invoke, refused, told
 
 FAST = ("--steps", "500")
 COMMANDS = [("simulate", "backup"), ("plan", "--backups", "auto")]
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
-
-
-def told(*args):
-    result = invoke(*args, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def refused(*args):
-    with pytest.raises(UsageError) as refusal:
-        CliRunner().invoke(app, list(args), catch_exceptions=False)
-    return str(refusal.value)
 
 
 def test_simulate_backup_says_which_split_is_best_and_what_each_costs():

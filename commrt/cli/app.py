@@ -89,6 +89,8 @@ BatchOption = Annotated[
     int | None, typer.Option(min=1, show_default="32", help="Images per rank, where the cluster's speed is known.")
 ]
 ComputeOption = Annotated[float | None, typer.Option(min=0.001, help="How long a step computes.")]
+WireOption = Annotated[Wire, typer.Option(help="What gradients travel as.")]
+BucketOption = Annotated[float, typer.Option(min=0.001, help="MiB of a bucket.")]
 GridOption = Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")]
 BothWays = Annotated[bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")]
 TopologyOption = Annotated[str | None, typer.Option(help="For gossip: dissemination or hypercube.")]
@@ -182,8 +184,8 @@ def simulate(
     cluster: ClusterOption = None,
     nbytes: NbytesOption = None,
     model: ModelOption = None,
-    wire: Annotated[Wire, typer.Option(help="What gradients travel as.")] = Wire.fp32,
-    bucket_cap_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a bucket.")] = 25.0,
+    wire: WireOption = Wire.fp32,
+    bucket_cap_mb: BucketOption = 25.0,
     batch: BatchOption = None,
     compute_ms: ComputeOption = None,
     jitter: Annotated[
@@ -295,8 +297,8 @@ def draw(
     ] = None,
     cluster: ClusterOption = None,
     model: ModelOption = None,
-    wire: Annotated[Wire, typer.Option(help="What gradients travel as.")] = Wire.fp32,
-    bucket_cap_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a bucket.")] = 25.0,
+    wire: WireOption = Wire.fp32,
+    bucket_cap_mb: BucketOption = 25.0,
     batch: BatchOption = None,
     compute_ms: ComputeOption = None,
     grid: GridOption = None,
