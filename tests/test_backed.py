@@ -173,12 +173,20 @@ class Loop:
 
     def __init__(self, ranks=4, algorithm=None, late_by=1, steps=8):
         self.ranks, self.algorithm, self.steps = ranks, algorithm or commrt.BackupWorkers(1), steps
-        self.progress, self.late_by = Progress(), late_by
+        self.progress, self.late_by, self.late_is_there = Progress(), late_by, threading.Event()
 
     def wait(self, world, replica):
-        """The rank that is late waits here until the others are gone."""
-        if world.rank == LATE and replica.step == AT:
+        """The rank that is late waits here until the others are gone; they, that it has not been left behind before."""
+        if replica.step != AT:
+            return
+        if world.rank == LATE:
+            self.late_is_there.set()
             self.progress.wait_for(AT + self.late_by)
+        else:  # in the forward pass, where this rank's state may be copied by who was left behind
+            replica.model.register_forward_pre_hook(self.wait_for_who_is_late)
+
+    def wait_for_who_is_late(self, *_):
+        assert self.late_is_there.wait(LIMIT_S)
 
     def train(self, world, replica, optimizer):
         while at(replica) < self.steps:
