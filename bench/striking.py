@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
 from multiprocessing.process import BaseProcess
@@ -36,7 +36,7 @@ from commrt.replica import Replica
 from commrt.schedule import Algorithm
 from commrt.testing.processes import AGAIN, Outcome, run_processes
 
-__all__ = ["Blow", "reference_holds", "struck", "work"]
+__all__ = ["Blow", "Course", "reference_holds", "struck", "work"]
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
 MORE = 8
@@ -58,6 +58,18 @@ TOGETHER = [("stop", "gathered"), ("kill", "gathered")]
 
 
 @dataclass(frozen=True)
+class Course:
+    """How long ranks train."""
+
+    steps: int = STEPS
+    """Until their weights have seen so many updates, or so many batches in each epoch."""
+    epochs: int = 0
+    """So many, each with the same number of batches for every rank, so that they end at different steps."""
+    most_s: float = 0.0
+    """A step computes for so long at most."""
+
+
+@dataclass(frozen=True)
 class Blow:
     """What happens to a rank, and where in its first step from `step` on in which it comes there."""
 
@@ -65,7 +77,7 @@ class Blow:
     step: int
     where: str
     """``backward``: before it announces; ``counted``: before it reduces; ``reducing``; ``through``: it has the sum;
-    ``gathered``: after the last step, where all compare their weights."""
+    ``gathered``: after the last step, or the first epoch, where all compare their weights."""
     kind: str
     """``kill``, ``replace`` by another process, ``stop`` for a while, or ``slow``."""
 
@@ -128,14 +140,9 @@ class Struck:
 
 
 def work(
-    tell: Callable[[Any], None],
-    algorithm: Algorithm,
-    timeout_s: float,
-    steps: int,
-    most_s: float,
-    blows: Sequence[Blow],
+    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, course: Course, blows: Sequence[Blow]
 ) -> dict[str, Any]:
-    """One worker: trains until its weights have seen `steps` updates, each computed for `most_s` at most."""
+    """One worker."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         is_successor = world.charter is not None
@@ -151,15 +158,20 @@ def work(
         if is_successor:
             _load_a_checkpoint(replica)
         are_replaced = any(each.kind == "replace" for each in blows)
-        goal = partial(_goal, world, is_successor) if are_replaced else lambda _: steps
-        used, times_s = _train(replica, optimizer, goal, world.rank, max(most_s, MOST_S * are_replaced))
-        blow.at("gathered", replica.step)
-        begin_s = time.perf_counter()
+        goal = partial(_goal, world, is_successor) if are_replaced else lambda _: course.steps
+        diary = Diary(world.rank, max(course.most_s, MOST_S * are_replaced))
+        for _ in range(course.epochs or 1):
+            if course.epochs:
+                diary.train_batches(replica, optimizer, course.steps)
+            else:
+                diary.train_until(replica, optimizer, goal)
+            blow.at("gathered", replica.step)
+            diary.compare(replica)
         return {
-            "used": used,
-            "equal": replica.replicas_equal(),
-            "together_s": time.perf_counter() - begin_s,
-            "longest_s": max(times_s),
+            "used": diary.used,
+            "equal": all(diary.equal),
+            "together_s": max(diary.together_s),
+            "longest_s": max(diary.times_s),
             "attached_s": attached_s if is_successor else None,
             "params": [param.detach().numpy() for param in model.parameters()],
             "lost": [loss.rank for loss in replica.lost],
@@ -180,24 +192,44 @@ def _goal(world: commrt.World, is_successor: bool, used: dict[int, tuple[int, ..
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
 
 
-def _train(
-    replica: Replica,
-    optimizer: torch.optim.Optimizer,
-    goal: Callable[[dict[int, tuple[int, ...]]], int],
-    rank: int,
-    most_s: float,
-) -> tuple[dict[int, tuple[int, ...]], list[float]]:
-    used: dict[int, tuple[int, ...]] = {}
-    times_s = []
-    while (version := drained(replica).step) < goal(used):
-        begin_s = time.perf_counter()
-        Event().wait(Random(f"{rank} {version}").uniform(0.0, most_s))
-        backward(replica.model, rank, version)
+@dataclass
+class Diary:
+    """What a rank did."""
+
+    rank: int
+    most_s: float
+    used: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Who counted in the steps in which this rank did."""
+    times_s: list[float] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
+    together_s: list[float] = field(default_factory=list)
+
+    def train_until(
+        self, replica: Replica, optimizer: torch.optim.Optimizer, goal: Callable[[dict[int, tuple[int, ...]]], int]
+    ) -> None:
+        """Until the weights have seen as many updates as `goal` says."""
+        while drained(replica).step < goal(self.used):
+            self._step(replica, optimizer)
+
+    def train_batches(self, replica: Replica, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        """So many, whether they counted or not."""
+        for _ in range(batches):
+            self._step(drained(replica), optimizer)
+
+    def _step(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        begin_s, version = time.perf_counter(), replica.step
+        Event().wait(Random(f"{self.rank} {version}").uniform(0.0, self.most_s))
+        backward(replica.model, self.rank, version)
         optimizer.step()
-        times_s.append(time.perf_counter() - begin_s)
+        self.times_s.append(time.perf_counter() - begin_s)
         if replica.last is not None and replica.last.counted:
-            used[replica.last.step] = replica.last.members
-    return used, times_s
+            self.used[replica.last.step] = replica.last.members
+
+    def compare(self, replica: Replica) -> None:
+        """A call of all."""
+        begin_s = time.perf_counter()
+        self.equal.append(replica.replicas_equal())
+        self.together_s.append(time.perf_counter() - begin_s)
 
 
 def drained(replica: Replica) -> Replica:
@@ -210,11 +242,10 @@ def struck(
     ranks: int,
     algorithm: Algorithm,
     blows: Sequence[Blow],
+    course: Course = Course(),
     *,
-    steps: int = STEPS,
     timeout_s: float = 15.0,
     stop_s: float = STOP_S,
-    most_s: float = 0.0,
 ) -> list[Outcome]:
     """How each rank ended."""
 
@@ -227,20 +258,19 @@ def struck(
             threading.Timer(stop_s, os.kill, (process.pid, signal.SIGCONT)).start()
         return None
 
-    return run_processes(
-        ranks, work, algorithm, timeout_s, steps, most_s, blows, limit_s=60.0 + 0.2 * steps, on_message=on_message
-    )
+    limit_s = 60.0 + 0.2 * course.steps
+    return run_processes(ranks, work, algorithm, timeout_s, course, blows, limit_s=limit_s, on_message=on_message)
 
 
-def reference_holds(ends: Sequence[Outcome], needed: int) -> None:
-    """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each step."""
+def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) -> None:
+    """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of at least `least` steps."""
     used: dict[int, tuple[int, ...]] = {}
     for end in ends:
         for step, members in end.value["used"].items():
             if used.setdefault(step, members) != members:
                 raise AssertionError(f"step {step}: {members} and {used[step]}")
     steps = max(used) + 1
-    if steps < STEPS or sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
+    if steps < least or sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
         raise AssertionError(f"not {needed} gradients in each step: {used}")
     wanted = list(_same_steps(steps, used).parameters())
     for end in ends:
@@ -277,38 +307,49 @@ class Row:
     """Median time in which another process was let in."""
 
 
-def cases(pairs: bool) -> Iterator[tuple[int, int, list[Blow]]]:
-    """(ranks, backups, blows)."""
+UPDATES, EPOCHS = Course(), Course(epochs=2, most_s=0.02)
+
+
+def cases(pairs: bool) -> Iterator[tuple[Course, list[Blow]]]:
+    """One blow among four ranks, or two among six."""
     for kind, where in [*PLACES, *REPLACED, *TOGETHER]:
-        yield 4, 1, [Blow(2, 4, where, kind)]
+        yield UPDATES, [Blow(2, 4, where, kind)]
     for where in ("backward", "reducing", "gathered"):
-        yield 4, 1, [Blow(0, 4, where, "stop")]
+        yield UPDATES, [Blow(0, 4, where, "stop")]
+    for kind, where in [*PLACES, *TOGETHER]:
+        yield EPOCHS, [Blow(2, 4, where, kind)]
     if pairs:
-        for (kind, where), (other, there) in combinations_with_replacement(PLACES, 2):
-            yield 6, 2, [Blow(2, 4, where, kind), Blow(4, 4, there, other)]
+        for (kind, where), (other, there) in combinations_with_replacement([*PLACES, *REPLACED, *TOGETHER], 2):
+            yield UPDATES, [Blow(2, 4, where, kind), Blow(4, 4, there, other)]
+        for kind, where in PLACES:
+            yield UPDATES, [Blow(0, 4, "reducing", "stop"), Blow(4, 4, where, kind)]
+            yield EPOCHS, [Blow(2, 4, where, kind), Blow(4, 4, "gathered", "kill")]
 
 
-def row(ranks: int, backups: int, blows: Sequence[Blow], inner: Algorithm, runs: int) -> Row:
+def row(course: Course, blows: Sequence[Blow], inner: Algorithm, runs: int) -> Row:
     """Strikes `runs` times; raises if a step was lost, done twice, or a rank did not end as it should."""
+    ranks, backups = 2 + 2 * len(blows), len(blows)
+    least = course.steps // 2 if course.epochs else course.steps
     waits_s, attached_s = [], []
     hit = {blow.rank for blow in blows}
     dead = {blow.rank for blow in blows if blow.kind == "kill"}
     for _ in range(runs):
-        ends = struck(ranks, commrt.BackupWorkers(backups, inner), blows, stop_s=4.0 if backups > 1 else STOP_S)
+        ends = struck(ranks, commrt.BackupWorkers(backups, inner), blows, course, stop_s=4.0 if backups > 1 else STOP_S)
         alive = [end for end in ends if end.exit_code == 0 or end.rank not in dead]
         if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
             raise RuntimeError("; ".join(broken))
-        reference_holds(alive, ranks - backups)
-        what = "together_s" if any(blow.where == "gathered" for blow in blows) else "longest_s"
-        waits_s.append(max(end.value[what] for end in alive if end.rank not in hit))
+        reference_holds(alive, ranks - backups, least)
+        waited = "together_s" if any(blow.where == "gathered" for blow in blows) else "longest_s"
+        waits_s.append(max(end.value[waited] for end in alive if end.rank not in hit))
         attached_s += [end.value["attached_s"] for end in alive if end.value["attached_s"] is not None]
     name, let_in_s = type(inner).__name__, median(attached_s) if attached_s else None
-    return Row(" + ".join(map(str, blows)), name, runs, 0, median(waits_s), max(waits_s), let_in_s)
+    case = " + ".join(map(str, blows)) + ", in epochs" * bool(course.epochs)
+    return Row(case, name, runs, 0, median(waits_s), max(waits_s), let_in_s)
 
 
 def random_arrivals(steps: int) -> Row:
     """Nobody is struck, but all compute for random times; who counted in each step is checked as ever."""
-    ends = struck(6, commrt.BackupWorkers(2), [], steps=steps, most_s=0.01)
+    ends = struck(6, commrt.BackupWorkers(2), [], Course(steps, most_s=0.01))
     if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
         raise RuntimeError("; ".join(broken))
     reference_holds(ends, needed=4)
@@ -343,8 +384,8 @@ def main() -> None:
         return
     rows = []
     for inner in (commrt.Torus2D(), commrt.Ring()):
-        for ranks, backups, blows in cases(options.pairs):
-            rows.append(row(ranks, backups, blows, inner, options.runs))
+        for course, blows in cases(options.pairs):
+            rows.append(row(course, blows, inner, options.runs))
             _print(rows[-1], options.json)
         rows.append(death_of_the_store(inner, options.runs))
         _print(rows[-1], options.json)
