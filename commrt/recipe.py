@@ -104,7 +104,7 @@ class BatchSizeControl(Sampler[list[int]]):
         [0.5, 2.0, 2.5, 5.0]
         """
         epoch = 0
-        while (steps := len(self._sampler) // self.batch_in(epoch)) <= updates and steps:
+        while (steps := self.steps_in(epoch)) <= updates and steps:
             epoch, updates = epoch + 1, updates - steps
         return epoch + (updates / steps if steps else 0.0)
 
@@ -116,7 +116,11 @@ class BatchSizeControl(Sampler[list[int]]):
     @property
     def steps(self) -> int:
         """Of this epoch."""
-        return len(self._sampler) // self.batch
+        return self.steps_in(self.epoch)
+
+    def steps_in(self, epoch: int) -> int:
+        """Of `epoch`."""
+        return len(self._sampler) // self.batch_in(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, unless this is a resumed run that is in the middle of it."""

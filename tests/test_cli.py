@@ -17,9 +17,12 @@ from time import sleep
 
 import meetings
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from commrt.cli.app import app
+from commrt.cli.mnist import Images
+from commrt.cli.recipes import RECIPES, Feed, batches
 from commrt.errors import CommrtError, UsageError
 from commrt.testing.processes import free_port, run_processes
 
@@ -84,6 +87,7 @@ def test_verify_can_show_the_schedule():
         (("train", "--start-timeout-s", "0"), "--start-timeout-s 0 is no deadline"),
         (("train", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0 is no size"),
         (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf is no size"),
+        (("train", "--recipe", "large-batch", "--batch-size", "1001"), "grows to 4004 with .* give at most 1000"),
         (("train", "--lr", "inf"), "--lr inf is no learning rate"),
         (("train", "--seed", str(2**64)), "--seed 18446744073709551616 with --epochs 10: each epoch needs a seed"),
         (("train", "--seed", str(2**64 - 9)), "--seed 18446744073709551607 with --epochs 10: each epoch needs a seed"),
@@ -299,6 +303,27 @@ def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happe
     happened = Counter((event["pid"], event["name"]) for event in json.loads(trace.read_text())["traceEvents"])
     once_a_step = ("forward", "backward", "wait", "optimizer", "bucket", "pack", "unpack")
     assert {happened[rank, name] for rank in range(2) for name in once_a_step} == {record["steps"]}
+
+
+@pytest.mark.processes
+def test_train_follows_the_recipe_for_large_batches():
+    options = ["--recipe", "large-batch", "--batch-size", "128", "--json"]
+    result = command("train", "--workers", "2", "--epochs", "3", *options)
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert (record["recipe"], record["steps"]) == ("large-batch", 31 + 7 + 7)
+    assert record["test_accuracy"] > 0.7
+    assert record["images_per_second"] * record["step_seconds"] == pytest.approx(128 * (31 + 4 * 14) / 45)
+
+
+def test_a_rank_that_was_late_goes_on_with_batches_as_large_as_the_others():
+    images = Images(torch.arange(4000.0), torch.arange(4000))
+    feeds = [Feed(images, batches(RECIPES["large-batch"], (rank, 2), 64, epochs=3)) for rank in (0, 1)]
+    for updates in range(45):
+        pixels, digits = feeds[0].batch(updates)
+        assert torch.equal(pixels, digits.float())
+        assert len(digits) == (64 if updates < 31 else 256)
+    assert [len(feeds[1].batch(updates)[1]) for updates in (0, 30, 31, 31, 44, *[44] * 9)] == [64, 64, *[256] * 12]
 
 
 @pytest.mark.processes

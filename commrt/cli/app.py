@@ -32,6 +32,13 @@ class Wire(StrEnum):
     fp16 = "fp16"
 
 
+class RecipeName(StrEnum):
+    """How ``train`` trains."""
+
+    plain = "plain"
+    large_batch = "large-batch"
+
+
 class LawName(StrEnum):
     """How long ranks take."""
 
@@ -134,8 +141,15 @@ def train(
     epochs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
     lr: Annotated[
-        float, typer.Option(min=0.0, help="First learning rate of SGD with momentum 0.9; it decays along a cosine.")
-    ] = 0.05,
+        float | None, typer.Option(min=0.0, show_default="0.05; large-batch: 1", help="The highest learning rate.")
+    ] = None,
+    recipe: Annotated[
+        RecipeName,
+        typer.Option(
+            help="plain: SGD with momentum 0.9, a rate that falls along a cosine. large-batch: LARS, a rate that rises "
+            "for an epoch, smoothed labels, and batches four times as large after a third of the epochs."
+        ),
+    ] = RecipeName.plain,
     seed: Annotated[int, typer.Option(help="Of the initial weights and of the order of images.")] = 0,
     wire: Annotated[Wire, typer.Option(help="The dtype that travels.")] = Wire.fp32,
     bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket.")] = 25.0,
@@ -163,11 +177,13 @@ def train(
     from commrt.cli import train as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.inject import parse  # noqa: PLC0415
     from commrt.cli.job import Job  # noqa: PLC0415
+    from commrt.cli.recipes import RECIPES  # noqa: PLC0415
 
+    lr = RECIPES[recipe.value].lr if lr is None else lr
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
         algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
-        backups,
+        backups, recipe.value,
     )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 

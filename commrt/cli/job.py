@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -26,10 +25,12 @@ from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Wrapped
 from commrt.cli.inject import Fault, Injection, Kill, check
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
+from commrt.cli.recipes import PLAIN, RECIPES, Feed, batches, images_after, require_fit, steps
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
 from commrt.launch import is_timeout
 from commrt.opening import init
+from commrt.recipe import BatchSizeControl, Rate
 from commrt.recording import within_range
 from commrt.state import fingerprint
 from commrt.world import World
@@ -64,6 +65,8 @@ class Job:
     """What goes wrong."""
     backups: int = 1
     """For backup: how many of the workers need not be waited for."""
+    recipe: str = PLAIN
+    """One of `RECIPES`."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
@@ -78,6 +81,7 @@ class Job:
                 f"{TRAIN_IMAGES} to train on"
             )
         self._check_numbers()
+        require_fit(self.recipe, self.batch_size, self.epochs)
         if self.algorithm == BACKUP:
             BackupWorkers(self.backups).needed(workers)
         for fault in self.inject:
@@ -107,7 +111,11 @@ class Job:
 
     def steps(self, workers: int) -> int:
         """Steps of the whole run."""
-        return self.epochs * (TRAIN_IMAGES // (self.batch_size // workers * workers))
+        return steps(self.batches((0, workers)), self.epochs)
+
+    def batches(self, place: tuple[int, int]) -> BatchSizeControl:
+        """Of rank, workers = `place`."""
+        return batches(RECIPES[self.recipe], place, self.batch_size // place[1], self.epochs, self.seed)
 
     def successors(self) -> dict[int, float]:
         """The ranks whose place another process takes, and how many seconds after their death."""
@@ -123,6 +131,7 @@ class Result:
     """What a run showed; times are those of the first rank that is left, means over the steps that it was there for."""
 
     algorithm: str
+    recipe: str
     workers: int
     wire: str
     epochs: int
@@ -167,12 +176,13 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     with joined as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
         faults = job.inject if world.charter is None else tuple(one for one in job.inject if not isinstance(one, Kill))
         model = lenet(job.seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps(world.size))
-        averaging = _averaging(job, world, model, optimizer, decay)
+        recipe, batches = RECIPES[job.recipe], job.batches((world.rank, world.size))
+        optimizer = recipe.optimizer(model, job.lr)
+        rate = recipe.rate(optimizer, batches, job.epochs)
+        averaging = _averaging(job, world, model, optimizer, rate)
         begin, begin_s = averaging.step, perf_counter()
         with traced(world, job.trace):
-            _train(replace(job, inject=faults), data[0], world, averaging, optimizer, decay, progress)
+            _train(replace(job, inject=faults), Feed(data[0], batches), world, averaging, optimizer, rate, progress)
             stretch = _Stretch(begin, job.steps(world.size), perf_counter() - begin_s)
         return _result(job, data[1], world, averaging, model, stretch)
 
@@ -188,56 +198,48 @@ def ddp_group(world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _averaging(job: Job, world: World, model: nn.Module, optimizer: Optimizer, decay: LRScheduler) -> Averaging:
+def _averaging(job: Job, world: World, model: nn.Module, optimizer: Optimizer, rate: LRScheduler | Rate) -> Averaging:
     wire = WIRES[job.wire]
     if job.algorithm == DDP:
         return Wrapped(model, job.bucket_cap_mb, wire)
     algorithm = BackupWorkers(job.backups) if job.algorithm == BACKUP else by_name(job.algorithm)
-    replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb, also=[decay])
+    replica = attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb, also=[rate])
     return Attached(replica)
 
 
 def _train(
     job: Job,
-    images: Images,
+    feed: Feed,
     world: World,
     averaging: Averaging,
     optimizer: Optimizer,
-    decay: LRScheduler,
+    rate: LRScheduler | Rate,
     progress: Progress,
 ) -> None:
     injected = Injection(job.inject, job.seed, world.rank)
-    steps, batches = job.steps(world.size), _batches(job, images, world)
-    while averaging.step < steps:
-        pixels, digits = next(batches)
+    end, smoothing = job.steps(world.size), RECIPES[job.recipe].smoothing
+    while averaging.step < end:
+        pixels, digits = feed.batch(averaging.step)
         injected.begin_step()
         optimizer.zero_grad()
         with within_range(world.recorder, "forward"):
-            loss = cross_entropy(averaging.model(pixels), digits)
+            loss = cross_entropy(averaging.model(pixels), digits, label_smoothing=smoothing)
         injected.compute()
         with within_range(world.recorder, "backward"):
             averaging.backward(loss)
         with within_range(world.recorder, "optimizer"):
             optimizer.step()
-        decay.step()
+        rate.step()
         progress(averaging.step, loss.item(), averaging.cost().late)
-
-
-def _batches(job: Job, images: Images, world: World) -> Iterator[tuple[Tensor, Tensor]]:
-    """Epoch after epoch; who was late needs fewer than the others."""
-    for epoch in count():
-        yield from images.batches(job.batch_size, world.rank, world.size, job.seed + epoch % job.epochs)
 
 
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, stretch: _Stretch) -> Result:
     steps, apart, cost = stretch.steps, averaging.finish(), averaging.cost()
     mark = fingerprint(model)
     told = _told(world, f"{cost.late} {cost.late_s}")
-    shares = steps * world.size - sum(stretch.end - max(loss.step, stretch.begin) for loss in world.lost)
-    if job.algorithm == BACKUP:
-        shares = steps * (world.size - job.backups)
     return Result(
         algorithm=job.algorithm,
+        recipe=job.recipe,
         workers=world.size,
         wire=job.wire,
         epochs=job.epochs,
@@ -245,7 +247,7 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         test_accuracy=_accuracy(model, test.pixels, test.digits),
         disagreement=apart,
         replicas_equal=world.all_equal("trained model", mark),
-        images_per_second=shares * (job.batch_size // world.size) / stretch.seconds,
+        images_per_second=_images(job, world, stretch) / stretch.seconds,
         step_seconds=stretch.seconds / steps,
         exposed_comm_seconds=cost.exposed_s / steps,
         comm_seconds=None if cost.comm_s is None else cost.comm_s / steps,
@@ -255,6 +257,19 @@ def _result(job: Job, test: Images, world: World, averaging: Averaging, model: n
         late={rank: int(said.split()[0]) for rank, said in told.items()},
         saved_seconds=sum(float(said.split()[1]) for said in told.values()),
     )
+
+
+def _images(job: Job, world: World, stretch: _Stretch) -> int:
+    """How many all ranks have used."""
+    control = job.batches((world.rank, world.size))
+
+    def of_a_rank(begin: int) -> int:
+        return images_after(control, stretch.end) - images_after(control, begin)
+
+    if job.algorithm == BACKUP:
+        return (world.size - job.backups) * of_a_rank(stretch.begin)
+    unused = sum(of_a_rank(max(loss.step, stretch.begin)) for loss in world.lost)
+    return world.size * of_a_rank(stretch.begin) - unused
 
 
 def _told(world: World, mine: str) -> dict[int, str]:

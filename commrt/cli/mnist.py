@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -27,14 +26,6 @@ class Images:
 
     pixels: Tensor
     digits: Tensor
-
-    def batches(self, batch_size: int, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each batch of one epoch, in an order given by `seed`; all parts are equal in size."""
-        order = torch.randperm(len(self.digits), generator=torch.Generator().manual_seed(seed))
-        share = batch_size // workers
-        for start in range(0, len(order) - share * workers + 1, share * workers):
-            mine = order[start + rank * share : start + (rank + 1) * share]
-            yield self.pixels[mine], self.digits[mine]
 
 
 def require_images() -> None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from commrt.cli import job as running
 from commrt.cli.job import Job, Result, work
 from commrt.cli.mnist import load, require_images
+from commrt.cli.recipes import PLAIN
 from commrt.cli.workers import run_workers
 from commrt.launch import chosen_transport, launched
 
@@ -122,7 +123,9 @@ def _report(results: Sequence[Result], as_json: bool) -> None:
         print(json.dumps(first | {"compared": others}))
         return
     workers = results[0].workers
-    table = Table(title=f"{workers} worker{'s' * (workers > 1)}, {results[0].steps} steps, {results[0].wire} wire")
+    recipe = f", recipe {results[0].recipe}" if results[0].recipe != PLAIN else ""
+    title = f"{workers} worker{'s' * (workers > 1)}, {results[0].steps} steps, {results[0].wire} wire{recipe}"
+    table = Table(title=title)
     table.add_column("")
     for result in results:
         table.add_column(result.algorithm, justify="right")
