@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
+
+import numpy as np
 
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
@@ -17,7 +20,7 @@ from commrt.simulate import Pricing
 from commrt.timeline import overlapped_step
 from commrt.workload import Workload
 
-__all__ = ["CAPS_MB", "ITEM_NBYTES", "Plan", "algorithms", "exchange_plans", "step_plans"]
+__all__ = ["CAPS_MB", "ITEM_NBYTES", "Plan", "Waiting", "algorithms", "backed_plans", "exchange_plans", "step_plans"]
 
 ITEM_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By what travels."""
@@ -45,11 +48,15 @@ class Plan:
     step_s: float | None = None
     """Of training."""
     compute_s: float | None = None
+    """Of it, where no rank is slow."""
+    backups: int = 0
+    updates: float = 1.0
+    """That training needs, compared with waiting for all."""
 
     @property
     def seconds(self) -> float:
-        """What it is ranked by."""
-        return self.exchange_s if self.step_s is None else self.step_s
+        """What it is ranked by: to get as far as with an update of all ranks."""
+        return self.exchange_s if self.step_s is None else self.step_s * self.updates
 
     @property
     def efficiency(self) -> float | None:
@@ -68,7 +75,8 @@ class Plan:
     @property
     def python(self) -> str:
         """What builds it."""
-        given = [f"commrt.{self.name}"]
+        algorithm = f"commrt.{self.name}"
+        given = [f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm]
         given += [] if self.wire in {None, "fp32"} else [f"wire=torch.{_DTYPES[self.wire or '']}"]
         given += [] if self.bucket_cap_mb is None else [f"bucket_cap_mb={self.bucket_cap_mb:g}"]
         return f"commrt.attach(model, optimizer, {', '.join(given)})"
@@ -92,6 +100,16 @@ def algorithms(ranks: int) -> Iterator[Algorithm]:
     for grid in grids:
         yield Torus2D(grid)
         yield Torus2D(grid, both_ways=True)
+
+
+class Waiting(NamedTuple):
+    """What slow ranks make of a step that does not wait for some."""
+
+    backups: int
+    slower: float
+    """How many times as long a step computes as a rank that nothing holds up."""
+    updates: float
+    """That training needs, compared with waiting for all."""
 
 
 class _Candidate(NamedTuple):
@@ -139,6 +157,51 @@ def step_plans(
             each.pricing.straighten(nbytes)
         found += [_in_a_step(each, workload, compute_s, wire, caps_mb) for each in tried.values()]
     return sorted(found, key=_merit)
+
+
+def backed_plans(
+    cluster: Cluster,
+    ranks: int,
+    workload: Workload,
+    compute_s: float,
+    wires: Sequence[str],
+    waitings: Sequence[Waiting],
+) -> list[Plan]:
+    """Of a training step of ranks that are slow at times, with as many backups as each of `waitings`; best first.
+
+    Backup workers announce their gradients after the backward pass, so nothing of their exchange is hidden.
+    """
+    found = list[Plan]()
+    for waiting in waitings:
+        if waiting.backups:
+            plans = _quorum_plans(cluster, ranks - waiting.backups, ranks, workload, compute_s, wires)
+        else:
+            plans = step_plans(cluster, ranks, workload, compute_s, wires)
+        found += [_slowed(plan, waiting) for plan in plans]
+    return sorted(found, key=_merit)
+
+
+def _slowed(plan: Plan, waiting: Waiting) -> Plan:
+    longer_s = (waiting.slower - 1) * (plan.compute_s or 0.0)
+    return replace(plan, step_s=(plan.step_s or 0.0) + longer_s, backups=waiting.backups, updates=waiting.updates)
+
+
+def _quorum_plans(
+    cluster: Cluster, needed: int, ranks: int, workload: Workload, compute_s: float, wires: Sequence[str]
+) -> list[Plan]:
+    """Those who count are any `needed` of all ranks, which seldom fill nodes."""
+    quorum = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
+    schedules = ((each, each.schedule(0, needed).over(quorum, ranks)) for each in algorithms(needed))
+    candidates = [_Candidate(each, Pricing(schedule, cluster)) for each, schedule in schedules]
+    found = list[Plan]()
+    for wire in wires:
+        nbytes = float(workload.numel * ITEM_NBYTES[wire])
+        soonest = sorted(candidates, key=lambda each: _merit(each.plan(nbytes)))[:TRIED_IN_STEPS]
+        for each in dict.fromkeys((*soonest, candidates[0])):
+            whole = each.plan(nbytes)
+            step_s, cap_mb = compute_s + whole.exchange_s, ceil(nbytes / 2**20)
+            found.append(replace(whole, wire=wire, bucket_cap_mb=cap_mb, step_s=step_s, compute_s=compute_s))
+    return found
 
 
 def _in_a_step(

@@ -114,6 +114,30 @@ def test_a_plan_of_a_step_is_a_line_of_python_that_builds_it():
     assert record["best"]["step_seconds"] == min(plan["step_seconds"] for plan in record["plans"])
 
 
+STEP = ("--ranks", 24, "--model", "resnet50", "--wire", "bf16")
+
+
+def test_a_plan_for_ranks_that_are_slow_at_times_leaves_some_of_them_behind():
+    record = told("plan", *STEP, "--steps", 500, "--backups", "auto", "--law", "slow")
+    best = {number: next(plan for plan in record["plans"] if plan["backups"] == number) for number in (0, 1)}
+    assert record["best"]["backups"] > 1
+    assert record["best"]["updates"] == pytest.approx(24 / (24 - record["best"]["backups"]))
+    to_the_goal = [plan["step_seconds"] * plan["updates"] for plan in (record["best"], best[1], best[0])]
+    assert to_the_goal == sorted(to_the_goal)
+    call = record["best"]["python"].removeprefix("commrt.attach(model, optimizer, ")
+    algorithm = eval(call.split(", wire=")[0], {"commrt": commrt})  # noqa: S307  # what a user would paste
+    algorithm.schedule(0, 24)
+
+
+def test_where_nobody_is_slow_backups_only_cost_what_they_do_not_hide():
+    plain = told("plan", *STEP)
+    backed = told("plan", *STEP, "--steps", 500, "--backups", "3", "--law", "slow", "--set", "chance=0")
+    assert backed["best"] == plain["best"]
+    other = next(plan for plan in backed["plans"] if plan["backups"])
+    compute_s = backed["best"]["step_seconds"] * backed["best"]["efficiency"]
+    assert other["step_seconds"] == pytest.approx(compute_s + other["exchange_seconds"])
+
+
 @pytest.mark.parametrize("ranks", [*range(2, 18), 23, 36])
 def test_every_plan_verifies(ranks):
     for algorithm in algorithms(ranks):
@@ -132,9 +156,9 @@ def test_the_table_shows_the_best_first_and_says_why():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["plan", "--backups", "auto", *BUFFER], "--backups is planned for itself: leave --nbytes out"),
+        (["plan", "--backups", "auto", *BUFFER], "planned for itself, or with --model: leave --nbytes out"),
         (["plan", "--backups", "auto", "--cluster", "abci"], "leave --cluster out"),
-        (["plan", *BUFFER, "--law", "slow"], "an exchange is planned without stragglers: leave --law out"),
+        (["plan", *BUFFER, "--law", "slow"], "without --backups nobody is slow: leave --law out"),
         (["simulate", "backup", "--cluster", "abci"], "backup is simulated without exchanges: leave --cluster out"),
         (["simulate", "ring", *BUFFER, "--times", "run.json"], "simulated with --jitter: leave --times out"),
     ],

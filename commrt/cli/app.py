@@ -271,24 +271,25 @@ def plan(
     """Say what to choose for a job, and why.
 
     With --nbytes or --model: algorithm, grid, wire and buckets, on a cluster. With --backups: how many backups, for
-    ranks of which some are slow; the options after it say how slow.
+    ranks of which some are slow; the options after it say how slow. With --model and --backups: all of that at once.
     """
-    if backups is not None:
-        exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--wire": wire, "--batch": batch}
-        _leave_out("--backups is planned for itself", exchange | {"--compute-ms": compute_ms})
-        from commrt.cli import plan as of_backups  # noqa: PLC0415  # commands are imported when called
-        from commrt.cli.backups import Question  # noqa: PLC0415
-
-        question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
-        of_backups.run(backups, question, as_json)
-        return
-    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
-    _leave_out("an exchange is planned without stragglers", times_of_ranks | {"--interpolation": interpolation})
+    from commrt.cli import plan as of_backups  # noqa: PLC0415  # commands are imported when called
     from commrt.cli import plans  # noqa: PLC0415
+    from commrt.cli.backups import Question  # noqa: PLC0415
     from commrt.cli.pricing import Case  # noqa: PLC0415
 
-    case = Case(ranks or 4, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
-    plans.run(case, ["fp32", "bf16"] if wire is None else [wire.value], as_json)
+    question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
+    if backups is not None and model is None:
+        exchange = {"--nbytes": nbytes, "--cluster": cluster, "--wire": wire, "--batch": batch}
+        _leave_out("--backups is planned for itself, or with --model", exchange | {"--compute-ms": compute_ms})
+        of_backups.run(backups, question, as_json)
+        return
+    if backups is None:
+        times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
+        _leave_out("without --backups nobody is slow", times_of_ranks | {"--interpolation": interpolation})
+    known, waitings = (ranks or 4, []) if backups is None else of_backups.waitings(backups, question)
+    case = Case(known, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
+    plans.run(case, ["fp32", "bf16"] if wire is None else [wire.value], as_json, waitings)
 
 
 @app.command()

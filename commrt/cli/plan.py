@@ -11,12 +11,36 @@ import json
 import re
 from dataclasses import asdict
 
+import numpy as np
+
+from commrt.algorithms.backup import BackupWorkers
 from commrt.cli.backups import Answer, Question, Row, answer, best_if_late_finish, show, span
 from commrt.errors import UsageError
+from commrt.planning import Waiting
+from commrt.stragglers import step_time_s
 
-__all__ = ["run"]
+__all__ = ["run", "waitings"]
 
 AUTO = "auto"
+
+
+def waitings(backups: str, question: Question) -> tuple[int, list[Waiting]]:
+    """How many ranks there are, and what steps are with no backups and with `backups`.
+
+    For auto with one, and with as many as are best where nothing is exchanged.
+    """
+    found = answer(question)
+    rows = found.rows([found.ranks, max(found.ranks - 1, 1)])
+    if backups == AUTO:
+        best = best_if_late_finish([row for row in rows if not row.backups or row.backups < row.quorum])
+        tried = {0, best.backups} | ({1} if found.ranks > 2 else set())
+    else:
+        tried = {0, _number(backups)}
+    needed = np.array([BackupWorkers(number).needed(found.ranks) for number in sorted(tried)])
+    updates = found.goal.iterations(needed) / found.goal.iterations(np.array([found.ranks]))
+    slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
+    columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
+    return found.ranks, [Waiting(*row) for row in zip(*columns, strict=True)]
 
 
 def run(backups: str, question: Question, as_json: bool) -> None:

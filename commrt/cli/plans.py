@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from commrt.algorithms.ring import Ring
 from commrt.cli.pricing import CLUSTER, Case, compute_of, workload_of
 from commrt.cluster import Cluster
 from commrt.collective import all_reduce
-from commrt.planning import Plan, exchange_plans, step_plans
+from commrt.planning import Plan, Waiting, backed_plans, exchange_plans, step_plans
 from commrt.proof import prove
 from commrt.schedule import Algorithm
 from commrt.simulate import all_reduce_bound_s
@@ -25,11 +25,15 @@ SHOWN = 8
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
 
+AUTO = "auto"
+
 COLUMNS: tuple[tuple[str, Callable[[Plan], str | None]], ...] = (
     ("algorithm", lambda plan: plan.name),
+    ("backups", lambda plan: str(plan.backups) if plan.backups else None),
     ("wire", lambda plan: plan.wire),
     ("buckets", lambda plan: None if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:g}"),
     ("step, ms", lambda plan: None if plan.step_s is None else f"{1e3 * plan.step_s:.2f}"),
+    ("updates", lambda plan: f"{plan.updates:.3f}" if plan.backups else None),
     ("efficiency", lambda plan: None if plan.efficiency is None else f"{plan.efficiency:.1%}"),
     ("all, ms", lambda plan: f"{1e3 * plan.exchange_s:.2f}"),
     ("latencies", lambda plan: f"{1e3 * plan.latency_s:.2f}"),
@@ -37,23 +41,25 @@ COLUMNS: tuple[tuple[str, Callable[[Plan], str | None]], ...] = (
 )
 
 
-def run(case: Case, wires: Sequence[str], as_json: bool) -> None:
+def run(case: Case, wires: Sequence[str], as_json: bool, waitings: Sequence[Waiting] = ()) -> None:
     """Rank all plans of `case`, print them and the reason; raises `UsageError`."""
     case.check()
     cluster = Cluster.named(case.cluster or CLUSTER)
-    plans = _plans(case, cluster, wires)
-    _prove(plans[0].algorithm, case.ranks)
+    plans = _plans(case, cluster, wires, waitings)
+    _prove(plans[0].algorithm, case.ranks - plans[0].backups)
     if as_json:
         print(json.dumps(_record(case, cluster, plans)))
     else:
         _show(case, cluster, plans)
 
 
-def _plans(case: Case, cluster: Cluster, wires: Sequence[str]) -> list[Plan]:
+def _plans(case: Case, cluster: Cluster, wires: Sequence[str], waitings: Sequence[Waiting]) -> list[Plan]:
     if case.model is None:
         return exchange_plans(cluster, case.ranks, case.nbytes or 0.0)
     workload = workload_of(case.model)
     compute_s, _ = compute_of(case, workload, cluster)
+    if waitings:
+        return backed_plans(cluster, case.ranks, workload, compute_s, wires, waitings)
     return step_plans(cluster, case.ranks, workload, compute_s, wires)
 
 
@@ -80,6 +86,8 @@ def _told(plan: Plan) -> dict[str, Any]:
     return {
         "algorithm": plan.name,
         "python": plan.python,
+        "backups": plan.backups,
+        "updates": plan.updates,
         "wire": plan.wire,
         "bucket_cap_mb": plan.bucket_cap_mb,
         "step_seconds": plan.step_s,
@@ -100,6 +108,8 @@ def _show(case: Case, cluster: Cluster, plans: Sequence[Plan]) -> None:
         table.add_row(*(cell(plan) or "-" for _, cell in columns), style="bold" if plan is plans[0] else None)
     Console().print(table)
     print(_reason(plans, cluster))
+    for line in _others(plans):
+        print(line)
     print(plans[0].python)
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
@@ -107,7 +117,8 @@ def _show(case: Case, cluster: Cluster, plans: Sequence[Plan]) -> None:
 def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     """Against the ring, or what comes next to it."""
     best = plans[0]
-    others = [plan for plan in plans[1:] if plan.wire == best.wire and plan.algorithm != best.algorithm]
+    alike = [plan for plan in plans[1:] if (plan.wire, plan.backups) == (best.wire, best.backups)]
+    others = [plan for plan in alike if plan.algorithm != best.algorithm]
     if not others:
         return f"{best.name}: nothing else was found for {cluster.name}"
     other = next((plan for plan in others if plan.algorithm == Ring()), others[0])
@@ -115,6 +126,16 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     sides = [f"{abs(1e3 * gain):.2f} ms {'less' if gain >= 0 else 'more'} for {what}" for what, gain in less.items()]
     hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
     return f"{best.name} against {other.name}, all at once: {' and '.join(sides)}{hidden}"
+
+
+def _others(plans: Sequence[Plan]) -> Iterator[str]:
+    """With other numbers of backups than the best."""
+    best = plans[0]
+    numbers = sorted({plan.backups for plan in plans} - {best.backups})
+    for number in numbers:
+        other = next(plan for plan in plans if plan.backups == number)
+        ratio = f"{other.seconds / best.seconds:.2f} times as long"
+        yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
 
 
 def _bytes_s(plan: Plan) -> float:
