@@ -41,8 +41,9 @@ class Run:
     """Then, on 1,000 test images."""
 
 
-def trained(way: str, seed: int, train: Images, test: Images) -> Run:
+def trained(way: str, seed: int, data: tuple[Images, Images], smoothing: float) -> Run:
     """With one rank: what matters is the batch of all ranks together."""
+    train, test = data
     with commrt.init() as world:
         model = lenet(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
@@ -55,7 +56,8 @@ def trained(way: str, seed: int, train: Images, test: Images) -> Run:
             control.set_epoch(epoch)
             for places in control:
                 with control.part(replica) as part:
-                    (part.share * cross_entropy(model(train.pixels[places]), train.digits[places])).backward()
+                    guesses, digits = model(train.pixels[places]), train.digits[places]
+                    (part.share * cross_entropy(guesses, digits, label_smoothing=smoothing)).backward()
                 if part.is_last:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -100,12 +102,12 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--smoothing", type=float, default=0.0, help="of labels")
     parser.add_argument("--out", help="a picture")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = load()
-    runs = [trained(way, seed, train, test) for seed in range(options.seeds) for way in WAYS]
+    runs = [trained(way, seed, load(), options.smoothing) for seed in range(options.seeds) for way in WAYS]
     if options.json:
         print(json.dumps([asdict(run) for run in runs]))
     else:

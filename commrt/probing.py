@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the links of a running world can do: its ranks swap messages, and a line is laid through the times.
+"""What the links of a running world can do: its ranks pass messages on in circles; through the times a line is laid.
 
-All pairs of one kind swap at the same time, since in schedules all ranks are busy too, and share what they share:
-network cards, and here perhaps cores. So latencies contain what the runtime and the host take for an exchange.
+All circles of one kind turn at the same time, since in schedules all ranks are busy too, and share what they share:
+network cards, and here perhaps cores; many turns follow each other, since in schedules the slowest of neighbours counts
+again and again. So latencies contain what the runtime and the host take for an exchange.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Pairs", "gathered", "layout", "probe", "swaps"]
+__all__ = ["Circles", "gathered", "layout", "probe", "turn"]
 
 SMALL_NBYTES = 1 << 10
 LARGE_NBYTES = (1 << 20, 4 << 20)
-REPEATS = {SMALL_NBYTES: 30, **dict.fromkeys(LARGE_NBYTES, 5)}
-Pairs = Sequence[tuple[int, int]]
+SERIES = 5
+TURNS = {SMALL_NBYTES: 20, **dict.fromkeys(LARGE_NBYTES, 3)}
+"""In a row, by the size of messages."""
+Circles = Sequence[Sequence[int]]
 
 
 class Line(NamedTuple):
@@ -43,17 +46,18 @@ class Line(NamedTuple):
     bytes_per_s: float
 
 
-def swaps(pairs: Pairs, ranks: int) -> Schedule:
-    """Two ranks of each pair give each other half of the buffer, all at the same time.
+def turn(circles: Circles, ranks: int) -> Schedule:
+    """Each rank gives the next of its circle a third of the buffer, all at the same time.
 
-    >>> print(swaps([(0, 2)], 3))
-    swap: 3 ranks, 2 chunks
-      0  copy  0->2 [0:1)  2->0 [1:2)
+    >>> print(turn([(0, 2), (1, 3, 4)], 5))
+    turn: 5 ranks, 3 chunks
+      0  copy  0->2 [0:1)  2->0 [2:3)  1->3 [0:1)  3->4 [1:2)  4->1 [2:3)
     """
-    first, second = (np.array([pair[end] for pair in pairs]) for end in (0, 1))
-    src, dst = np.concatenate((first, second)), np.concatenate((second, first))
-    lo = np.repeat([0, 1], len(pairs))
-    return Schedule("swap", ranks, 2, lambda: iter([Step.of(src, dst, lo, lo + 1, COPY)]))
+    src = np.array([rank for circle in circles for rank in circle])
+    dst = np.array([rank for circle in circles for rank in (*circle[1:], circle[0])])
+    # What a rank sends is not what it receives, also where a circle closes.
+    lo = np.array([2 if rank == circle[-1] else place % 2 for circle in circles for place, rank in enumerate(circle)])
+    return Schedule("turn", ranks, 3, lambda: iter([Step.of(src, dst, lo, lo + 1, COPY)]))
 
 
 def layout(hosts: Sequence[str]) -> int:
@@ -79,9 +83,11 @@ def probe(world: World) -> Cluster:
     if world.size < 2:
         raise UsageError("one rank has no links: start two or more, with a launcher or --workers")
     per_host = layout(_hosts(world))
-    within = _line(world, _pairs(world.size, per_host, 1)) if per_host > 1 else None
-    alone = _line(world, _pairs(world.size, per_host, per_host, [0])) if world.size > per_host else None
-    shared = _line(world, _pairs(world.size, per_host, per_host)) if alone is not None and per_host > 1 else alone
+    across = [list(range(place, world.size, per_host)) for place in range(per_host)]
+    inside = [list(range(first, first + per_host)) for first in range(0, world.size, per_host)]
+    within = _line(world, inside) if per_host > 1 else None
+    alone = _line(world, across[:1]) if world.size > per_host else None
+    shared = _line(world, across) if alone is not None and per_host > 1 else alone
     return _cluster(world, per_host, within, alone, shared)
 
 
@@ -89,7 +95,7 @@ def _cluster(world: World, per_host: int, within: Line | None, alone: Line | Non
     """Where there is no link of a kind, nothing goes through it, and it is as the other."""
     far, near = alone or within, within or alone
     if far is None or near is None:
-        raise UsageError("no pair of ranks was found")
+        raise UsageError("no two ranks were found")
     together_bytes_per_s = per_host * shared.bytes_per_s if shared is not None else far.bytes_per_s
     nics = max(round(together_bytes_per_s / far.bytes_per_s), 1)
     adding_s = _mean(world, _adding_s_per_byte())
@@ -104,45 +110,32 @@ def _cluster(world: World, per_host: int, within: Line | None, alone: Line | Non
     )
 
 
-def _pairs(ranks: int, per_host: int, distance: int, places: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Ranks so far apart, each once; of each host those at `places`."""
-    group = 2 * distance
-    firsts = [rank for rank in range(ranks) if rank % group < distance and rank + distance < ranks]
-    inside = distance < per_host
-    chosen = [rank for rank in firsts if places is None or rank % per_host in places]
-    return [(rank, rank + distance) for rank in chosen if not inside or rank // per_host == (rank + 1) // per_host]
-
-
-def _line(world: World, pairs: Pairs) -> Line:
-    """Through the times of small and large messages, the slowest pair's."""
+def _line(world: World, circles: Circles) -> Line:
+    """Through the times of small and large messages, the slowest rank's."""
     sizes = [SMALL_NBYTES, *LARGE_NBYTES]
-    times_s = [_time_s(world, pairs, nbytes) for nbytes in sizes]
+    times_s = [_time_s(world, circles, nbytes) for nbytes in sizes]
     slope = (times_s[-1] - times_s[1]) / (sizes[-1] - sizes[1])
     slope = slope if slope > 0 else times_s[-1] / sizes[-1]
     return Line(max(times_s[0] - slope * sizes[0], 0.0), 1 / slope)
 
 
-def _time_s(world: World, pairs: Pairs, nbytes: int) -> float:
-    buffer = torch.zeros(2 * nbytes // 4)
-    bound = bind(program(swaps(pairs, world.size), world.rank), buffer, world.transport)
-    mine = _swaps(pairs, world.rank)
+def _time_s(world: World, circles: Circles, nbytes: int) -> float:
+    """Of a turn among others; of the slowest rank the median."""
+    buffer, turns = torch.zeros(3 * nbytes // 4), TURNS[nbytes]
+    bound = bind(program(turn(circles, world.size), world.rank), buffer, world.transport)
 
-    def often() -> list[float]:
-        times_s = []
-        for number in range(REPEATS[nbytes] + 2):
-            begin_s = perf_counter()
+    def often() -> float:
+        begin_s = perf_counter()
+        for number in range(turns):
             bound.run(Moment(number, "probe"))
-            times_s.append(perf_counter() - begin_s)
-        return times_s[2:]
+        return (perf_counter() - begin_s) / turns
 
-    world.agree(f"probe {nbytes}")
-    times_s = world.lane.submit(often).result()
-    return max(gathered(world, median(times_s) if mine else 0.0))
-
-
-def _swaps(pairs: Pairs, rank: int) -> bool:
-    """True if it swaps."""
-    return any(rank in pair for pair in pairs)
+    times_s = []
+    for number in range(SERIES + 1):
+        world.agree(f"probe {nbytes} {number}")
+        times_s.append(world.lane.submit(often).result())
+    mine = any(world.rank in circle for circle in circles)
+    return max(gathered(world, median(times_s[1:]) if mine else 0.0))
 
 
 def gathered(world: World, value: float) -> list[float]:

@@ -167,7 +167,7 @@ class Training:
             seen += len(images)
             if part.is_last:
                 self.scaler.step(self.optimizer)
-                self.scaler.update()
+                self.scaler.update(self.options.loss_scale if self.options.static_scale else None)
                 self.optimizer.zero_grad()
                 self.rate.step()
         return seen
@@ -240,6 +240,7 @@ def parsed() -> argparse.Namespace:
     add("--wire", choices=DTYPES, default="fp32", help="what gradients travel as")
     add("--amp", choices=DTYPES, default="fp32", help="what passes are computed in")
     add("--loss-scale", type=float, default=2.0**16, help="the first, for --amp fp16")
+    add("--static-scale", action="store_true", help="it stays as it is")
     add("--statistics", type=int, default=0, help="images per rank to normalise with in tests; 0: moving averages")
     add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[3, 4, 6, 3])
     add("--width", type=int, default=64)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from xml.etree import ElementTree as ET
@@ -45,6 +46,54 @@ def test_scaling_is_drawn_for_every_algorithm(tmp_path):
     draw("scaling", "--ranks", 64, "--model", "resnet50", "--out", path)
     assert {"ring", "halving_doubling", "torus2d", "gossip", "8", "64"} <= set(comments(path))
     assert "128" not in comments(path)
+
+
+def trace_of(path, ranks=2, steps=6):
+    """Each step computes for 4 ms, waits for 2 of them, and steps the optimizer; all begin together."""
+    events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0"}}]
+    for rank in range(ranks):
+        for step in range(steps):
+            begin = 10_000.0 * step
+            spans = [("forward", 0, 1000), ("backward", 1000, 3000), ("wait", 2000, 2000), ("optimizer", 4000, 1000)]
+            spans += [("bucket", 1500, 1000), ("hop", 1700, 500), ("combine", 2200, 100)]
+            events += [
+                {
+                    "name": name,
+                    "ph": "X",
+                    "ts": begin + at,
+                    "dur": dur,
+                    "pid": rank,
+                    "tid": rank,
+                    "args": {"step": step},
+                }
+                for name, at, dur in spans
+            ]
+    path.write_text(json.dumps({"traceEvents": events}))
+
+
+def test_a_recorded_step_is_drawn_for_every_rank(tmp_path):
+    trace_of(tmp_path / "trace.json")
+    for options, step in (([], 4), (["--step", 2], 2)):
+        draw(tmp_path / "trace.json", *options, "--out", tmp_path / "run.svg")
+        told = comments(tmp_path / "run.svg")
+        assert f"trace.json, step {step}: 10.00 ms" in told
+        assert {"rank 0", "rank 1", "forward", "backward", "not hidden", "pack, unpack", "hop"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "says"),
+    [
+        ("[1]", [], "is no timeline of commrt train --trace"),
+        ('{"traceEvents": []}', [], "holds no training step: record one with commrt train --trace"),
+        (None, ["--step", 9], "--step 9: .*trace.json holds steps 1 to 5"),
+        (None, ["--ranks", 4], "a recorded run is drawn as it was: leave --ranks out"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_refused_in_words(text, args, says, tmp_path):
+    path = tmp_path / "trace.json"
+    trace_of(path) if text is None else path.write_text(text)
+    with pytest.raises(UsageError, match=says):
+        draw(path, *args, "--out", tmp_path / "run.svg")
 
 
 def test_a_png_is_one(tmp_path):

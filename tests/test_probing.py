@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt probe``: who swaps with whom, and that what was measured is a cluster to plan with."""
+"""``commrt probe``: who gives to whom, and that what was measured is a cluster to plan with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from commrt import probing
 from commrt.cluster import Between, Cluster, Link, Racks
 from commrt.errors import UsageError
-from commrt.probing import layout, probe, swaps
-from commrt.program import program
+from commrt.probing import layout, probe, turn
 from commrt.simulate import Pricing
 from commrt.testing.ranks import run_ranks
 
@@ -30,19 +29,14 @@ def test_other_ranks_are_told_how_they_lie(hosts):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_host", "distance", "places", "pairs"),
-    [
-        (8, 4, 1, None, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        (6, 3, 1, None, [(0, 1), (4, 5)]),
-        (8, 4, 4, None, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        (8, 4, 4, [0], [(0, 4)]),
-        (3, 1, 1, None, [(0, 1)]),
-        (12, 4, 4, None, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-    ],
+    "circles", [[(0, 1)], [(0, 1, 2)], [(0, 2), (1, 3)], [(4, 1, 3, 2, 0)], [(0, 1, 2), (5, 4, 3)]], ids=str
 )
-def test_pairs_are_of_one_kind_and_each_rank_is_in_one_at_most(ranks, per_host, distance, places, pairs):
-    assert probing._pairs(ranks, per_host, distance, places) == pairs
-    assert sum(not program(swaps(pairs, ranks), rank).hops[0].idle for rank in range(ranks)) == 2 * len(pairs)
+def test_in_a_turn_each_rank_of_a_circle_sends_and_receives_once_and_not_the_same_chunk(circles):
+    (step,) = turn(circles, 6).steps()
+    members = sorted(rank for circle in circles for rank in circle)
+    assert sorted(step.src.tolist()) == sorted(step.dst.tolist()) == members
+    sent, received = dict(zip(step.src, step.lo, strict=True)), dict(zip(step.dst, step.lo, strict=True))
+    assert all(sent[rank] != received[rank] for rank in members)
 
 
 def test_what_is_measured_is_the_same_on_every_rank_and_can_be_planned_with(monkeypatch):
@@ -52,7 +46,7 @@ def test_what_is_measured_is_the_same_on_every_rank_and_can_be_planned_with(monk
     assert (clusters[0].gpus_per_node, clusters[0].nodes) == (4, 1)
     again = Cluster.parsed(clusters[0].text(), "probed")
     assert again == clusters[0]
-    assert Pricing(swaps([(0, 1)], 4), again).price(1e6).seconds > 0
+    assert Pricing(turn([(0, 1)], 4), again).price(1e6).seconds > 0
 
 
 def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):

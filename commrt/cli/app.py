@@ -306,7 +306,13 @@ def probe(
 
 @app.command()
 def draw(
-    what: Annotated[str, typer.Argument(help="An algorithm; or scaling: how all of them do with more ranks.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="An algorithm; or scaling: how all of them do with more ranks; or a file of train --trace, such as "
+            "trace.json: what happened."
+        ),
+    ],
     out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],
     ranks: Annotated[
         int | None,
@@ -322,8 +328,19 @@ def draw(
     both_ways: BothWays = False,
     topology: TopologyOption = None,
     within: WithinOption = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, show_default="a typical one", help="Of a recorded run: which to draw.")
+    ] = None,
 ) -> None:
-    """Draw a schedule; with --model a training step with it; or how all algorithms scale."""
+    """Draw a schedule; with --model a training step with it; or how all algorithms scale; or a step of a real run."""
+    if what.endswith(".json"):
+        of_a_plan = {"--ranks": ranks, "--cluster": cluster, "--model": model, "--batch": batch, "--grid": grid}
+        _leave_out("a recorded run is drawn as it was", of_a_plan | {"--compute-ms": compute_ms})
+        from commrt.cli import draw_run  # noqa: PLC0415  # commands are imported when called
+
+        draw_run.run(what, step, out)
+        return
+    _leave_out("only a recorded run has steps", {"--step": step})
     from commrt.cli import draw as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.pricing import Case  # noqa: PLC0415
     from commrt.cli.verify import choose  # noqa: PLC0415

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
 from commrt.algorithms.gossip import Gossip
+from commrt.cli.figures import new_figure, require_format, save
 from commrt.cli.pricing import CLUSTER, Case, Estimate, compute_of, workload_of
 from commrt.cluster import Cluster
 from commrt.errors import UsageError
@@ -30,7 +30,6 @@ __all__ = ["SCALING", "run"]
 
 SCALING = "scaling"
 
-FORMATS = (".svg", ".png", ".pdf")
 MOST_RANKS, MOST_STEPS = 64, 130
 """Of a schedule that a picture can show."""
 WORDS = {ADD: "add", COPY: "copy"}
@@ -39,27 +38,14 @@ RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def run(algorithm: Algorithm | None, case: Case, out: str) -> None:
     """Draw how all scale, or the schedule of `algorithm`, or with a model a step with it; raises `UsageError`."""
-    if Path(out).suffix not in FORMATS:
-        raise UsageError(f"--out {out}: give a file that ends in {', '.join(FORMATS)}")
+    require_format(out)
     if algorithm is None:
         figure = draw_scaling(case)
     elif case.model is None:
         figure = draw_schedule(algorithm.schedule(0, case.ranks))
     else:
         figure = draw_step(algorithm, case)
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written: {error}") from error
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure as New  # noqa: PLC0415  # heavy, and an extra
-    except ImportError as error:
-        raise UsageError("pictures need matplotlib: pip install 'commrt[draw]'") from error
-    figure = New(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
+    save(figure, out)
 
 
 class _Phase(NamedTuple):
@@ -89,7 +75,7 @@ def draw_schedule(schedule: Schedule) -> Figure:
             f"{schedule.name} has {schedule.ranks} ranks and {len(steps)} steps: a picture can show {MOST_RANKS} ranks "
             f"and {MOST_STEPS} steps"
         )
-    figure, axes = _figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
+    figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
     colours = _colours(schedule.chunks)
     for number, step in enumerate(steps):
         _draw_transfers(axes, number, step, colours)
@@ -153,7 +139,7 @@ def draw_step(algorithm: Algorithm, case: Case) -> Figure:
             pricing, workload.buckets(case.bucket_cap_mb * 2**20, itemsize), compute_s
         ),
     }
-    figure, axes = _figure(10, 3.8)
+    figure, axes = new_figure(10, 3.8)
     phases = pricing.phases(float(workload.numel * itemsize))
     for place, step in enumerate(ways.values()):
         _draw_lanes(axes, 2.6 * place, step, [] if place else phases)
@@ -204,7 +190,7 @@ def draw_scaling(case: Case) -> Figure:
     workload = workload_of(case.model)
     compute_s, _ = compute_of(case, workload, cluster)
     counts = [ranks for ranks in RANK_COUNTS if ranks <= min(cluster.ranks(), case.ranks)]
-    figure, axes = _figure(7.5, 4.6)
+    figure, axes = new_figure(7.5, 4.6)
     for number, name in enumerate([*ALGORITHMS, GOSSIP]):
         cases = (replace(case, ranks=ranks) for ranks in counts)
         exchange_s = [Estimate(by_name(name), each, cluster).price().seconds for each in cases]
