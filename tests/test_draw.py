@@ -56,18 +56,8 @@ def trace_of(path, ranks=2, steps=6):
             begin = 10_000.0 * step
             spans = [("forward", 0, 1000), ("backward", 1000, 3000), ("wait", 2000, 2000), ("optimizer", 4000, 1000)]
             spans += [("bucket", 1500, 1000), ("hop", 1700, 500), ("combine", 2200, 100)]
-            events += [
-                {
-                    "name": name,
-                    "ph": "X",
-                    "ts": begin + at,
-                    "dur": dur,
-                    "pid": rank,
-                    "tid": rank,
-                    "args": {"step": step},
-                }
-                for name, at, dur in spans
-            ]
+            where = {"ph": "X", "pid": rank, "tid": rank, "args": {"step": step}}
+            events += [where | {"name": name, "ts": begin + at, "dur": dur} for name, at, dur in spans]
     path.write_text(json.dumps({"traceEvents": events}))
 
 
