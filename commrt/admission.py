@@ -100,6 +100,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -
 
 def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
     """Raise `UsageError` for what has no state to hand over."""
+    if not isinstance(owners, Iterable):
+        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
     for owner in owners:
         if not isinstance(owner, Stateful):
             raise UsageError(

@@ -13,7 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.errors import UsageError
 
-__all__ = ["at_end_of_backward", "current_pass", "on_dense_gradients", "on_gradient"]
+__all__ = ["INTERRUPTED", "at_end_of_backward", "current_pass", "on_dense_gradients", "on_gradient"]
+
+INTERRUPTED = (
+    "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "
+    "activation checkpointing is on (use use_reentrant=False)"
+)
 
 
 T = TypeVar("T")

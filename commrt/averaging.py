@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commrt.admission import describe_buffers
 from commrt.answer import Answer
-from commrt.autograd import current_pass
+from commrt.autograd import INTERRUPTED, current_pass
 from commrt.engine import Cut, Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
@@ -67,10 +67,7 @@ class Averaging:
         if self._number == current_pass():
             return False
         if self._number is not None and not self._alone and not self._engine.world.closed:
-            raise UsageError(
-                f"{what} came from a backward pass inside or after one that did not end: an error interrupted it, or "
-                "reentrant activation checkpointing is on (use use_reentrant=False)"
-            )
+            raise UsageError(INTERRUPTED.format(what=what))
         return True  # alone, nobody waits for the rest of what was interrupted
 
     def begin(self, number: int) -> None:

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from commrt.admission import check_stateful
 from commrt.algorithms.backup import BackupWorkers
 from commrt.anchor import Hook
+from commrt.arrears import Arrears
 from commrt.attendance import Need
-from commrt.autograd import at_end_of_backward, current_pass, on_dense_gradients
+from commrt.autograd import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.backing import Backing
 from commrt.ballot import Ballot, Terms
 from commrt.company import Company
@@ -27,19 +28,22 @@ from commrt.donor import Donor, Edition, install
 from commrt.engine import Cut, Engine
 from commrt.errors import CommrtError, QuorumLost, UsageError
 from commrt.gate import Gate
-from commrt.handover import Gathering, mean
+from commrt.handover import Gathering, of_all
 from commrt.presence import Doing, Presence
-from commrt.quorum import Outcome
 from commrt.relief import PATIENCE_S, Due, Relief
 from commrt.replica import Replica, attached
 from commrt.report import StepReport
-from commrt.state import Stateful, dump, load
+from commrt.state import Stateful
 from commrt.stepping import Stepping
 from commrt.world import Around
 
 __all__ = ["Backed"]
 
 _log = logging.getLogger("commrt")
+ENDED = (
+    "commrt: rank %d drops its batches from step %d on, until others train again: fewer than the %d ranks whose "
+    "gradients make a step do, since the others have finished"
+)
 
 
 def _nothing() -> None:
@@ -68,9 +72,6 @@ class Backed(Replica):
         self._world, self._needed = engine.world, algorithm.needed(engine.world.size)
         super().__init__(model, named, algorithm, Gathering(self._world))
         self._engine, self._carried = engine, [*optimizers, *also]
-        self._due: Due | None = None
-        self._taken: Tensor | None = None  # the states that were taken from a donor since the last forward pass
-        self._kept: Tensor | None = None  # the states as they were before a gradient that nobody used
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it began with weights that the others have left
         self._samples: int | None = 0
@@ -81,8 +82,10 @@ class Backed(Replica):
         self._backing = Backing(
             model, engine, self._gate, cut, self._needed, early=algorithm.early, with_buffers=broadcast_buffers
         )
-        self._donor = Donor(model, lambda: self._carried)
-        self._stepping = Stepping(optimizers, self._gate, self._donor.shut)
+        self._arrears = Arrears(self._carried, self._backing)
+        self._learning = [param for param in model.parameters() if any(param is each for each in params)]
+        self._donor = Donor(self._learning, lambda: self._carried)
+        self._stepping = Stepping(optimizers, self._gate, self._donor.shut, self._donor.settle)
         self._meet_the_others(PrefixStore(f"backed {self._world.attached}", self._world.store))
         self._live(
             [
@@ -125,7 +128,7 @@ class Backed(Replica):
     @property
     def step(self) -> int:
         """How many updates the weights have seen, or must have when they next run forward; who was late skips some."""
-        return self._backing.version if self._due is None else self._due.version
+        return self._arrears.version
 
     def drain(self) -> None:
         """See `Replica.drain`: takes the state of the others, if this rank was late. Not collective.
@@ -133,23 +136,21 @@ class Backed(Replica):
         What a loop does at the end of a step, with schedulers for instance, must be done before. A rank whose batches
         ended before the others' has the weights that it trained last: `consolidate` brings all to the latest.
         """
-        self._restore()
-        if self._due is not None:
-            with self._speaking():
-                self._catch_up(self._due)
+        self._drain()
 
-    def _restore(self) -> None:
-        """Whatever was done since a gradient that nobody used, when too few trained, is undone."""
-        if self._kept is not None:
-            states, self._kept = self._kept, None
-            load(states, self._carried)
-            self._backing.restore_buffers()
+    def _drain(self, *, amid_step: bool = False) -> None:
+        self._arrears.restore()
+        if self._arrears.due is not None:
+            with self._speaking():
+                self._catch_up(self._arrears.due, amid_step=amid_step)
 
     def _go_on_at(self, step: int) -> None:
         self._donor.shut()
-        self._due = self._kept = self._taken = None
+        self._arrears.forget()
         self._world.survival.step = step
+        self._gate.steps = 0
         self._backing.go_on_at(step)
+        self._donor.settle()
         self._begin_era(self._era + 1)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
@@ -164,7 +165,7 @@ class Backed(Replica):
 
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
-            self._begin(in_pass=True)
+            self._begin()
             self._take_part()
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
@@ -173,20 +174,19 @@ class Backed(Replica):
         self._company.train()
         self._is_successor = False
 
-    def _begin(self, *, in_pass: bool = False) -> None:
+    def _begin(self) -> None:
         """From here to the optimizer's step this rank's state is whole, and stays."""
         self.drain()
-        if self._taken is not None:  # since it was, the user's loop may have stepped a scheduler, as the donor's had
-            load(self._taken, self._carried)
-            self._taken = None
-        if not self._gate.is_due:
-            self._open(in_pass=in_pass)
+        if self._arrears.due is None:
+            self._arrears.renew()
+            if not self._gate.is_due:
+                self._open()
 
-    def _open(self, *, in_pass: bool = True) -> None:
+    def _open(self, *, in_pass: bool = True, is_whole: bool = True) -> None:
         backing = self._backing
         generation = self._world.survival.generation
         edition = Edition(backing.version, generation, self._gate.steps, backing.order, self._era, in_pass)
-        self._donor.open(edition, backing.buffers)
+        self._donor.open(edition, backing.buffers, is_whole=is_whole)
 
     def _on_gradient(self, name: str) -> None:
         if not self._is_synchronous:
@@ -200,17 +200,15 @@ class Backed(Replica):
 
     def _is_new(self, what: str) -> bool:
         if self._passing is not None and self._passing != current_pass() and not self._world.closed:
-            raise UsageError(
-                f"{what} came from a backward pass inside or after one that did not end: an error interrupted it, or "
-                "reentrant activation checkpointing is on (use use_reentrant=False)"
-            )
+            raise UsageError(INTERRUPTED.format(what=what))
         return self._passing is None or self._passing != current_pass()
 
     def _begin_pass(self, number: int) -> None:
         self._take_part()
-        self._passing, self._is_stale = number, self._due is not None
-        if not self._is_stale:
-            self._open()  # a compiled model, or one that is taken apart, calls no hooks
+        self._passing, self._is_stale = number, self._arrears.due is not None
+        if not self._is_stale:  # a compiled model, or one that is taken apart, has called no hooks
+            self._arrears.renew()
+            self._open()
             self._backing.begin(self._samples or None)
 
     def _finish(self) -> None:
@@ -219,7 +217,7 @@ class Backed(Replica):
             self._backing.drop()
             self.last = StepReport(self._backing.version, (), 0.0, (), counted=False)
             self._stats = self._stats.plus(self.last)
-            self._begin()
+            self._drain(amid_step=True)
             return
         with self._speaking():
             self.last, outcome = self._backing.finish()
@@ -227,33 +225,24 @@ class Backed(Replica):
         self._tell_once(self.last)
         self._stepping.renew(outcome.counts)
         if outcome.is_over and not outcome.counts:
-            self._due = Due(self.last.step + 1, self._donors(outcome))
-        elif not outcome.counts and self._kept is None:
-            self._kept = dump(self._carried)
+            known = [rank for rank in outcome.members if rank != self._world.rank]  # it may have another's place
+            self._arrears.owe(self.last.step + 1, known or self._company.others, max(outcome.place - self._needed, 0))
+        elif not outcome.counts:
+            self._arrears.keep()
 
     def _tell_once(self, report: StepReport) -> None:
         if report.ended and not self._has_told:
-            _log.warning(
-                "commrt: rank %d drops its batches from step %d on, until others train again: fewer than the %d ranks "
-                "whose gradients make a step do, since the others have finished",
-                self._world.rank,
-                report.step,
-                self._needed,
-            )
+            _log.warning(ENDED, self._world.rank, report.step, self._needed)
         self._has_told = report.ended
 
-    def _donors(self, outcome: Outcome) -> tuple[int, ...]:
-        """Those that were late ask different members first."""
-        known = tuple(rank for rank in outcome.members if rank != self._world.rank)  # one whose place it takes
-        if not known:
-            return self._company.others
-        start = max(outcome.place - self._needed, 0) % len(known)
-        return known[start:] + known[:start]
-
-    def _catch_up(self, due: Due) -> None:
-        """Become what one of the donors is."""
+    def _catch_up(self, due: Due, *, amid_step: bool) -> None:
+        """Become what one of the donors is, if they are what they were; `amid_step`, the loop has yet to end a step."""
         gift, backing = self._relief.fetch(due), self._backing
-        install(gift, self.model, self._carried)
+        if gift is None:
+            self._arrears.remain(self._world.rank, self._world.timeout_s / 2)
+            return
+        install(gift, self.model, self._learning, self._carried)
+        self._donor.settle()
         edition, backing.buffers = gift.edition, gift.buffers
         backing.version, self._gate.steps = edition.version, edition.optimizer_steps
         backing.follow(edition.order)
@@ -261,7 +250,7 @@ class Backed(Replica):
             self._begin_era(edition.era)
         self._world.survival.step = edition.version
         self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
-        self._due, self._taken = None, gift.states if edition.in_pass else None
+        self._arrears.due, self._arrears.taken = None, gift.states if edition.in_pass or amid_step else None
 
     def _require_sound(self) -> None:
         if failure := self._world.untold:
@@ -304,14 +293,22 @@ class Backed(Replica):
     def _gather(self) -> None:
         """Before all ranks do something together."""
         with self._speaking():
-            self._begin()
+            if self._arrears.due is None or self._donor.is_intact:  # or what the loop puts back would undo it
+                self._show(is_whole=not self._gate.is_due)
             self._company.gather()
+
+    def _show(self, *, is_whole: bool = True) -> None:
+        """Between steps: let who was late have this rank's state."""
+        self.drain()
+        if self._arrears.due is None:
+            self._arrears.renew()
+            self._open(in_pass=False, is_whole=is_whole)
 
     def _end(self) -> None:
         """Before the others may not have this rank's state any more."""
         self._backing.abandon("the world was closed in the middle of a backward pass")
         with suppress(CommrtError, RuntimeError):
-            self._begin()
+            self._show()
             self._company.end()
 
     def _leave(self) -> None:
@@ -323,28 +320,33 @@ class Backed(Replica):
         """Take the place of a rank that is gone, while nobody gathers; not collective."""
         self._company.succeed(self._takes_a_step)
         # Once more before the first step, whatever is loaded until then.
-        self._due, self._is_successor = Due(self.step, self._company.others), True
+        self._arrears.due, self._is_successor = Due(self.step, self._company.others), True
 
     def _takes_a_step(self) -> bool:
-        self._due = Due(0, self._company.others)
+        self._arrears.due = Due(0, self._company.others)
         self.drain()
-        return self._taken is not None
+        return self._arrears.taken is not None
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """See `Replica.load_state_dict`; who takes the place of a rank that is gone gets all from the others."""
         if self._is_successor:
             _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
         else:
+            self._donor.shut()
+            self._arrears.forget()
             super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; takes the others' state first, if this rank was late: call it before you save."""
         self.drain()
+        if self._arrears.due is not None:
+            raise UsageError("this rank was late, and the others have changed their weights since: consolidate() first")
         return super().state_dict()
 
     def overwrite_with_first(self) -> None:
         """See `Replica.overwrite_with_first`."""
         super().overwrite_with_first()
+        self._donor.settle()
         self._backing.keep_buffers()
 
     def sync_buffers(self) -> None:
@@ -358,22 +360,20 @@ class Backed(Replica):
         return super().replicas_equal()
 
     def consolidate(self) -> None:
-        """See `Replica.consolidate`: all take the state of those that have seen most updates; collective."""
-        with self._world.gathered("consolidate()"):
-            versions = self._versions()
-            latest = max(versions.values())
-            if self.step < latest:
-                self._due = Due(latest, tuple(rank for rank, version in versions.items() if version == latest))
-                self._begin()
-            self.sync_buffers()
+        """See `Replica.consolidate`: all take the state of those that have seen most updates; collective.
 
-    def _versions(self) -> dict[int, int]:
-        """Of all who are left."""
-        own = torch.zeros(self._world.size, dtype=torch.float64, device="cpu")
-        own[self._world.rank] = self.step
-        means = self._world.survival.together(lambda: mean(self._lane, [own], self.step))[0]
-        members = self._world.members
-        return {rank: round(float(means[rank]) * len(members)) for rank in members}
+        Weights are taken as they are, also where a loop has changed them outside of its optimizer's steps.
+        """
+        self._stepping.end_step()
+        self._donor.settle()
+        with self._world.gathered("consolidate()"):
+            versions = self._world.survival.together(lambda: of_all(self._lane, self._backing.version))
+            latest = max(versions.values())
+            if self._backing.version < latest:
+                donors = tuple(rank for rank, version in versions.items() if version == latest)
+                self._arrears.due = Due(latest, donors)
+                self._show()
+            self.sync_buffers()
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

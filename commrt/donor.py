@@ -2,13 +2,15 @@
 """A rank's state, as others may copy it: whole, of one version, and without stopping the rank.
 
 From the begin of a forward pass to the optimizer's step nothing of it changes but buffers, so it may be copied while
-the rank computes. Only the optimizer's step waits, until who copies has done so.
+the rank computes. Only the optimizer's step waits, until who copies has done so. A loop may change weights for a while,
+to evaluate averaged ones for instance: then nobody gets them.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from enum import Enum
 from threading import Condition
 from time import monotonic
 from typing import NamedTuple
@@ -16,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from commrt.imprint import Imprint
 from commrt.state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["Donor", "Edition", "Gift", "install", "packed", "unpacked"]
+__all__ = ["Donor", "Edition", "Gift", "Has", "install", "packed", "unpacked"]
 
 
 class Edition(NamedTuple):
@@ -47,23 +50,53 @@ class Gift(NamedTuple):
     """As bytes, all three."""
 
 
+class Has(Enum):
+    """Of a state that was asked for."""
+
+    IT = b"1"
+    NOTHING = b""
+    """But perhaps later."""
+    OTHERS = b"0"
+    """It had it, but its weights were changed outside of a step."""
+
+
 class Donor:
     """Of one model; its own thread opens and shuts it, others copy while it is open."""
 
-    def __init__(self, model: nn.Module, owners: Callable[[], Sequence[Stateful]]) -> None:
-        self._model, self._owners = model, owners
+    def __init__(self, params: Sequence[nn.Parameter], owners: Callable[[], Sequence[Stateful]]) -> None:
+        self._params, self._owners = params, owners
+        self._imprint = Imprint(params)
+        self._settled_in: int | None = None  # the version of which it was seen what parameters should be
         self._changed = Condition()
         self._edition: Edition | None = None
         self._buffers: Tensor | None = None
         self._mark: torch.cuda.Event | None = None
+        self._is_whole = True
         self._readers = 0
 
-    def open(self, edition: Edition, buffers: Tensor) -> None:
-        """Parameters and states are now of `edition`; `buffers`, as bytes, belong to it."""
-        device = next(self._model.parameters()).device
+    def settle(self) -> None:
+        """Parameters are what they should be: an optimizer has stepped, or all agree on them."""
+        self._imprint.take()
+        self._settled_in = None
+
+    @property
+    def is_intact(self) -> bool:
+        """True unless parameters were changed since, or are about to be."""
+        return self._is_whole and self._imprint.fits
+
+    def open(self, edition: Edition, buffers: Tensor, *, is_whole: bool = True) -> None:
+        """Parameters and states are now of `edition`; `buffers`, as bytes, belong to it. A step is due: not `is_whole`.
+
+        In a pass they are what they should be, with all that a loop does after its optimizer's step; but of a version
+        that is there already they are not looked at again: a loop may move them between two passes of one step.
+        """
+        if edition.in_pass and self._settled_in != edition.version:
+            self._imprint.take()
+            self._settled_in = edition.version
+        device = self._params[0].device
         mark = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         with self._changed:
-            self._edition, self._buffers, self._mark = edition, buffers, mark
+            self._edition, self._buffers, self._mark, self._is_whole = edition, buffers, mark, is_whole
             self._changed.notify_all()
 
     def shut(self) -> None:
@@ -74,22 +107,27 @@ class Donor:
                 self._changed.wait()
 
     def give(self, version: int, limit_s: float) -> bytes | None:
-        """A copy of `version` or a later one, as `packed`; None if it is not there in time."""
+        """A copy of `version` or a later one, as `packed`; None if it is not there in time, or was changed."""
         edition = self._begin(version, monotonic() + limit_s)
         if edition is None:
             return None
         try:
+            writes, was_intact = self._imprint.writes, self.is_intact
             gift = self._copy(edition)
+            stayed = was_intact and self.is_intact and self._imprint.writes == writes
         finally:
             self._end()
-        return packed(gift)
+        return packed(gift) if stayed else None
 
-    def has(self, version: int, limit_s: float) -> bool:
-        """True if `give` would begin at once; waits for that."""
+    def has(self, version: int, limit_s: float) -> Has:
+        """Whether `give` would begin at once; waits for that."""
         edition = self._begin(version, monotonic() + limit_s)
-        if edition is not None:
+        if edition is None:
+            return Has.NOTHING
+        try:
+            return Has.IT if self.is_intact else Has.NOTHING if edition.in_pass else Has.OTHERS
+        finally:
             self._end()
-        return edition is not None
 
     def _end(self) -> None:
         with self._changed:
@@ -108,21 +146,16 @@ class Donor:
         if self._mark is not None:
             self._mark.synchronize()
         buffers = torch.empty(0, dtype=torch.uint8) if self._buffers is None else self._buffers
-        params = torch.cat([flatten([param]).cpu() for param in _learning(self._model)])
+        params = torch.cat([flatten([param]).cpu() for param in self._params])
         return Gift(edition, params, buffers.cpu(), dump(self._owners()))
 
 
-def install(gift: Gift, model: nn.Module, owners: Sequence[Stateful]) -> None:
-    """Become what `gift` says; its bytes fit a model like the donor's."""
-    restore(gift.params.to(next(model.parameters()).device), _learning(model))
+def install(gift: Gift, model: nn.Module, params: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
+    """Become what `gift` says; its bytes fit `params` of a `model` like the donor's."""
+    restore(gift.params.to(params[0].device), params)
     if buffers := [*model.buffers()]:
         restore(gift.buffers.to(buffers[0].device), buffers, unread_buffers(model))
     load(gift.states, owners)
-
-
-def _learning(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that change."""
-    return [param for param in model.parameters() if param.requires_grad]
 
 
 def packed(gift: Gift) -> bytes:

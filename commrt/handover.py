@@ -18,7 +18,7 @@ from commrt.survival import Pending
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Broadcasting", "Gathering", "mean", "overwrite_buffers", "overwrite_model", "overwrite_states"]
+__all__ = ["Broadcasting", "Gathering", "mean", "of_all", "overwrite_buffers", "overwrite_model", "overwrite_states"]
 
 
 class Broadcasting(Protocol):
@@ -104,3 +104,11 @@ def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tenso
     return [
         part.view(like.shape) for part, like in zip(torch.split(flat, [t.numel() for t in wide]), wide, strict=True)
     ]
+
+
+def of_all(lane: Broadcasting, number: int) -> dict[int, int]:
+    """What each member gives; collective."""
+    own = torch.zeros(lane.world.size, dtype=torch.float64, device="cpu")
+    own[lane.world.rank] = number
+    every = mean(lane, [own], number)[0]
+    return {rank: round(float(every[rank]) * len(lane.members)) for rank in lane.members}

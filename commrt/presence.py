@@ -70,13 +70,18 @@ class Presence:
         return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
 
     def outlast(self, others: Callable[[Doing | None], bool]) -> bool:
-        """Wait until what each other rank does is what `others` says, but no longer than a deadline; True if it is."""
-        end_s = monotonic() + self._timeout_s()
-        while monotonic() < end_s:
+        """Wait until what each other rank does is what `others` says; True if it is.
+
+        The deadline is that of a step: it begins anew whenever something has changed in the store.
+        """
+        begin_s, keys = monotonic(), -1
+        while monotonic() < begin_s + self._timeout_s():
             doing = self.of([rank for rank in self._ranks if rank != self._rank])
             if all(others(each) for each in doing.values()):
                 return True
             Event().wait(LOOK_S)
+            if (now := self._asked(self._store.num_keys)) != keys:
+                begin_s, keys = monotonic(), now
         return False
 
     def _asked(self, question: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
-from commrt.donor import Donor, Gift, unpacked
+from commrt.donor import Donor, Gift, Has, unpacked
 from commrt.errors import DeadlineExceeded, Place, QuorumLost, TransportClosed
 from commrt.service import Service, asked
 from commrt.world import World
@@ -52,7 +52,7 @@ class Relief:
         self._ask(lambda: self._shelf.set(_key(self._world.rank), self._service.address))
 
     def _is_ready(self, version: int) -> bytes | None:
-        return b"" if self._donor.has(version, WAIT_S) else None
+        return self._donor.has(version, WAIT_S).value or None
 
     def _give(self, version: int) -> bytes | None:
         return self._donor.give(version, self._world.timeout_s / 2)
@@ -69,30 +69,39 @@ class Relief:
         address = self._address(rank)
         return address is not None and asked(address, COME, generation, CALL_S) is not None
 
-    def fetch(self, due: Due) -> Gift:
+    def fetch(self, due: Due) -> Gift | None:
         """The state of one of its donors; waits for the first of them to have it.
 
+        None if all of them that live have changed their weights since, outside of a step.
         Raises `QuorumLost` if all of them are gone, `DeadlineExceeded`.
         """
         end_s = monotonic() + self._world.timeout_s
         while True:
+            changed = set[int]()
             for rank in due.donors:
-                if said := self._asked(rank, due.version):
+                said = self._asked(rank, due.version)
+                if isinstance(said, bytes):
                     return unpacked(said)
-            self._require_hope(due, end_s)
+                changed |= {rank} if said is Has.OTHERS else set()
+            gone = self._require_hope(due, end_s)
+            if changed and changed | gone >= {*due.donors}:
+                return None
             Event().wait(AGAIN_S)
 
-    def _asked(self, rank: int, version: int) -> bytes | None:
+    def _asked(self, rank: int, version: int) -> bytes | Has:
         """Who has it may take long to copy it."""
         address = self._address(rank)
-        if address is None or asked(address, READY, version, WAIT_S + PATIENCE_S) is None:
-            return None
-        return asked(address, STATE, version, self._world.timeout_s / 2)
+        said = None if address is None else asked(address, READY, version, WAIT_S + PATIENCE_S)
+        if address is None or said != Has.IT.value:
+            return Has(said or b"")
+        return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
 
-    def _require_hope(self, due: Due, end_s: float) -> None:
+    def _require_hope(self, due: Due, end_s: float) -> set[int]:
+        """Those of its donors that are gone."""
         self._world.survival.require_open()
         donors, place = list(due.donors), Place(self._world.rank, due.donors[0], due.version)
-        if len(self._world.survival.membership.gone(donors)) == len(donors):
+        gone = set(self._world.survival.membership.gone(donors))
+        if len(gone) == len(donors):
             raise QuorumLost(f"only ranks {donors} had the weights of step {due.version}, and they are gone", place)
         if monotonic() > end_s:
             what = (
@@ -100,6 +109,7 @@ class Relief:
                 f"pass or closed its world within {self._world.timeout_s:g} s: look at their output"
             )
             raise DeadlineExceeded(what, place)
+        return gone
 
     def _address(self, rank: int) -> str | None:
         key = _key(rank)

@@ -113,13 +113,14 @@ class Replica(ABC):
     def disagreement(self) -> float:
         """How far the farthest replica is from the mean of all, relative to the mean's norm; collective.
 
-        Costs two all-reduces, one of them of all parameters in fp32.
+        Costs two all-reduces, one of them of all parameters in fp64, which adds up equal ones without rounding.
         """
         with self._lane.world.gathered("disagreement()"):
             self.drain()
-            own = [param.detach() for _, param in self._params]
-            means = self._lane.world.survival.together(lambda: mean(self._lane, own, self.step))
-            pairs = [(tensor.double(), value.double()) for tensor, value in zip(own, means, strict=True)]
+            own, count = [param.detach().double() for _, param in self._params], len(self._lane.members)
+            parts = [count * tensor for tensor in own]
+            sums = self._lane.world.survival.together(lambda: mean(self._lane, parts, self.step))
+            pairs = [(tensor, value / count) for tensor, value in zip(own, sums, strict=True)]
             apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
             norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
             every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
@@ -143,7 +144,11 @@ class Replica(ABC):
 
     @property
     def lost(self) -> tuple[Loss, ...]:
-        """The ranks without which the others went on, since when, and why; gossip of weights and backup workers do."""
+        """The ranks without which the others went on, since when, and why; gossip of weights and backup workers do.
+
+        With backup workers a rank that died while it was not needed is noticed when ranks connect anew, or in a call
+        of all.
+        """
         return self._lane.world.lost
 
     def stats(self) -> Stats:

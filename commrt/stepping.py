@@ -15,14 +15,18 @@ from commrt.gate import Gate
 
 __all__ = ["Stepping"]
 
+OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
 BY_CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
 
 
 class Stepping:
-    """Around the steps of `optimizers`, and around `gate`; `begin` is called before parameters may change."""
+    """Around the steps of `optimizers`, and around `gate`; `begin` and `end` before and after parameters may change."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], gate: Gate, begin: Callable[[], None]) -> None:
-        self._optimizers, self._gate, self._begin = optimizers, gate, begin
+    def __init__(
+        self, optimizers: Sequence[Optimizer], gate: Gate, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        self._optimizers, self._gate, self._begin, self._end = optimizers, gate, begin, end
+        self._is_over = False  # the step of the gradients at hand
         self._fresh: set[int] = set()  # optimizers that have not stepped since gradients counted
         self._skips = False
         self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients of parameters that are not to be stepped
@@ -38,9 +42,17 @@ class Stepping:
 
     def renew(self, counted: bool) -> None:
         """A backward pass has ended, and its gradients `counted` or not."""
+        self._is_over = False
         self._fresh = {id(optimizer) for optimizer in self._optimizers} if counted else set()
 
+    def end_step(self) -> None:
+        """All take the weights as they are for those of the step: who steps with gradients at hand learns that."""
+        self._is_over = self._gate.is_due
+        self._gate.drop()
+
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_over:
+            raise UsageError(OVER)
         self._begin()
         self._skips = id(optimizer) not in self._fresh
         if self._skips:
@@ -55,6 +67,7 @@ class Stepping:
             param.grad = grad
         self._gate.steps -= self._skips  # it was none
         self._skips, self._hidden = False, []
+        self._end()
 
 
 def _refuse_closures(_: Optimizer, args: Any, kwargs: Any) -> None:

@@ -203,9 +203,10 @@ class Training:
         path: Path | None = self.options.checkpoint
         if path is None or self.world.rank:
             return
+        step = self.replica.state_dict()  # first: with backup workers it brings a rank that was late up to date
         parts = {"model": self.model, "optimizer": self.optimizer, "rate": self.rate, "scaler": self.scaler}
         state = {name: part.state_dict() for name, part in parts.items()}
-        torch.save({**state, "replica": self.replica.state_dict(), "epoch": self.epoch}, path.with_suffix(".part"))
+        torch.save({**state, "replica": step, "epoch": self.epoch}, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
     def resume(self) -> None:

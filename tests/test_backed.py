@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from copy import deepcopy
 from dataclasses import dataclass, field
+from time import monotonic
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
 from commrt import ballot
+from commrt.arrears import Arrears
 from commrt.errors import DeadlineExceeded, DisagreementError, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
@@ -771,3 +773,211 @@ def test_a_call_of_all_to_which_the_others_do_not_come_ends_at_its_deadline_thou
         return True
 
     assert all(run_ranks(3, body, timeout_s=0.5))
+
+
+def to_the_late_step(loop, world, replica, optimizer):
+    """One rank has just dropped its gradient, and the others have stepped with theirs."""
+
+    def step():
+        loop.wait(world, replica)
+        backward(replica.model, world.rank, replica.step)
+        optimizer.step()
+        loop.progress.tell(replica._backing.version)
+
+    while at(replica) < AT:
+        step()
+    step()
+    return step
+
+
+def weights(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def all_are_equal(ends):
+    return all(torch.equal(*pair) for end in ends for pair in zip(end, ends[0], strict=True))
+
+
+def test_weights_that_are_others_for_a_while_go_to_nobody_in_a_call_of_all():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        kept = deepcopy(model.state_dict())
+        for param in model.parameters():
+            param.data.zero_()
+        world.run(commrt.Ring().schedule(0, world.size), torch.ones(8))
+        model.load_state_dict(kept)
+        was_behind = replica.step > replica._backing.version
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return was_behind, weights(model)
+
+    ends = Loop().run(body)
+    assert [was_behind for was_behind, _ in ends] == [rank == LATE for rank in range(4)]
+    assert all_are_equal([found for _, found in ends])
+    assert all(tensor.any() for tensor in ends[LATE][1])
+
+
+def test_weights_that_are_moved_between_two_passes_of_a_step_go_to_nobody():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            if world.rank == LATE and replica.step == 0:  # later another may be late too, and find no whole weights
+                loop.progress.wait_for(1)
+            with replica.no_sync():
+                backward(model, world.rank, replica.step)
+            where = weights(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(param.grad, alpha=0.1)
+            backward(model, world.rank, replica.step)
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), where, strict=True):
+                    param.copy_(value)
+            optimizer.step()
+            loop.progress.tell(replica._backing.version)
+        replica.consolidate()
+        return replica.stats().counted, weights(model)
+
+    ends = Loop().run(body)
+    assert ends[LATE][0] < 8
+    assert all_are_equal([found for _, found in ends])
+
+
+class Parts(nn.ModuleList):
+    """What is called is not the module that was attached."""
+
+    def __init__(self):
+        super().__init__(deepcopy(MODEL))
+        self.call = [nn.Sequential(*self)]
+
+
+def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_once():
+    def body(loop, world):
+        model = Parts()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
+        while replica.step < loop.steps:
+            if world.rank == LATE and replica.step == AT:
+                loop.late_is_there.set()
+                loop.progress.wait_for(AT + loop.late_by)
+            elif replica.step == AT:
+                assert loop.late_is_there.wait(LIMIT_S)
+            model.zero_grad()
+            model.call[0](batch(world.rank, replica.step)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            loop.progress.tell(replica._backing.version)
+        replica.consolidate()
+        return scheduler.last_epoch, optimizer.param_groups[0]["lr"], weights(model)
+
+    ends = Loop(3, late_by=2).run(body)
+    assert {epoch for epoch, _, _ in ends} == {ends[0][0]}
+    assert {rate for _, rate, _ in ends} == {ends[0][1]}
+    assert all_are_equal([found for _, _, found in ends])
+
+
+def test_a_layer_that_is_frozen_on_the_way_is_handed_on_as_it_is():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            if replica.step >= AT - 1:
+                model[0].requires_grad_(requires_grad=False)
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            loop.progress.tell(replica._backing.version)
+        replica.consolidate()
+        return weights(model)
+
+    assert all_are_equal(Loop(late_by=3).run(body))
+
+
+def test_a_checkpoint_is_what_all_have_whatever_each_had_before():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        first = deepcopy((model.state_dict(), optimizer.state_dict(), replica.state_dict()))
+        step = to_the_late_step(loop, world, replica, optimizer)
+        if world.rank == 0:  # a batch more than the others: nobody uses it
+            step()
+        model.load_state_dict(first[0])
+        optimizer.load_state_dict(first[1])
+        replica.load_state_dict(first[2])
+        assert replica.replicas_equal()
+        while at(replica) < AT:
+            step()
+        replica.consolidate()
+        momenta = [optimizer.state[param]["momentum_buffer"].clone() for param in model.parameters()]
+        return [*weights(model), *momenta]
+
+    assert all_are_equal(Loop().run(body))
+
+
+def test_who_was_late_when_the_others_left_their_last_update_out_is_not_stuck():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < AT:
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        loop.wait(world, replica)
+        backward(model, world.rank, replica.step)  # and no step: its norm is too large
+        loop.progress.tell(replica._backing.version)
+        begin_s = monotonic()
+        equal = replica.replicas_equal()
+        took_s = monotonic() - begin_s
+        while at(replica) < loop.steps:
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        replica.consolidate()
+        return equal, took_s, weights(model)
+
+    ends = Loop().run(body)
+    assert all(took_s < 10 for _, took_s, _ in ends)  # of 20 until the deadline
+    assert all_are_equal([found for _, _, found in ends])
+
+
+def test_a_step_with_gradients_from_before_consolidate_is_refused():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world)
+        backward(model, world.rank, 0)
+        replica.consolidate()
+        with pytest.raises(UsageError, match="with gradients from before consolidate"):
+            optimizer.step()
+        backward(model, world.rank, 1)
+        optimizer.step()
+        return replica.replicas_equal()
+
+    assert all(run_ranks(2, body))
+
+
+def test_what_goes_along_must_be_a_list():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with pytest.raises(UsageError, match=r"attach\(also=\) takes a list, not a ExponentialLR: put it into one"):
+            commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world, also=scheduler)
+
+    run_ranks(2, body)
+
+
+def test_who_can_never_be_helped_is_told_why():
+    arrears = Arrears([], backing=None)
+    arrears.owe(3, [0, 1], turn=1)
+    arrears.remain(2, limit_s=60.0)
+    with pytest.raises(UsageError, match=r"rank 2 was late, .* call consolidate\(\) on all ranks before"):
+        arrears.remain(2, limit_s=-1.0)

@@ -135,8 +135,9 @@ def train(
         str, typer.Option(help="ring, halving_doubling, torus2d, gossip, backup, or ddp for plain DDP.")
     ] = "torus2d",
     backups: Annotated[
-        int, typer.Option(min=0, help="For backup: how many of the workers need not be waited for in a step.")
-    ] = 1,
+        int | None,
+        typer.Option(min=0, show_default="1", help="For backup: how many of the workers need not be waited for."),
+    ] = None,
     compare: Annotated[list[str] | None, typer.Option(help="Train again with this one; may be repeated.")] = None,
     epochs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Passes over the 4,000 training images.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per step over all workers together.")] = 64,
@@ -179,11 +180,13 @@ def train(
     from commrt.cli.job import Job  # noqa: PLC0415
     from commrt.cli.recipes import RECIPES  # noqa: PLC0415
 
+    if "backup" not in {algorithm, *(compare or [])}:
+        _leave_out(f"{algorithm} has no backup workers", {"--backups": backups})
     lr = RECIPES[recipe.value].lr if lr is None else lr
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
         algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
-        backups, recipe.value,
+        1 if backups is None else backups, recipe.value,
     )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -17,7 +18,7 @@ from commrt.errors import UsageError
 from commrt.splits import Choice, PerRank, Published, Scaling, choose
 from commrt.stragglers import Exponential, HeavyTails, Recorded, SlowSteps, Times, step_time_s
 
-__all__ = ["Answer", "Question", "Row", "answer", "best_if_late_finish", "known", "show", "span"]
+__all__ = ["Answer", "Question", "Row", "answer", "known", "show", "span"]
 
 Sampled = HeavyTails | Exponential | SlowSteps
 
@@ -78,7 +79,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Answer:
     """What was weighed, and what came of it."""
 
@@ -115,16 +116,28 @@ class Answer:
         return self.choice.goal_s / float(self.choice.goal_s[-1])
 
     def rows(self, quorums: Iterable[int] = ()) -> list[Row]:
-        """A row for each of `quorums`, and for those near the best."""
+        """A row for each of `quorums`, for those near the best, and for the best if late ranks finish first."""
         most = min(self.ranks - 1, max(FEW, 2 * self.backups))
         near = self.ranks - np.linspace(0, most, FEW + 1).round().astype(int)
-        needed = np.array(sorted({*quorums, *near.tolist(), self.choice.best}))
+        needed = np.array(sorted({*quorums, *near.tolist(), self.choice.best, self.best_if_late_finish}))
         late_s = step_time_s(self.times_s, needed)
         late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
         of_all = (self.choice.kth_s, self.expected_kth_s, self.hours, self.relative_time)
         columns = (*(column[needed - 1] for column in of_all), late_s, late)
         cells = zip(*map(known, columns), strict=True)
         return [Row(quorum, self.ranks - quorum, *rest) for quorum, rest in zip(needed.tolist(), cells, strict=True)]
+
+    @cached_property
+    def best_if_late_finish(self) -> int:
+        """Of quorums that backup workers may have, found by looking closer and closer: all at once would take long."""
+        low, high = self.ranks - (self.ranks - 1) // 2, self.ranks
+        while True:
+            tried = np.unique(np.linspace(low, high, FEW + 1).round().astype(int))
+            goal_s = step_time_s(self.times_s, tried) * self.goal.iterations(tried)
+            best = len(tried) - 1 - int(np.where(np.isnan(goal_s), inf, goal_s)[::-1].argmin())
+            if len(tried) == high - low + 1:
+                return int(tried[best])
+            low, high = int(tried[max(best - 1, 0)]), int(tried[min(best + 1, len(tried) - 1)])
 
     def record(self) -> dict[str, object]:
         """What was weighed, for JSON."""
@@ -152,11 +165,6 @@ def answer(question: Question) -> Answer:
     return Answer(question, law, goal, times_s, choose(times_s, goal, rng))
 
 
-def best_if_late_finish(rows: Sequence[Row]) -> Row:
-    """Of `rows` the one that reaches the goal soonest if late ranks finish first; of equals the largest quorum."""
-    return min(reversed(rows), key=lambda row: row.late_finish_relative_time or inf)
-
-
 def known(values: PerRank) -> list[float | None]:
     """For JSON, which has no nan."""
     return [None if np.isnan(value) else value for value in values.tolist()]
@@ -172,10 +180,9 @@ def show(found: Answer, rows: Sequence[Row], best: int) -> None:
         style = "bold" if row.quorum == best else None
         table.add_row(*(_cell(value(row)) for _, value in columns), style=style)
     Console().print(table)
-    late = best_if_late_finish(rows)
     print(
         "time: to the goal, compared with waiting for all\n*: if a late rank first finishes the gradient that nobody "
-        f"wants any more; of these rows, waiting for {late.quorum} is then best"
+        f"wants any more; waiting for {found.best_if_late_finish} is then best"
     )
     print(found.sources())
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import numpy as np
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.cli.backups import Answer, Question, Row, answer, best_if_late_finish, show, span
+from commrt.cli.backups import Answer, Question, Row, answer, show, span
 from commrt.errors import UsageError
 from commrt.planning import Waiting
 from commrt.stragglers import step_time_s
@@ -30,10 +30,8 @@ def waitings(backups: str, question: Question) -> tuple[int, list[Waiting]]:
     For auto with one, and with as many as are best where nothing is exchanged.
     """
     found = answer(question)
-    rows = found.rows([found.ranks, max(found.ranks - 1, 1)])
     if backups == AUTO:
-        best = best_if_late_finish([row for row in rows if not row.backups or row.backups < row.quorum])
-        tried = {0, best.backups} | ({1} if found.ranks > 2 else set())
+        tried = {0, found.ranks - found.best_if_late_finish} | ({1} if found.ranks > 2 else set())
     else:
         tried = {0, _number(backups)}
     needed = np.array([BackupWorkers(number).needed(found.ranks) for number in sorted(tried)])
@@ -52,7 +50,7 @@ def run(backups: str, question: Question, as_json: bool) -> None:
             f"--backups {wanted} of {found.ranks} ranks leaves none to wait for: give up to {found.ranks - 1}"
         )
     rows = found.rows([] if wanted is None else [found.ranks - wanted])
-    best = best_if_late_finish([row for row in rows if not row.backups or row.backups < row.quorum])
+    best = next(row for row in rows if row.quorum == found.best_if_late_finish)
     asked = best if wanted is None else next(row for row in rows if row.backups == wanted)
     if asked.late_finish_relative_time is None:
         raise UsageError(

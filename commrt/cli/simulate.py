@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from commrt.cli.backups import Answer, Question, answer, best_if_late_finish, known, show, span
+from commrt.cli.backups import Answer, Question, answer, known, show, span
 from commrt.splits import PerRank
 
 __all__ = ["run"]
@@ -33,7 +33,7 @@ def _record(found: Answer) -> dict[str, object]:
         "best_quorum": choice.best,
         "backups": found.backups,
         "likely_quorums": choice.likely,
-        "best_quorum_if_late_finish": best_if_late_finish(rows).quorum,
+        "best_quorum_if_late_finish": found.best_if_late_finish,
         "kth_time_s": known(choice.kth_s),
         "expected_kth_time_s": _unless_unknown(found.expected_kth_s),
         "hours": _unless_unknown(found.hours),

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank with backup workers has still to become before it goes on: what others are, or what it was itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from time import monotonic
+
+from torch import Tensor
+
+from commrt.backing import Backing
+from commrt.errors import UsageError
+from commrt.relief import Due
+from commrt.state import Stateful, dump, load
+
+__all__ = ["Arrears"]
+
+_log = logging.getLogger("commrt")
+BEHIND = (
+    "commrt: rank %d was late, and the others have changed their weights outside of a step since: it keeps its own "
+    "until they train again; call consolidate() on all ranks before weights are changed for a while"
+)
+
+
+class Arrears:
+    """Of `carried`, the states that go with the weights of `backing`."""
+
+    def __init__(self, carried: Sequence[Stateful], backing: Backing) -> None:
+        self._carried, self._backing = carried, backing
+        self.due: Due | None = None
+        """It was late, and others have the weights that it needs."""
+        self.taken: Tensor | None = None
+        """The states that came with them, if their rank was in a forward pass; until this one is."""
+        self._told: Due | None = None
+        self._told_s = 0.0
+        self._kept: Tensor | None = None  # the states as they were before a gradient that nobody used
+
+    @property
+    def version(self) -> int:
+        """That of the weights which this rank must have when it next runs forward."""
+        return self._backing.version if self.due is None else self.due.version
+
+    def owe(self, version: int, donors: Sequence[int], turn: int) -> None:
+        """Others have the weights of `version`; those that are late together ask different ones first."""
+        start = turn % len(donors)
+        self.due = Due(version, (*donors[start:], *donors[:start]))
+
+    def remain(self, rank: int, limit_s: float) -> None:
+        """Nobody can give it; told once, and raised as `UsageError` if that is so for longer than `limit_s`."""
+        if self._told != self.due:
+            _log.warning(BEHIND, rank)
+            self._told, self._told_s = self.due, monotonic()
+        if monotonic() - self._told_s > limit_s:
+            raise UsageError(BEHIND.removeprefix("commrt: ") % rank)
+
+    def forget(self) -> None:
+        """Something else was loaded."""
+        self.due = self.taken = self._kept = None
+
+    def keep(self) -> None:
+        """Nobody used this rank's gradient: whatever its loop does now is to be undone."""
+        if self._kept is None:
+            self._kept = dump(self._carried)
+
+    def restore(self) -> None:
+        """Undo what was done since `keep`."""
+        if self._kept is not None:
+            states, self._kept = self._kept, None
+            load(states, self._carried)
+            self._backing.restore_buffers()
+
+    def renew(self) -> None:
+        """Since states were taken, the loop may have stepped a scheduler, as the other rank's had already."""
+        if self.taken is not None:
+            load(self.taken, self._carried)
+            self.taken = None
