@@ -43,6 +43,16 @@ def epochs(tell, dies_at, timeout_s=8.0):
         return world.members
 
 
+def ends_early(tell, batches, timeout_s=2.0):
+    """Rank 0, which holds the store, has few batches; the others take many times the deadline."""
+    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        replica, optimizer = _backed(world, 1)
+        for number in range(5 if world.rank == 0 else batches):
+            replica.drain()
+            _step(replica, optimizer, world.rank, number, most_s=0.2)
+        return replica.step
+
+
 def calls_at(tell, goals, timeout_s=8.0):
     """A call of all after so many updates; a successor makes those that come after the step it begins with."""
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:

@@ -179,7 +179,7 @@ class Loop:
 
     def wait(self, world, replica):
         """The rank that is late waits here until the others are gone; they, that it has not been left behind before."""
-        if replica.step != AT:
+        if at(replica) != AT:
             return
         if world.rank == LATE:
             self.late_is_there.set()

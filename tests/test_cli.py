@@ -88,6 +88,7 @@ def test_verify_can_show_the_schedule():
         (("train", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0 is no size"),
         (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf is no size"),
         (("train", "--recipe", "large-batch", "--batch-size", "1001"), "grows to 4004 with .* give at most 1000"),
+        (("train", "--backups", "2"), "torus2d has no backup workers: leave --backups out"),
         (("train", "--lr", "inf"), "--lr inf is no learning rate"),
         (("train", "--seed", str(2**64)), "--seed 18446744073709551616 with --epochs 10: each epoch needs a seed"),
         (("train", "--seed", str(2**64 - 9)), "--seed 18446744073709551607 with --epochs 10: each epoch needs a seed"),

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from invoking import invoke, refused, told
 
+from commrt.cli.backups import Question, answer
+from commrt.stragglers import step_time_s
+
 FAST = ("--steps", "500")
 COMMANDS = [("simulate", "backup"), ("plan", "--backups", "auto")]
 
@@ -78,6 +81,14 @@ def test_a_plan_says_how_many_backups_and_why():
     assert record["table"][-1]["late_finish_relative_time"] == 1
     times = [row["late_finish_relative_time"] for row in record["table"]]
     assert record["asked"]["late_finish_relative_time"] == min(times)
+
+
+@pytest.mark.parametrize(("law", "ranks"), [("slow", 64), ("slow", 9), ("exponential", 40)])
+def test_the_planned_number_of_backups_is_the_best_of_all_that_may_be(law, ranks):
+    found = answer(Question(ranks, 500, 0, law, [], None, None, None))
+    allowed = np.arange(ranks // 2 + 1, ranks + 1)
+    goal_s = step_time_s(found.times_s, allowed) * found.goal.iterations(allowed)
+    assert goal_s[found.best_if_late_finish - allowed[0]] <= 1.002 * goal_s.min()
 
 
 def test_a_plan_compares_a_number_of_backups_with_the_best():

@@ -1570,6 +1570,14 @@ def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_equal_replicas_disagree_by_nothing(ranks):
+    def body(world):
+        return commrt.attach(net(), world=world).disagreement()
+
+    assert run_ranks(ranks, body) == [0.0] * ranks
+
+
 def zero(param):
     param.grad = None
 

@@ -34,6 +34,12 @@ def test_deaths_upon_deaths_of_two_at_once_and_a_successor_for_each_cost_no_step
     assert voyage.deaths == 5
 
 
+def test_the_process_that_holds_the_store_waits_for_those_who_still_train_however_long_they_do():
+    ends = run_processes(3, successions.ends_early, 60)
+    assert [end.error for end in ends] == [None] * 3
+    assert all(end.value >= 50 for end in ends[1:])
+
+
 def killed(_, message, process):
     process.kill()
     return AGAIN if message == "replace" else True
