@@ -13,27 +13,28 @@ from commrt.backing import Backing
 from commrt.errors import UsageError
 from commrt.relief import Due
 from commrt.state import Stateful, dump, load
+from commrt.world import World
 
 __all__ = ["Arrears"]
 
 _log = logging.getLogger("commrt")
 BEHIND = (
-    "commrt: rank %d was late, and the others have changed their weights outside of a step since: it keeps its own "
-    "until they train again; call consolidate() on all ranks before weights are changed for a while"
+    "commrt: rank %d was late, and weights were changed outside of a step since, or an optimizer's step is due: it "
+    "keeps older ones until all train again; call consolidate() on all ranks before weights are changed for a while"
 )
 
 
 class Arrears:
     """Of `carried`, the states that go with the weights of `backing`."""
 
-    def __init__(self, carried: Sequence[Stateful], backing: Backing) -> None:
-        self._carried, self._backing = carried, backing
+    def __init__(self, carried: Sequence[Stateful], backing: Backing, world: World) -> None:
+        self._carried, self._backing, self._world = carried, backing, world
         self.due: Due | None = None
         """It was late, and others have the weights that it needs."""
         self.taken: Tensor | None = None
         """The states that came with them, if their rank was in a forward pass; until this one is."""
         self._told: Due | None = None
-        self._told_s = 0.0
+        self._told_s = self._asked_s = 0.0
         self._kept: Tensor | None = None  # the states as they were before a gradient that nobody used
 
     @property
@@ -46,17 +47,20 @@ class Arrears:
         start = turn % len(donors)
         self.due = Due(version, (*donors[start:], *donors[:start]))
 
-    def remain(self, rank: int, limit_s: float) -> None:
-        """Nobody can give it; told once, and raised as `UsageError` if that is so for longer than `limit_s`."""
+    def remain(self) -> None:
+        """Nobody can give it; told once, and raised as `UsageError` if that stays so for half of the deadline."""
+        now_s, rank, limit_s = monotonic(), self._world.rank, self._world.timeout_s / 2
         if self._told != self.due:
             _log.warning(BEHIND, rank)
-            self._told, self._told_s = self.due, monotonic()
-        if monotonic() - self._told_s > limit_s:
+        if self._told != self.due or now_s > self._asked_s + limit_s / 2:  # it was not asked for again and again
+            self._told, self._told_s = self.due, now_s
+        self._asked_s = now_s
+        if now_s - self._told_s > limit_s:
             raise UsageError(BEHIND.removeprefix("commrt: ") % rank)
 
     def forget(self) -> None:
         """Something else was loaded."""
-        self.due = self.taken = self._kept = None
+        self.due = self.taken = self._kept = self._told = None
 
     def keep(self) -> None:
         """Nobody used this rank's gradient: whatever its loop does now is to be undone."""

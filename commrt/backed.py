@@ -82,25 +82,21 @@ class Backed(Replica):
         self._backing = Backing(
             model, engine, self._gate, cut, self._needed, early=algorithm.early, with_buffers=broadcast_buffers
         )
-        self._arrears = Arrears(self._carried, self._backing)
-        self._learning = [param for param in model.parameters() if any(param is each for each in params)]
+        self._arrears = Arrears(self._carried, self._backing, self._world)
+        averaged = {*map(id, params)}
+        self._learning = [param for param in model.parameters() if id(param) in averaged]
         self._donor = Donor(self._learning, lambda: self._carried)
         self._stepping = Stepping(optimizers, self._gate, self._donor.shut, self._donor.settle)
         self._meet_the_others(PrefixStore(f"backed {self._world.attached}", self._world.store))
-        self._live(
-            [
-                *self._on_model(),
-                *on_dense_gradients(self, self._params, Backed._on_gradient),
-                *self._stepping.register(),
-            ]
-        )
+        gradients = on_dense_gradients(self, self._params, Backed._on_gradient)
+        self._live([*self._on_model(), *gradients, *self._stepping.register()])
 
     def _meet_the_others(self, shelf: PrefixStore) -> None:
         world, membership = self._world, self._world.survival.membership
         self._shelf = shelf
         self._relief = Relief(world, shelf, self._donor)
         self._presence = Presence(shelf, world.rank, range(world.size), lambda: world.timeout_s, membership.gone)
-        self._company = Company(world, self._presence)
+        self._company = Company(world, self._presence, self._needed)
         if world.charter is not None:
             membership.require_vacant()
         if world.charter is None:
@@ -138,11 +134,14 @@ class Backed(Replica):
         """
         self._drain()
 
-    def _drain(self, *, amid_step: bool = False) -> None:
+    def _drain(self, *, in_pass: bool = False, amid_step: bool = False) -> None:
         self._arrears.restore()
         if self._arrears.due is not None:
             with self._speaking():
-                self._catch_up(self._arrears.due, amid_step=amid_step)
+                if in_pass or amid_step or self._is_successor or self._donor.is_intact:
+                    self._catch_up(self._arrears.due, amid_step=amid_step)
+                else:  # what the loop puts back would undo it
+                    self._arrears.remain()
 
     def _go_on_at(self, step: int) -> None:
         self._donor.shut()
@@ -162,6 +161,7 @@ class Backed(Replica):
                 replica._begin_forward(given)  # noqa: SLF001  # its own
 
         yield self.model.register_forward_pre_hook(Hook(before_forward))
+        yield self.model.register_forward_hook(Hook(self._donor.settle_again))
 
     def _begin_forward(self, given: tuple[Any, ...]) -> None:
         if self.model.training and torch.is_grad_enabled():
@@ -176,7 +176,7 @@ class Backed(Replica):
 
     def _begin(self) -> None:
         """From here to the optimizer's step this rank's state is whole, and stays."""
-        self.drain()
+        self._drain(in_pass=True)
         if self._arrears.due is None:
             self._arrears.renew()
             if not self._gate.is_due:
@@ -239,7 +239,7 @@ class Backed(Replica):
         """Become what one of the donors is, if they are what they were; `amid_step`, the loop has yet to end a step."""
         gift, backing = self._relief.fetch(due), self._backing
         if gift is None:
-            self._arrears.remain(self._world.rank, self._world.timeout_s / 2)
+            self._arrears.remain()
             return
         install(gift, self.model, self._learning, self._carried)
         self._donor.settle()
@@ -293,16 +293,15 @@ class Backed(Replica):
     def _gather(self) -> None:
         """Before all ranks do something together."""
         with self._speaking():
-            if self._arrears.due is None or self._donor.is_intact:  # or what the loop puts back would undo it
-                self._show(is_whole=not self._gate.is_due)
+            self._show()
             self._company.gather()
 
-    def _show(self, *, is_whole: bool = True) -> None:
+    def _show(self) -> None:
         """Between steps: let who was late have this rank's state."""
         self.drain()
         if self._arrears.due is None:
             self._arrears.renew()
-            self._open(in_pass=False, is_whole=is_whole)
+            self._open(in_pass=False, is_whole=not self._gate.is_due)
 
     def _end(self) -> None:
         """Before the others may not have this rank's state any more."""
@@ -370,10 +369,11 @@ class Backed(Replica):
             versions = self._world.survival.together(lambda: of_all(self._lane, self._backing.version))
             latest = max(versions.values())
             if self._backing.version < latest:
-                donors = tuple(rank for rank, version in versions.items() if version == latest)
-                self._arrears.due = Due(latest, donors)
+                self._arrears.owe(latest, [rank for rank, version in versions.items() if version == latest], 0)
                 self._show()
             self.sync_buffers()
+            if not super().replicas_equal():  # a forward pass that writes to parameters, for nothing
+                self.overwrite_with_first()
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

@@ -31,8 +31,8 @@ COMPANY = TRAINING | {Doing.GATHERS}
 class Company:
     """Of one rank; for the thread that trains."""
 
-    def __init__(self, world: World, presence: Presence) -> None:
-        self._world, self._presence = world, presence
+    def __init__(self, world: World, presence: Presence, needed: int) -> None:
+        self._world, self._presence, self._needed = world, presence, needed
         self._is_new = False  # it took a place while the others were in their steps, and has begun none
 
     @property
@@ -127,6 +127,6 @@ class Company:
             return
         with suppress(CommrtError, RuntimeError):
             if self._world.holds_store:
-                self._presence.outlast(lambda doing: doing in {Doing.LEFT, None})
+                self._presence.outlast(lambda doing: doing in {Doing.LEFT, None}, self._needed)
             else:
                 self._presence.say(Doing.LEFT)

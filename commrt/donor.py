@@ -67,6 +67,8 @@ class Donor:
         self._params, self._owners = params, owners
         self._imprint = Imprint(params)
         self._settled_in: int | None = None  # the version of which it was seen what parameters should be
+        self._is_passed = False  # its first forward pass has ended
+        self._loop_changes_them = False  # between an optimizer's step and a forward pass, the last time it came there
         self._changed = Condition()
         self._edition: Edition | None = None
         self._buffers: Tensor | None = None
@@ -79,10 +81,17 @@ class Donor:
         self._imprint.take()
         self._settled_in = None
 
+    def settle_again(self, *_: object) -> None:
+        """A forward pass has ended: what the first of a version did to parameters belongs to that."""
+        begun = self._edition is not None and self._settled_in == self._edition.version and not self._is_passed
+        if begun and torch.is_grad_enabled():
+            self._imprint.take()
+            self._is_passed = True
+
     @property
     def is_intact(self) -> bool:
-        """True unless parameters were changed since, or are about to be."""
-        return self._is_whole and self._imprint.fits
+        """Between steps: nobody has changed parameters, but as it is done after every step."""
+        return self._loop_changes_them or self._imprint.fits
 
     def open(self, edition: Edition, buffers: Tensor, *, is_whole: bool = True) -> None:
         """Parameters and states are now of `edition`; `buffers`, as bytes, belong to it. A step is due: not `is_whole`.
@@ -91,8 +100,9 @@ class Donor:
         that is there already they are not looked at again: a loop may move them between two passes of one step.
         """
         if edition.in_pass and self._settled_in != edition.version:
+            self._loop_changes_them = not self._imprint.fits
             self._imprint.take()
-            self._settled_in = edition.version
+            self._settled_in, self._is_passed = edition.version, False
         device = self._params[0].device
         mark = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         with self._changed:
@@ -112,9 +122,9 @@ class Donor:
         if edition is None:
             return None
         try:
-            writes, was_intact = self._imprint.writes, self.is_intact
+            writes, was_whole = self._imprint.writes, self._has_whole(edition)
             gift = self._copy(edition)
-            stayed = was_intact and self.is_intact and self._imprint.writes == writes
+            stayed = was_whole and self._has_whole(edition) and self._imprint.writes == writes
         finally:
             self._end()
         return packed(gift) if stayed else None
@@ -125,9 +135,14 @@ class Donor:
         if edition is None:
             return Has.NOTHING
         try:
-            return Has.IT if self.is_intact else Has.NOTHING if edition.in_pass else Has.OTHERS
+            return Has.IT if self._has_whole(edition) else Has.NOTHING if edition.in_pass else Has.OTHERS
         finally:
             self._end()
+
+    def _has_whole(self, edition: Edition) -> bool:
+        if self._mark is not None:
+            self._mark.synchronize()
+        return self._is_whole and (self._imprint.fits if edition.in_pass else self.is_intact)
 
     def _end(self) -> None:
         with self._changed:
@@ -143,8 +158,6 @@ class Donor:
             return self._edition
 
     def _copy(self, edition: Edition) -> Gift:
-        if self._mark is not None:
-            self._mark.synchronize()
         buffers = torch.empty(0, dtype=torch.uint8) if self._buffers is None else self._buffers
         params = torch.cat([flatten([param]).cpu() for param in self._params])
         return Gift(edition, params, buffers.cpu(), dump(self._owners()))

@@ -69,10 +69,10 @@ class Presence:
         gone = self._gone([rank for rank, doing in said.items() if doing != Doing.LEFT and rank != self._rank])
         return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
 
-    def outlast(self, others: Callable[[Doing | None], bool]) -> bool:
-        """Wait until what each other rank does is what `others` says; True if it is.
+    def outlast(self, others: Callable[[Doing | None], bool], needed: int | None = None) -> bool:
+        """Wait until what each other rank does is what `others` says, but no longer than a deadline; True if it is.
 
-        The deadline is that of a step: it begins anew whenever something has changed in the store.
+        If `needed` ranks make a step, it begins anew while as many train, and the store changes as it does in steps.
         """
         begin_s, keys = monotonic(), -1
         while monotonic() < begin_s + self._timeout_s():
@@ -80,8 +80,9 @@ class Presence:
             if all(others(each) for each in doing.values()):
                 return True
             Event().wait(LOOK_S)
-            if (now := self._asked(self._store.num_keys)) != keys:
-                begin_s, keys = monotonic(), now
+            if needed is not None and sum(each in TRAINING for each in doing.values()) >= needed:
+                known, keys = keys, self._asked(self._store.num_keys)
+                begin_s = begin_s if known == keys else monotonic()
         return False
 
     def _asked(self, question: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import threading
 from copy import deepcopy
 from dataclasses import dataclass, field
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -821,6 +822,75 @@ def test_weights_that_are_others_for_a_while_go_to_nobody_in_a_call_of_all():
     assert all(tensor.any() for tensor in ends[LATE][1])
 
 
+def test_who_has_other_weights_in_takes_none_that_would_be_put_away_again():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        if world.rank == LATE:
+            kept = deepcopy(model.state_dict())
+            for param in model.parameters():
+                param.data.zero_()
+            with pytest.raises(UsageError, match=r"consolidate\(\) first"):
+                replica.state_dict()
+            model.load_state_dict(kept)
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return weights(model)
+
+    assert all_are_equal(Loop().run(body))
+
+
+def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+
+        def step():
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            for param in model.parameters():
+                param.data.clamp_(-0.1, 0.1)
+            loop.progress.tell(replica._backing.version)
+
+        while at(replica) < AT:
+            step()
+        loop.wait(world, replica)
+        step()
+        return replica.replicas_equal(), replica.state_dict()["step"]
+
+    assert Loop().run(body) == [(True, AT + 1)] * 4
+
+
+class Renormed(nn.Linear):
+    """Writes to its weights in every forward pass."""
+
+    def forward(self, x):
+        self.weight.data.renorm_(2, 0, 0.3)
+        return super().forward(x)
+
+
+def test_weights_that_a_forward_pass_changes_are_given_and_consolidated():
+    def body(loop, world):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(Renormed(5, 6), nn.Tanh(), Renormed(6, 2)).double()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        while at(replica) < loop.steps:
+            step()
+        if world.rank == 1:
+            model(batch(0, 0))
+        replica.consolidate()
+        return weights(model)
+
+    assert all_are_equal(Loop().run(body))
+
+
 def test_weights_that_are_moved_between_two_passes_of_a_step_go_to_nobody():
     def body(loop, world):
         model = deepcopy(MODEL)
@@ -976,8 +1046,11 @@ def test_what_goes_along_must_be_a_list():
 
 
 def test_who_can_never_be_helped_is_told_why():
-    arrears = Arrears([], backing=None)
+    world = SimpleNamespace(rank=2, timeout_s=60.0)
+    arrears = Arrears([], None, world)
     arrears.owe(3, [0, 1], turn=1)
-    arrears.remain(2, limit_s=60.0)
+    arrears.remain()
+    world.timeout_s = -1e9  # it has been asked again, and the deadline is over
+    arrears._asked_s = float("inf")
     with pytest.raises(UsageError, match=r"rank 2 was late, .* call consolidate\(\) on all ranks before"):
-        arrears.remain(2, limit_s=-1.0)
+        arrears.remain()
