@@ -23,7 +23,7 @@ check: venv
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 inspect: export PYTHONPATH = $(CURDIR)
 inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores

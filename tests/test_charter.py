@@ -149,7 +149,7 @@ class Busy:
 
 
 def test_what_the_others_did_before_a_successor_came_ends_in_words_and_disturbs_nobody():
-    company = Company(vacant(), Busy())
+    company = Company(vacant(), Busy(), 2)
     company._is_new, company._world.transport.timeout_s = True, 0.1
     with pytest.raises(DeadlineExceeded, match=r"What all do together .* has been done; leave it out where world.is_s"):
         company.gather()

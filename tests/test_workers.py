@@ -239,7 +239,7 @@ def test_only_with_backup_workers_another_process_takes_a_dead_ones_place():
 
 
 def test_the_report_says_who_was_lost_if_anybody_was(capsys):
-    whole = Result("gossip", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", (), {}, 0.0)
+    whole = Result("gossip", "plain", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", (), {}, 0.0)
     train._report([whole], as_json=False)
     assert "lost" not in capsys.readouterr().out
     train._report([whole, replace(whole, lost=(1, 3))], as_json=False)
