@@ -126,6 +126,11 @@ def _candidates(cluster: Cluster, ranks: int) -> list[_Candidate]:
     return [_Candidate(each, Pricing(each.schedule(0, ranks), cluster)) for each in algorithms(ranks)]
 
 
+def _soonest(candidates: Sequence[_Candidate], nbytes: float) -> list[_Candidate]:
+    """Those to be tried in steps."""
+    return sorted(candidates, key=lambda each: _merit(each.plan(nbytes)))[:TRIED_IN_STEPS]
+
+
 def _merit(plan: Plan) -> tuple[float, float, int]:
     """To the nanosecond: what is no better for less than that is as good."""
     return round(plan.seconds, 9), round(plan.exchange_s, 9), plan.steps
@@ -150,7 +155,7 @@ def step_plans(
     candidates, found = _candidates(cluster, ranks), list[Plan]()
     for wire in wires:
         nbytes = float(workload.numel * ITEM_NBYTES[wire])
-        soonest = sorted(candidates, key=lambda each: _merit(each.plan(nbytes)))[:TRIED_IN_STEPS]
+        soonest = _soonest(candidates, nbytes)
         fewest = min(candidates, key=lambda each: each.plan(0.0).exchange_s)
         tried = {each.algorithm: each for each in (*soonest, fewest, candidates[0])}
         for each in tried.values():
@@ -196,7 +201,7 @@ def _quorum_plans(
     found = list[Plan]()
     for wire in wires:
         nbytes = float(workload.numel * ITEM_NBYTES[wire])
-        soonest = sorted(candidates, key=lambda each: _merit(each.plan(nbytes)))[:TRIED_IN_STEPS]
+        soonest = _soonest(candidates, nbytes)
         for each in dict.fromkeys((*soonest, candidates[0])):
             whole = each.plan(nbytes)
             step_s, cap_mb = compute_s + whole.exchange_s, ceil(nbytes / 2**20)
