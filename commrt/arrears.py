@@ -10,6 +10,7 @@ from time import monotonic
 from torch import Tensor
 
 from commrt.backing import Backing
+from commrt.donor import Donor
 from commrt.errors import UsageError
 from commrt.relief import Due
 from commrt.state import Stateful, dump, load
@@ -27,8 +28,8 @@ BEHIND = (
 class Arrears:
     """Of `carried`, the states that go with the weights of `backing`."""
 
-    def __init__(self, carried: Sequence[Stateful], backing: Backing, world: World) -> None:
-        self._carried, self._backing, self._world = carried, backing, world
+    def __init__(self, carried: Sequence[Stateful], donor: Donor, backing: Backing, world: World) -> None:
+        self._carried, self._donor, self._backing, self._world = carried, donor, backing, world
         self.due: Due | None = None
         """It was late, and others have the weights that it needs."""
         self.taken: Tensor | None = None
@@ -36,6 +37,7 @@ class Arrears:
         self._told: Due | None = None
         self._told_s = self._asked_s = 0.0
         self._kept: Tensor | None = None  # the states as they were before a gradient that nobody used
+        self._weights: Tensor | None = None  # these as well
 
     @property
     def version(self) -> int:
@@ -60,19 +62,30 @@ class Arrears:
 
     def forget(self) -> None:
         """Something else was loaded."""
-        self.due = self.taken = self._kept = self._told = None
+        self.due = self.taken = self._kept = self._weights = self._told = None
 
     def keep(self) -> None:
         """Nobody used this rank's gradient: whatever its loop does now is to be undone."""
         if self._kept is None:
             self._kept = dump(self._carried)
+        if self._weights is None:
+            self._weights = self._donor.weights()
 
-    def restore(self) -> None:
-        """Undo what was done since `keep`."""
+    def restore(self, *, in_pass: bool) -> None:
+        """Undo what was done since `keep`; before it is `in_pass` not to weights that a loop has put in for a while."""
+        is_intact = in_pass or self._donor.is_intact
         if self._kept is not None:
             states, self._kept = self._kept, None
             load(states, self._carried)
             self._backing.restore_buffers()
+        if self._weights is not None and is_intact:
+            weights, self._weights = self._weights, None
+            self._donor.go_back_to(weights, self._backing.version, in_pass=in_pass)
+
+    def accept(self) -> None:
+        """Weights are what they should be."""
+        self._weights = None
+        self._donor.settle()
 
     def renew(self) -> None:
         """Since states were taken, the loop may have stepped a scheduler, as the other rank's had already."""

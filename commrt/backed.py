@@ -24,9 +24,9 @@ from commrt.autograd import INTERRUPTED, at_end_of_backward, current_pass, on_de
 from commrt.backing import Backing
 from commrt.ballot import Ballot, Terms
 from commrt.company import Company
-from commrt.donor import Donor, Edition, install
+from commrt.donor import Donor, Edition, Parts
 from commrt.engine import Cut, Engine
-from commrt.errors import CommrtError, QuorumLost, UsageError
+from commrt.errors import CommrtError, UsageError
 from commrt.gate import Gate
 from commrt.handover import Gathering, of_all
 from commrt.presence import Doing, Presence
@@ -43,6 +43,10 @@ _log = logging.getLogger("commrt")
 ENDED = (
     "commrt: rank %d drops its batches from step %d on, until others train again: fewer than the %d ranks whose "
     "gradients make a step do, since the others have finished"
+)
+UNEQUAL = (
+    "commrt: rank %d: weights or buffers differed between ranks that had done the same steps, so all take those of "
+    "rank %d; a loop or a forward pass changed them outside of steps (docs/backup_workers.md)"
 )
 
 
@@ -82,10 +86,8 @@ class Backed(Replica):
         self._backing = Backing(
             model, engine, self._gate, cut, self._needed, early=algorithm.early, with_buffers=broadcast_buffers
         )
-        self._arrears = Arrears(self._carried, self._backing, self._world)
-        averaged = {*map(id, params)}
-        self._learning = [param for param in model.parameters() if id(param) in averaged]
-        self._donor = Donor(self._learning, lambda: self._carried)
+        self._donor = Donor(Parts.of(model, params), lambda: self._carried)
+        self._arrears = Arrears(self._carried, self._donor, self._backing, self._world)
         self._stepping = Stepping(optimizers, self._gate, self._donor.shut, self._donor.settle)
         self._meet_the_others(PrefixStore(f"backed {self._world.attached}", self._world.store))
         gradients = on_dense_gradients(self, self._params, Backed._on_gradient)
@@ -107,7 +109,7 @@ class Backed(Replica):
         if world.charter is not None:  # and this process has the place
             self._presence.say(Doing.COMES)
         self._relief.open()
-        world.around = Around(self._gather, self._company.disperse, self._end, self._leave, self._speak_of)
+        world.around = Around(self._gather, self._company.disperse, self._end, self._leave, self._last_words.speak_of)
 
     def _begin_era(self, era: int) -> None:
         """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
@@ -135,11 +137,11 @@ class Backed(Replica):
         self._drain()
 
     def _drain(self, *, in_pass: bool = False, amid_step: bool = False) -> None:
-        self._arrears.restore()
+        self._arrears.restore(in_pass=in_pass)
         if self._arrears.due is not None:
-            with self._speaking():
+            with self._last_words.around():
                 if in_pass or amid_step or self._is_successor or self._donor.is_intact:
-                    self._catch_up(self._arrears.due, amid_step=amid_step)
+                    self._catch_up(self._arrears.due, in_pass=in_pass, amid_step=amid_step)
                 else:  # what the loop puts back would undo it
                     self._arrears.remain()
 
@@ -155,15 +157,15 @@ class Backed(Replica):
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
 
-        def before_forward(_: nn.Module, given: tuple[Any, ...]) -> None:
+        def before_forward(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             replica = weakly()
             if replica is not None:
-                replica._begin_forward(given)  # noqa: SLF001  # its own
+                replica._begin_forward([*given, *named.values()])  # noqa: SLF001  # its own
 
-        yield self.model.register_forward_pre_hook(Hook(before_forward))
+        yield self.model.register_forward_pre_hook(Hook(before_forward), with_kwargs=True)
         yield self.model.register_forward_hook(Hook(self._donor.settle_again))
 
-    def _begin_forward(self, given: tuple[Any, ...]) -> None:
+    def _begin_forward(self, given: Sequence[object]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin()
             self._take_part()
@@ -185,6 +187,8 @@ class Backed(Replica):
     def _open(self, *, in_pass: bool = True, is_whole: bool = True) -> None:
         backing = self._backing
         generation = self._world.survival.generation
+        if in_pass and self._donor.is_new(backing.version):
+            backing.keep_buffers()  # as the loop left them
         edition = Edition(backing.version, generation, self._gate.steps, backing.order, self._era, in_pass)
         self._donor.open(edition, backing.buffers, is_whole=is_whole)
 
@@ -200,7 +204,9 @@ class Backed(Replica):
 
     def _is_new(self, what: str) -> bool:
         if self._passing is not None and self._passing != current_pass() and not self._world.closed:
-            raise UsageError(INTERRUPTED.format(what=what))
+            if not self._backing.forget_pass():
+                raise UsageError(INTERRUPTED.format(what=what))
+            self._passing = None
         return self._passing is None or self._passing != current_pass()
 
     def _begin_pass(self, number: int) -> None:
@@ -219,7 +225,7 @@ class Backed(Replica):
             self._stats = self._stats.plus(self.last)
             self._drain(amid_step=True)
             return
-        with self._speaking():
+        with self._last_words.around():
             self.last, outcome = self._backing.finish()
         self._stats = self._stats.plus(self.last)
         self._tell_once(self.last)
@@ -235,14 +241,13 @@ class Backed(Replica):
             _log.warning(ENDED, self._world.rank, report.step, self._needed)
         self._has_told = report.ended
 
-    def _catch_up(self, due: Due, *, amid_step: bool) -> None:
+    def _catch_up(self, due: Due, *, in_pass: bool, amid_step: bool) -> None:
         """Become what one of the donors is, if they are what they were; `amid_step`, the loop has yet to end a step."""
         gift, backing = self._relief.fetch(due), self._backing
         if gift is None:
             self._arrears.remain()
             return
-        install(gift, self.model, self._learning, self._carried)
-        self._donor.settle()
+        self._donor.become(gift, self.model, in_pass=in_pass)
         edition, backing.buffers = gift.edition, gift.buffers
         backing.version, self._gate.steps = edition.version, edition.optimizer_steps
         backing.follow(edition.order)
@@ -269,30 +274,9 @@ class Backed(Replica):
             self._begin_pass(current_pass())
             self._finish()
 
-    @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """Around what may find that too few ranks are left."""
-        try:
-            yield
-        except CommrtError as error:
-            self._speak_of(error)
-            raise
-
-    def _speak_of(self, error: BaseException) -> None:
-        if QuorumLost in {type(error), type(error.__cause__)}:
-            self._speak()
-
-    def _speak(self) -> None:
-        calls, self._last_words = self._last_words, []
-        for call in calls:
-            try:
-                call()
-            except Exception:  # the others are called, and what happened is raised
-                _log.exception("commrt: what was to be called before giving up failed")
-
     def _gather(self) -> None:
         """Before all ranks do something together."""
-        with self._speaking():
+        with self._last_words.around():
             self._show()
             self._company.gather()
 
@@ -345,7 +329,7 @@ class Backed(Replica):
     def overwrite_with_first(self) -> None:
         """See `Replica.overwrite_with_first`."""
         super().overwrite_with_first()
-        self._donor.settle()
+        self._donor.settle(with_rest=self._backing.version == 0)
         self._backing.keep_buffers()
 
     def sync_buffers(self) -> None:
@@ -364,7 +348,8 @@ class Backed(Replica):
         Weights are taken as they are, also where a loop has changed them outside of its optimizer's steps.
         """
         self._stepping.end_step()
-        self._donor.settle()
+        self._arrears.restore(in_pass=False)
+        self._arrears.accept()
         with self._world.gathered("consolidate()"):
             versions = self._world.survival.together(lambda: of_all(self._lane, self._backing.version))
             latest = max(versions.values())
@@ -372,7 +357,8 @@ class Backed(Replica):
                 self._arrears.owe(latest, [rank for rank, version in versions.items() if version == latest], 0)
                 self._show()
             self.sync_buffers()
-            if not super().replicas_equal():  # a forward pass that writes to parameters, for nothing
+            if not super().replicas_equal():
+                _log.warning(UNEQUAL, self._world.rank, self._world.members[0])
                 self.overwrite_with_first()
 
     @contextmanager

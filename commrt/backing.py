@@ -77,7 +77,7 @@ class Backing:
         self._roster = Roster(model)
         self._attempts = (0, 0)  # a step that has still to be done, and how often that was tried
         self._pass: _Pass | None = None
-        self._ready_s = 0.0
+        self._ready_s = self._late_s = 0.0
         self._arrange(engine.buckets)
         self.keep_buffers()
 
@@ -101,6 +101,15 @@ class Backing:
         for told in [] if running is None else [*running.ready, running.ended]:
             if not told.given:
                 told.fail(UsageError(why))
+
+    def forget_pass(self) -> bool:
+        """A backward pass was interrupted, by a loop that skips what does not fit into memory; False if it is known."""
+        if self._pass is not None and self._pass.held is None:
+            self._pass = None
+            for bucket in self._engine.buckets:
+                bucket.release()
+            self._gate.drop()
+        return self._pass is None
 
     def follow(self, order: Sequence[int] | None) -> None:
         """Cut buckets in the `order` in which gradients become ready, as the others do; between steps."""
@@ -188,8 +197,10 @@ class Backing:
 
     def _report(self, running: _Pass, outcome: Outcome, step: int, exposed_s: float) -> StepReport:
         said = [note.split(":") for note in outcome.notes]
-        samples = [int(count) for count, _ in said if count]
-        closed_s = max((float(when) for _, when in said), default=0.0)
+        samples = [int(count) for count, _, _ in said if count]
+        closed_s = max((float(when) for _, when, _ in said), default=0.0)
+        late_s = max(self._ready_s - closed_s, 0.0) if closed_s and not outcome.counts else 0.0
+        self._late_s = 0.0 if outcome.counts else self._late_s + late_s
         return StepReport(
             step,
             outcome.members,
@@ -197,9 +208,10 @@ class Backing:
             tuple(running.spans or ()),
             counted=outcome.counts,
             ended=not outcome.is_over,
-            late_s=max(self._ready_s - closed_s, 0.0) if closed_s and not outcome.counts else 0.0,
+            late_s=late_s,
             samples=sum(samples) if len(samples) == len(said) > 0 else None,
             dropped=tuple(rank for rank in range(self._world.size) if outcome.members and rank not in outcome.members),
+            saved_s=max((float(late) for _, _, late in said), default=0.0),
         )
 
     def _hold(self, running: _Pass) -> Outcome:
@@ -208,7 +220,7 @@ class Backing:
         survival.step, self._ready_s = step, time()
         generation = survival.be_in(0)
         attempt = self._attempts[1] if self._attempts[0] == step else 0
-        note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}"
+        note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}:{self._late_s:.4f}"
         course = deliberate(self._world.rank, generation, self._needed, step, attempt, note)
         try:
             outcome = self.ballot.hold(course, generation, lambda wish: self._move(wish, running))

@@ -9,6 +9,7 @@ to evaluate averaged ones for instance: then nobody gets them.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from threading import Condition
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from commrt.imprint import Imprint
 from commrt.state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["Donor", "Edition", "Gift", "Has", "install", "packed", "unpacked"]
+__all__ = ["Donor", "Edition", "Gift", "Has", "Parts", "packed", "unpacked"]
+
+_log = logging.getLogger("commrt")
+PUT_BACK = (
+    "commrt: this rank was late and was given the weights of others in its forward pass; they were changed again "
+    "before the optimizer's step. If its loop put back weights that it had kept, these are old ones: replicas differ "
+    "from here on, and a loop that exchanges weights around each pass cannot be trained with backup workers"
+)
 
 
 class Edition(NamedTuple):
@@ -45,9 +53,11 @@ class Gift(NamedTuple):
 
     edition: Edition
     params: Tensor
+    rest: Tensor
+    """Parameters that are frozen, if a loop has changed them: a teacher that follows, for instance."""
     buffers: Tensor
     states: Tensor
-    """As bytes, all three."""
+    """As bytes, all of them."""
 
 
 class Has(Enum):
@@ -60,12 +70,28 @@ class Has(Enum):
     """It had it, but its weights were changed outside of a step."""
 
 
+class Parts(NamedTuple):
+    """The parameters of a model."""
+
+    learning: Sequence[nn.Parameter]
+    """Whose gradients are averaged."""
+    rest: Sequence[nn.Parameter]
+
+    @classmethod
+    def of(cls, model: nn.Module, averaged: Sequence[Tensor]) -> Parts:
+        """Those of `model`, in its order."""
+        known = {*map(id, averaged)}
+        params = [*model.parameters()]
+        return cls([one for one in params if id(one) in known], [one for one in params if id(one) not in known])
+
+
 class Donor:
     """Of one model; its own thread opens and shuts it, others copy while it is open."""
 
-    def __init__(self, params: Sequence[nn.Parameter], owners: Callable[[], Sequence[Stateful]]) -> None:
-        self._params, self._owners = params, owners
-        self._imprint = Imprint(params)
+    def __init__(self, parts: Parts, owners: Callable[[], Sequence[Stateful]]) -> None:
+        self._parts, self._owners = parts, owners
+        self._imprint, self._imprint_of_rest = Imprint(parts.learning), Imprint(parts.rest)
+        self._is_taken = False  # in this step's forward pass, from another rank
         self._settled_in: int | None = None  # the version of which it was seen what parameters should be
         self._is_passed = False  # its first forward pass has ended
         self._loop_changes_them = False  # between an optimizer's step and a forward pass, the last time it came there
@@ -76,10 +102,41 @@ class Donor:
         self._is_whole = True
         self._readers = 0
 
-    def settle(self) -> None:
+    def settle(self, *, with_rest: bool = False) -> None:
         """Parameters are what they should be: an optimizer has stepped, or all agree on them."""
+        self._settle_for(None)
+        if with_rest:
+            self._imprint_of_rest.take()
+
+    def is_new(self, version: int) -> bool:
+        """True before the first forward pass of `version`."""
+        return self._settled_in != version
+
+    def become(self, gift: Gift, model: nn.Module, *, in_pass: bool) -> None:
+        """What `gift` says; its bytes fit a `model` like the donor's. Between steps they are looked at again."""
+        if in_pass:
+            self._look()
+        _install(gift, model, self._parts, self._owners())
+        self._is_taken = in_pass
+        self._settle_for(gift.edition.version if in_pass else None)
+
+    def weights(self) -> Tensor:
+        """A copy of all, as bytes."""
+        return flatten([*self._parts.learning, *self._parts.rest])
+
+    def go_back_to(self, weights: Tensor, version: int, *, in_pass: bool) -> None:
+        """To those of `version`, as `weights` gave them."""
+        if in_pass:
+            self._look()
+        restore(weights, [*self._parts.learning, *self._parts.rest])
+        self._settle_for(version)
+
+    def _settle_for(self, version: int | None) -> None:
         self._imprint.take()
-        self._settled_in = None
+        self._settled_in, self._is_passed = version, False
+
+    def _look(self) -> None:
+        self._loop_changes_them = not self._imprint.fits
 
     def settle_again(self, *_: object) -> None:
         """A forward pass has ended: what the first of a version did to parameters belongs to that."""
@@ -100,10 +157,9 @@ class Donor:
         that is there already they are not looked at again: a loop may move them between two passes of one step.
         """
         if edition.in_pass and self._settled_in != edition.version:
-            self._loop_changes_them = not self._imprint.fits
-            self._imprint.take()
-            self._settled_in, self._is_passed = edition.version, False
-        device = self._params[0].device
+            self._look()
+            self._settle_for(edition.version)
+        device = self._parts.learning[0].device
         mark = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         with self._changed:
             self._edition, self._buffers, self._mark, self._is_whole = edition, buffers, mark, is_whole
@@ -111,6 +167,9 @@ class Donor:
 
     def shut(self) -> None:
         """Parameters are about to change; waits for who copies them."""
+        if self._is_taken and not self._imprint.fits:
+            _log.warning(PUT_BACK)
+        self._is_taken = False
         with self._changed:
             self._edition = None
             while self._readers:
@@ -159,13 +218,20 @@ class Donor:
 
     def _copy(self, edition: Edition) -> Gift:
         buffers = torch.empty(0, dtype=torch.uint8) if self._buffers is None else self._buffers
-        params = torch.cat([flatten([param]).cpu() for param in self._params])
-        return Gift(edition, params, buffers.cpu(), dump(self._owners()))
+        params = _bytes(self._parts.learning)
+        rest = _bytes([] if self._imprint_of_rest.fits else self._parts.rest)
+        return Gift(edition, params, rest, buffers.cpu(), dump(self._owners()))
 
 
-def install(gift: Gift, model: nn.Module, params: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
-    """Become what `gift` says; its bytes fit `params` of a `model` like the donor's."""
-    restore(gift.params.to(params[0].device), params)
+def _bytes(params: Sequence[Tensor]) -> Tensor:
+    """In the host's memory, piece by piece."""
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *(flatten([param]).cpu() for param in params)])
+
+
+def _install(gift: Gift, model: nn.Module, parts: Parts, owners: Sequence[Stateful]) -> None:
+    restore(gift.params.to(parts.learning[0].device), parts.learning)
+    if gift.rest.numel():
+        restore(gift.rest.to(parts.rest[0].device), parts.rest)
     if buffers := [*model.buffers()]:
         restore(gift.buffers.to(buffers[0].device), buffers, unread_buffers(model))
     load(gift.states, owners)
@@ -180,5 +246,5 @@ def packed(gift: Gift) -> bytes:
 
 def unpacked(said: bytes) -> Gift:
     """What was `packed`; never runs what came with it."""
-    edition, params, buffers, states = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
-    return Gift(Edition(*edition), params, buffers, states)
+    edition, *tensors = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
+    return Gift(Edition(*edition), *tensors)

@@ -51,10 +51,16 @@ class Imprint:
     def _seen(self) -> Tensor:
         """As bytes: a norm that is no number is equal to itself."""
         with torch.no_grad():
-            parts = [torch.stack(torch._foreach_norm(_wide(params))) for params in self._alike]  # noqa: SLF001
-            return torch.cat([part.view(torch.uint8) for part in parts])
+            parts = [_norms(params).view(torch.uint8) for params in self._alike]
+            return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def _wide(params: list[Tensor]) -> list[Tensor]:
-    """In 16 bits a norm would round too much away."""
-    return [param.float() for param in params] if params[0].itemsize < torch.float32.itemsize else params
+def _norms(params: list[Tensor]) -> Tensor:
+    """In 16 bits a norm would round too much away; a CPU makes a wider copy first, so there one after the other."""
+    wide = torch.float32 if params[0].itemsize < torch.float32.itemsize else None
+    if wide is None or params[0].is_cuda:
+        return torch.stack(torch._foreach_norm(params, 2, wide))  # noqa: SLF001  # all at once
+    norms = torch.empty(len(params), dtype=wide, device="cpu")
+    for norm, param in zip(norms, params, strict=True):
+        norm.copy_(torch.linalg.vector_norm(param, dtype=wide))
+    return norms

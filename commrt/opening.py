@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ from commrt.transport.local import Fabric
 from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
 from commrt.transport.vacant import VacantTransport
-from commrt.world import World
+from commrt.world import Around, World
 
 __all__ = ["current", "init"]
 
@@ -156,8 +157,13 @@ def _require_not_taken(place: object) -> None:
 
 
 def _leave() -> None:
-    """The process ends, perhaps in the middle of a transfer: do not wait for its deadline."""
+    """The process ends, perhaps in the middle of a transfer: do not wait for its deadline.
+
+    With backup workers, others may want this rank's state yet; but not what is left after an error.
+    """
     if _current is not None:
+        if _current.around != Around() and not hasattr(sys, "last_value"):
+            _current.close()
         if failure := _current.untold:
             warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)
         _current.abort(TransportClosed("the process ended without closing its world"))

@@ -29,13 +29,12 @@ from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Moment
 from commrt.world import World
 
-__all__ = ["Circles", "gathered", "layout", "probe", "turn"]
+__all__ = ["Circles", "fitted", "gathered", "layout", "probe", "turn"]
 
-SMALL_NBYTES = 1 << 10
-LARGE_NBYTES = (1 << 20, 4 << 20)
+TURNS = {1 << 10: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 6, 1 << 20: 3, 1 << 22: 3}
+"""How many in a row, by the size of messages."""
 SERIES = 5
-TURNS = {SMALL_NBYTES: 20, **dict.fromkeys(LARGE_NBYTES, 3)}
-"""In a row, by the size of messages."""
+"""Each with all sizes, so that what disturbs for a while disturbs them all alike."""
 Circles = Sequence[Sequence[int]]
 
 
@@ -111,18 +110,22 @@ def _cluster(world: World, per_host: int, within: Line | None, alone: Line | Non
 
 
 def _line(world: World, circles: Circles) -> Line:
-    """Through the times of small and large messages, the slowest rank's."""
-    sizes = [SMALL_NBYTES, *LARGE_NBYTES]
-    times_s = [_time_s(world, circles, nbytes) for nbytes in sizes]
-    slope = (times_s[-1] - times_s[1]) / (sizes[-1] - sizes[1])
-    slope = slope if slope > 0 else times_s[-1] / sizes[-1]
-    return Line(max(times_s[0] - slope * sizes[0], 0.0), 1 / slope)
+    """Through the times of messages of all sizes, the slowest rank's medians."""
+    watches = {nbytes: _watch(world, circles, nbytes) for nbytes in TURNS}
+    times_s: dict[int, list[float]] = {nbytes: [] for nbytes in TURNS}
+    for number in range(SERIES + 1):
+        for nbytes, watch in watches.items():
+            world.agree(f"probe {nbytes} {number}")
+            times_s[nbytes].append(world.lane.submit(watch).result())
+    turns = any(world.rank in circle for circle in circles)
+    mine_s = [median(series[1:]) if turns else 0.0 for series in times_s.values()]
+    return fitted(list(TURNS), [max(gathered(world, each)) for each in mine_s])
 
 
-def _time_s(world: World, circles: Circles, nbytes: int) -> float:
-    """Of a turn among others; of the slowest rank the median."""
-    buffer, turns = torch.zeros(3 * nbytes // 4), TURNS[nbytes]
-    bound = bind(program(turn(circles, world.size), world.rank), buffer, world.transport)
+def _watch(world: World, circles: Circles, nbytes: int) -> Callable[[], float]:
+    """Seconds of a turn among others."""
+    bound = bind(program(turn(circles, world.size), world.rank), torch.zeros(3 * nbytes // 4), world.transport)
+    turns = TURNS[nbytes]
 
     def often() -> float:
         begin_s = perf_counter()
@@ -130,12 +133,21 @@ def _time_s(world: World, circles: Circles, nbytes: int) -> float:
             bound.run(Moment(number, "probe"))
         return (perf_counter() - begin_s) / turns
 
-    times_s = []
-    for number in range(SERIES + 1):
-        world.agree(f"probe {nbytes} {number}")
-        times_s.append(world.lane.submit(often).result())
-    mine = any(world.rank in circle for circle in circles)
-    return max(gathered(world, median(times_s[1:]) if mine else 0.0))
+    return often
+
+
+def fitted(nbytes: Sequence[int], times_s: Sequence[float]) -> Line:
+    """The line that misses the times by the least, each in parts of itself, so that short messages count as well.
+
+    >>> fitted([1_000, 2_000, 1_000_000], [0.002, 0.003, 1.001])
+    Line(latency_s=0.001, bytes_per_s=1000000.0)
+    """
+    sizes, times = np.array(nbytes, float), np.array(times_s)
+    parts = np.stack([1 / times, sizes / times], axis=1)
+    latency_s, s_per_byte = np.linalg.lstsq(parts, np.ones(len(times)))[0].tolist()
+    if latency_s < 0 or s_per_byte <= 0:
+        latency_s, s_per_byte = 0.0, float(times[-1] / sizes[-1])
+    return Line(float(f"{latency_s:.6g}"), float(f"{1 / s_per_byte:.6g}"))
 
 
 def gathered(world: World, value: float) -> list[float]:

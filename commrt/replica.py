@@ -19,6 +19,7 @@ from commrt.attendance import Loss
 from commrt.buckets import Named
 from commrt.errors import UsageError
 from commrt.handover import Broadcasting, mean, overwrite_buffers, overwrite_model
+from commrt.last_words import LastWords
 from commrt.report import Stats, StepReport
 from commrt.schedule import Algorithm
 from commrt.state import Stateful, fingerprint
@@ -41,7 +42,7 @@ class Replica(ABC):
         self._stats = Stats()
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
-        self._last_words: list[Callable[[], object]] = []
+        self._last_words = LastWords()
 
     def _live(self, handles: Sequence[RemovableHandle]) -> None:
         """From now on until `detach`."""
@@ -89,9 +90,10 @@ class Replica(ABC):
         """Wait for all that is under way, and use it; before weights are saved or looked at. Not collective."""
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
-        """With backup workers: call `call` on every survivor before it raises `QuorumLost`, to save a checkpoint.
+        """With backup workers: call `call` on every survivor before an error ends its training, to save a checkpoint.
 
-        The weights are those of the last whole step then.
+        The error is `QuorumLost`, or that others do not answer (`DeadlineExceeded`), or the store (`PeerLost`). The
+        weights are then those of the last whole step that this rank has: a late one has older ones than the others.
         """
         self._last_words.append(call)
 

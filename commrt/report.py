@@ -43,6 +43,8 @@ class StepReport:
     were given; None if a member could not say."""
     dropped: tuple[int, ...] = ()
     """With backup workers: the ranks whose gradients did not count, slow, stopped or gone."""
+    saved_s: float = 0.0
+    """With backup workers: how long all would have waited in earlier steps, as those who were late then say now."""
 
     @property
     def comm_s(self) -> float:
@@ -67,6 +69,9 @@ class Stats:
     counted: int = 0
     """Steps in which this rank's gradient was used."""
     late_s: float = 0.0
+    dropped: int = 0
+    """Gradients of all ranks that were not used."""
+    saved_s: float = 0.0
     samples: int = 0
     """As far as members could say."""
 
@@ -80,5 +85,7 @@ class Stats:
             self.heard | report.heard,
             self.counted + report.counted,
             self.late_s + report.late_s,
+            self.dropped + len(report.dropped),
+            self.saved_s + report.saved_s,
             self.samples + (report.samples or 0),
         )

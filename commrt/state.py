@@ -40,6 +40,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
+@torch.inference_mode(False)
 def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
     """Overwrite `tensors` with the bytes that `flatten` made of others like them, where they differ.
 
@@ -85,6 +86,7 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
+@torch.inference_mode(False)  # or what is loaded cannot be stepped later
 def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
     """Give `owners` what `dump` took from others like them; raises `UsageError` if that is more than plain values."""
     try:
@@ -124,7 +126,13 @@ def _with_objects(state: dict[str, Any], owner: Stateful) -> dict[str, Any]:
     """`state` with what `_without_objects` left out, as `owner` has it."""
     if "param_groups" not in state:
         return state
-    pairs = zip(owner.state_dict()["param_groups"], state["param_groups"], strict=True)
+    own_groups = owner.state_dict()["param_groups"]
+    if len(own_groups) != len(state["param_groups"]):
+        raise UsageError(
+            f"{type(owner).__name__} has {len(own_groups)} param_groups here and {len(state['param_groups'])} on the "
+            "rank whose state this one takes: add_param_group() at the same update (replica.step) of all ranks"
+        )
+    pairs = zip(own_groups, state["param_groups"], strict=True)
     groups = [{**{key: value for key, value in own.items() if not _is_plain(value)}, **sent} for own, sent in pairs]
     return {**state, "param_groups": groups}
 

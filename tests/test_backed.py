@@ -1047,7 +1047,7 @@ def test_what_goes_along_must_be_a_list():
 
 def test_who_can_never_be_helped_is_told_why():
     world = SimpleNamespace(rank=2, timeout_s=60.0)
-    arrears = Arrears([], None, world)
+    arrears = Arrears([], None, None, world)
     arrears.owe(3, [0, 1], turn=1)
     arrears.remain()
     world.timeout_s = -1e9  # it has been asked again, and the deadline is over

@@ -129,10 +129,34 @@ def test_a_recorded_run_is_taken_as_it_is(text, tmp_path):
     assert f"recorded, {file}" in invoke("plan", "--backups", "auto", "--times", str(file)).stdout
 
 
+def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
+    def event(rank, name, begin_ms, end_ms):
+        return {
+            "ph": "X",
+            "pid": rank,
+            "name": name,
+            "ts": 1e3 * begin_ms,
+            "dur": 1e3 * (end_ms - begin_ms),
+            "args": {},
+        }
+
+    events = []
+    for rank in range(3):
+        for begin_ms in range(0, 500 + 100 * rank, 100):  # a forward pass of 10, and a backward pass that waits for 20
+            events += [event(rank, "forward", begin_ms, begin_ms + 10)]
+            events += [event(rank, "backward", begin_ms + 15, begin_ms + 50 + rank)]
+            events += [event(rank, "wait", begin_ms + 30, begin_ms + 50)]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": [*events, event(1, "forward", 900, 910)]}))
+    record = told("simulate", "backup", "--times", str(file))
+    assert (record["ranks"], record["steps"]) == (3, 2)
+    assert record["kth_time_s"] == pytest.approx([0.030, 0.031, 0.032])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no step: write one list of seconds per step"),
+        ("", "holds no step: give a file of commrt train --trace, or write one list of seconds per step"),
         ("[]", "holds no step"),
         ("[[]]", "step 0 has 0 times"),
         ("[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
@@ -145,9 +169,11 @@ def test_a_recorded_run_is_taken_as_it_is(text, tmp_path):
         ("[[1e999, 1]]", "step 0, rank 0: inf is no number of seconds"),
         (f"[[{10**400}, 1]]", "rank 0: 1000"),
         ("1,2\n3,fast\n", "step 1, rank 1: 'fast' is no number of seconds"),
-        ("[[1, 2]", "is no JSON: .*; write one list"),
+        ("[[1, 2]", "is no JSON: .*; give a file of commrt train"),
         ("[" * 100_000, "is no JSON"),
-        ('{"times": [[1]]}', "is no list of lists: write"),
+        ('{"traceEvents": []}', "holds no step"),
+        ('{"traceEvents": [1]}', "is no timeline of commrt train --trace"),
+        ('{"times": [[1]]}', "is no list of lists: give"),
         ("[1, 2]", "is no list of lists"),
     ],
 )

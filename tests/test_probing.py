@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commrt import probing
 from commrt.cluster import Between, Cluster, Link, Racks
 from commrt.errors import UsageError
-from commrt.probing import layout, probe, turn
+from commrt.probing import fitted, layout, probe, turn
 from commrt.simulate import Pricing
 from commrt.testing.ranks import run_ranks
 
@@ -37,6 +39,21 @@ def test_in_a_turn_each_rank_of_a_circle_sends_and_receives_once_and_not_the_sam
     assert sorted(step.src.tolist()) == sorted(step.dst.tolist()) == members
     sent, received = dict(zip(step.src, step.lo, strict=True)), dict(zip(step.dst, step.lo, strict=True))
     assert all(sent[rank] != received[rank] for rank in members)
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
+def test_times_that_lie_on_a_line_are_that_line(latency_s, bytes_per_s):
+    sizes = [1 << power for power in (10, 14, 18, 22)]
+    found = fitted(sizes, [latency_s + nbytes / bytes_per_s for nbytes in sizes])
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-4)
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-4, abs=1e-4 * sizes[0] / bytes_per_s)
+
+
+@pytest.mark.parametrize("times_s", [[0.1, 1.0, 11.0], [1.0, 0.5, 0.1]], ids=["faster at first", "noise alone"])
+def test_times_that_no_link_can_have_give_no_negative_latency_and_no_endless_rate(times_s):
+    found = fitted([1, 10, 100], times_s)
+    assert found.latency_s >= 0
+    assert found.bytes_per_s > 0
 
 
 def test_what_is_measured_is_the_same_on_every_rank_and_can_be_planned_with(monkeypatch):

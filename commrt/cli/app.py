@@ -70,7 +70,10 @@ Parameters = Annotated[
 ]
 TimesFile = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="A run's own times instead of a law: JSON or CSV, per step each rank's seconds."),
+    typer.Option(
+        metavar="FILE",
+        help="A run's own times instead of a law: of train --trace, or JSON or CSV, per step each rank's seconds.",
+    ),
 ]
 Exponent = Annotated[
     float | None,

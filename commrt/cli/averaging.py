@@ -30,6 +30,10 @@ class Cost:
     """Backward passes whose gradients came too late."""
     late_s: float = 0.0
     """How long the others would have waited for them."""
+    dropped: int = 0
+    """Gradients of all ranks that were not used, as far as this one knows."""
+    saved_s: float = 0.0
+    """How long all would have waited for them, likewise."""
     nbytes_sent: int | None = None
     """None where the library does not tell."""
 
@@ -82,7 +86,15 @@ class Attached:
     def cost(self) -> Cost:
         """See `Averaging`."""
         stats = self._replica.stats()
-        return Cost(stats.exposed_s, stats.comm_s, stats.steps - stats.counted, stats.late_s, stats.nbytes_sent)
+        return Cost(
+            stats.exposed_s,
+            stats.comm_s,
+            stats.steps - stats.counted,
+            stats.late_s,
+            stats.dropped,
+            stats.saved_s,
+            stats.nbytes_sent,
+        )
 
     def finish(self) -> float:
         """See `Averaging`."""

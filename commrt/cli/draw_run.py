@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commrt.cli.figures import new_figure, require_format, save
+from commrt.cli.timelines import WARM_STEPS, Span, read
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,19 +32,7 @@ COLOURS = {
 }
 """Of ranges, each drawn over those before it; what is green of a bucket is packing and unpacking."""
 THIN = {"wait"}
-WARM_STEPS = 3
-"""At the begin, when programs are made."""
 MOST_RANKS = 32
-
-
-class Span(NamedTuple):
-    """A range that was recorded."""
-
-    rank: int
-    name: str
-    begin_ms: float
-    end_ms: float
-    step: int | None
 
 
 class Window(NamedTuple):
@@ -65,23 +53,6 @@ def run(file: str, step: int | None, out: str) -> None:
     if step is not None and step not in windows:
         raise UsageError(f"--step {step}: {file} holds steps {min(windows)} to {max(windows)}")
     save(_draw(spans, _typical([*windows.values()]) if step is None else windows[step], Path(file).name), out)
-
-
-def read(file: str) -> list[Span]:
-    """All ranges in `file`; raises `UsageError`."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
-    try:
-        return [_span(event) for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file} is no timeline of commrt train --trace: {error!r}") from error
-
-
-def _span(event: dict[str, Any]) -> Span:
-    begin_ms = event["ts"] / 1e3
-    return Span(event["pid"], event["name"], begin_ms, begin_ms + event["dur"] / 1e3, event["args"].get("step"))
 
 
 def _windows(spans: Sequence[Span]) -> list[Window]:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, by_name
 from commrt.attaching import attach
-from commrt.cli.averaging import Attached, Averaging, Wrapped
+from commrt.cli.averaging import Attached, Averaging, Cost, Wrapped
 from commrt.cli.inject import Fault, Injection, Kill, check
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.recipes import PLAIN, RECIPES, Feed, batches, images_after, require_fit, steps
@@ -42,8 +42,8 @@ SEEDS = range(-(2**63), 2**64)
 """What torch takes."""
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Progress = Callable[[int, float, int], None]
-"""Called after each step with how many have been done, the loss, and how many gradients came too late."""
+Progress = Callable[[int, float, Cost], None]
+"""Called after each step with how many have been done, the loss, and what averaging has cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _train(
         with within_range(world.recorder, "optimizer"):
             optimizer.step()
         rate.step()
-        progress(averaging.step, loss.item(), averaging.cost().late)
+        progress(averaging.step, loss.item(), averaging.cost())
 
 
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, stretch: _Stretch) -> Result:

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
+from commrt.cli.timelines import computing_s
+from commrt.cli.timelines import read as timeline
 from commrt.errors import UsageError
 from commrt.stragglers import Recorded
 
 __all__ = ["read"]
 
-FORM = "write one list of seconds per step, one number per rank, as JSON [[1.2, 1.3], [1.1, 4.0]] or as lines of CSV"
+FORM = (
+    "give a file of commrt train --trace, or write one list of seconds per step, one number per rank, as JSON "
+    "[[1.2, 1.3], [1.1, 4.0]] or as lines of CSV"
+)
 MOST_S = 1e9
 """Thirty years."""
 
@@ -41,6 +46,8 @@ def _from_json(path: str, text: str) -> list[Sequence[object]]:
         steps = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}; {FORM}") from error
+    if isinstance(steps, dict) and "traceEvents" in steps:
+        return [*computing_s(timeline(path))]
     if not isinstance(steps, list) or not all(isinstance(step, list) for step in steps):
         raise UsageError(f"{path} is no list of lists: {FORM}")
     return steps

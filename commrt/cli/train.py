@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from commrt.cli import job as running
+from commrt.cli.averaging import Cost
 from commrt.cli.job import Job, Result, work
 from commrt.cli.mnist import load, require_images
 from commrt.cli.recipes import PLAIN
@@ -111,8 +112,9 @@ def _bar(job: Job, shown: bool) -> Iterator[running.Progress]:
     with Progress(*columns, loss_column, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(job.algorithm, total=job.steps(launch.size if launch else 1), loss=float("nan"), late="")
 
-        def show(step: int, loss: float, late: int) -> None:
-            bar.update(task, completed=step, loss=loss, late=f", {late} too late" if late else "")
+        def show(step: int, loss: float, cost: Cost) -> None:
+            late = f", {cost.dropped} dropped, {cost.saved_s:.1f} s not waited" if cost.dropped else ""
+            bar.update(task, completed=step, loss=loss, late=late)
 
         yield show
 

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways for all ranks to exchange as many numbers, each with memory of its own, and what must come of it.
+
+What an exchange does to buffers that hold 1, 2, 3, ... times a pattern is replayed from its schedule: the gate before
+every time. Ours with a narrow wire pack and unpack, as a bucket does; Gloo's cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commrt
+from commrt.executor import bind
+from commrt.kernels import dispatch
+from commrt.kernels.layout import layout_of
+from commrt.program import program
+from commrt.schedule import ADD, COPY, Algorithm, Schedule
+from commrt.transport.protocol import Moment
+
+__all__ = ["GLOO", "NAMES", "Exchange", "exchanges", "replayed"]
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+GLOO = "Gloo all_reduce"
+GOSSIPED = 6
+"""Steps of gossip: partners at all distances, in two periods."""
+
+
+def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
+    """All-reduces, and gossip."""
+    return {
+        "ring": commrt.Ring(),
+        "halving_doubling": commrt.HalvingDoubling(),
+        "torus2d": commrt.Torus2D((per_host, hosts)),
+        "gossip": commrt.Gossip(),
+        "hierarchical gossip": commrt.Gossip(within=per_host),
+    }
+
+
+NAMES = [f"{name}, {wire}" for wire in WIRES for name in (GLOO, *algorithms(1, 1))]
+"""Of all of them."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One way: where rank r has r + 1 times a pattern in `data` [numel], this rank ends with a factor times it."""
+
+    data: Tensor
+    run: Callable[[int], object]
+    """One step of it."""
+    factors: Sequence[float]
+    """One for each step: partners of gossip change."""
+    dtype: torch.dtype
+
+    def check(self, name: str, rank: int) -> None:
+        """The gate: raises `RuntimeError` if the result is wrong."""
+        pattern = torch.linspace(0.5, 1.5, len(self.data))
+        for step, factor in enumerate(self.factors):
+            self.data.copy_((rank + 1) * pattern)
+            self.run(step)
+            error = ((self.data - factor * pattern).norm() / pattern.norm()).item() / factor
+            if error > TOLERANCE[self.dtype]:
+                raise RuntimeError(f"{name} is off by {error:.1e} on rank {rank}: nothing was measured")
+
+    def seconds(self) -> float:
+        """Of one step, the mean of all; each from a common start."""
+        spent_s = 0.0
+        for step in range(len(self.factors)):
+            self.data.fill_(1.0)
+            dist.barrier()
+            begin_s = perf_counter()
+            self.run(step)
+            spent_s += perf_counter() - begin_s
+        return spent_s / len(self.factors)
+
+
+def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Exchange]:
+    """All of them, by name."""
+    everybody = world.size * (world.size + 1) / 2
+    found = {}
+    for wire, dtype in WIRES.items():
+        found[f"{GLOO}, {wire}"] = gloo(torch.zeros(numel), everybody, dtype)
+        for name, algorithm in algorithms(world.size // per_host, per_host).items():
+            steps = GOSSIPED if isinstance(algorithm, commrt.Gossip) else 1
+            schedules = [algorithm.schedule(step, world.size) for step in range(steps)]
+            found[f"{name}, {wire}"] = scheduled(world, schedules, torch.zeros(numel), dtype)
+    return found
+
+
+def gloo(data: Tensor, factor: float, dtype: torch.dtype) -> Exchange:
+    """What torch ships."""
+
+    def run(_: int) -> None:
+        wire = data.to(dtype)  # the same tensor, where it has that dtype
+        dist.all_reduce(wire)
+        if wire is not data:
+            data.copy_(wire)
+
+    return Exchange(data, run, [factor], dtype)
+
+
+def scheduled(world: commrt.World, schedules: Sequence[Schedule], data: Tensor, dtype: torch.dtype) -> Exchange:
+    """This project's."""
+    factors = [_factor(schedule, world.rank) for schedule in schedules]
+    layout = layout_of([len(data)])
+    wire = data if dtype == data.dtype else world.transport.allocate(layout.numel, dtype)
+    bounds = [bind(program(schedule, world.rank), wire, world.transport) for schedule in schedules]
+
+    def exchange(step: int) -> None:
+        world.lane.submit(lambda: bounds[step].run(Moment(step, "netlab"))).result()
+
+    if wire is data:
+        return Exchange(data, exchange, factors, dtype)
+    packing = dispatch.packing(wire, layout, [data])
+
+    def packed(step: int) -> None:
+        packing.pack([data], 1.0, 1)
+        exchange(step)
+        packing.unpack([data], 1)
+
+    return Exchange(data, packed, factors, dtype)
+
+
+def _factor(schedule: Schedule, rank: int) -> float:
+    found = replayed(schedule)[rank].unique()
+    if len(found) > 1:
+        raise RuntimeError(f"{schedule.name} does other things to other chunks: {found.tolist()}")
+    return float(found)
+
+
+def replayed(schedule: Schedule) -> Tensor:
+    """What becomes of buffers that hold 1, 2, 3, ... : [ranks, chunks].
+
+    >>> replayed(commrt.Ring().schedule(0, 3)).tolist()
+    [[6.0, 6.0, 6.0], [6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]
+    """
+    state = torch.arange(1.0, schedule.ranks + 1)[:, None].repeat(1, schedule.chunks)
+    for step in schedule.steps():
+        before = state.clone()
+        columns = (step.src, step.dst, step.lo, step.hi, step.combine, step.weight)
+        for src, dst, lo, hi, combine, weight in zip(*columns, strict=True):
+            came, own = before[src, lo:hi], state[dst, lo:hi]
+            if combine == COPY:
+                own.copy_(came)
+            else:
+                own += came if combine == ADD else weight * (came - own)
+    return state

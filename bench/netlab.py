@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules on a cluster of one machine, beside Gloo's all-reduce: ``sudo python bench/netlab.py`` (Linux, iproute2).
+
+Hosts are namespaces whose links carry 200 Mbit/s each way (`hosts`), a network that is slow beside everything else: so
+what is compared is what schedules differ on, how often and over which links bytes travel. First exchanges of 12.8 MB,
+in turn: from a common start to the slowest rank's end. Then training steps that compute by sleeping: the time of a
+step, of all ranks the mean. With links that are equal, with one host's at a quarter of the rate, and with one host that
+computes for twice as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import exchanges
+import paced
+import torch
+import torch.distributed as dist
+from hosts import Cabling, cluster, missing, output_of_first
+from interleaved import Times, table
+from records import append, made
+
+import commrt
+
+__all__ = ["Job", "Trial", "trials"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks do."""
+
+    hosts: int
+    per_host: int
+    numel: int
+    rounds: int
+    steps: int = 0
+    """Training steps in a row; with none, exchanges are measured."""
+    compute_s: float = 0.3
+    slow_host: int | None = None
+    """That computes for twice as long."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A case: what all ranks do, on which network, and who is compared with whom."""
+
+    case: str
+    job: Job
+    cabling: Cabling
+    peer: str
+
+    def measured(self) -> Times:
+        """Build the network, run it, and take the network down."""
+        job = self.job
+        with cluster(self.cabling):
+            said = output_of_first([__file__, "--work", json.dumps(asdict(job))], job.hosts, job.per_host)
+        times: Times = json.loads(said)
+        return times
+
+
+def trials(exchanged: Job, stepped: Job, rate_mbit: float) -> list[Trial]:
+    """All cases."""
+    even = Cabling(exchanged.hosts, rate_mbit)
+    last = exchanged.hosts - 1
+    uneven = replace(even, own_rate_mbit={last: rate_mbit / 4})
+    gloo = f"{exchanges.GLOO}, fp32"
+    return [
+        Trial("exchange", exchanged, even, gloo),
+        Trial("exchange, one link at a quarter", exchanged, uneven, gloo),
+        Trial("step", stepped, even, "ring"),
+        Trial("step, one link at a quarter", stepped, uneven, "ring"),
+        Trial("step, one host computes twice as long", replace(stepped, slow_host=last), even, "ring"),
+    ]
+
+
+def work(job: Job) -> None:
+    """One rank; the first prints all times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with commrt.init(300.0) as world:
+        times = _steps(job, world) if job.steps else _exchanges(job, world)
+        gathered: list[Times] = [{} for _ in range(world.size)]
+        dist.all_gather_object(gathered, times)
+        together = mean if job.steps else max
+        if world.rank == 0:
+            turns = {name: zip(*(one[name] for one in gathered), strict=True) for name in times}
+            print(json.dumps({name: [together(turn) for turn in each] for name, each in turns.items()}), flush=True)
+    dist.destroy_process_group()
+
+
+def _exchanges(job: Job, world: commrt.World) -> Times:
+    ways = exchanges.exchanges(world, job.per_host, job.numel)
+    for name, way in ways.items():
+        way.check(name, world.rank)
+    return in_turn(list(ways), job.rounds, lambda name: ways[name].seconds())
+
+
+def _steps(job: Job, world: commrt.World) -> Times:
+    compute_s = job.compute_s * (2 if world.rank // job.per_host == job.slow_host else 1)
+    algorithms = paced.algorithms(job.hosts, job.per_host)
+    ways = {name: paced.Paced(world, algorithm, job.numel, compute_s) for name, algorithm in algorithms.items()}
+    return in_turn(list(ways), job.rounds, lambda name: ways[name].seconds(job.steps))
+
+
+def in_turn(names: Sequence[str], rounds: int, measure: Callable[[str], float]) -> Times:
+    """Each round begins with another one; the first does not count."""
+    times: Times = {name: [] for name in names}
+    for turn in range(-1, rounds):
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            seconds = measure(name)
+            times[name] += [seconds] * (turn >= 0)
+    return times
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--per-host", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=200.0, help="of each link, in Mbit/s each way")
+    parser.add_argument("--numel", type=int, default=3_200_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases that begin so")
+    parser.add_argument("--records", type=Path, help="append them to this file, as JSON lines")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(Job(**json.loads(options.work)))
+        return
+    if why := missing():
+        sys.exit(f"nothing was measured: {why}")
+    exchanged = Job(options.hosts, options.per_host, options.numel, options.rounds)
+    stepped = replace(exchanged, steps=6, rounds=max(options.rounds // 2, 1))
+    for trial in trials(exchanged, stepped, options.rate):
+        if trial.case.startswith(options.only):
+            show(trial, options.records, {"rate_mbit": options.rate, "hosts": options.hosts})
+
+
+def show(trial: Trial, path: Path | None, facts: dict[str, Any]) -> None:
+    """Measure, print and keep."""
+    times = trial.measured()
+    peers = dict.fromkeys(times, trial.peer)
+    print(f"\n{trial.case}\n{table(times, peers)}", flush=True)
+    append(path, made("netlab", trial.case, times, peers, nbytes=4 * trial.job.numel, **facts))
+
+
+if __name__ == "__main__":
+    main()

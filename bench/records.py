@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure must say of itself: one record for each, as a line of JSON; documents and pictures are made of these.
+
+A record has the suite, the case and the variant; seconds as median and 20 and 80 % quantiles of its rounds; the ratio
+to a peer that was measured in the same rounds; bytes that had to be moved; and where, with what and when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import Times, record
+
+__all__ = ["Record", "append", "made", "provenance", "read"]
+
+Record = dict[str, Any]
+HERE = Path(__file__).parent
+PACKAGES = ("torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+def made(suite: str, case: str, times: Times, peers: dict[str, str], **more: Any) -> Iterator[Record]:
+    """A record for each variant that has a peer; `more` is the same for all of them."""
+    for variant, peer in peers.items():
+        yield {"suite": suite, "case": case, "variant": variant, **record(times, variant, peer), **more, **provenance()}
+
+
+def append(path: Path | None, records: Iterator[Record] | Sequence[Record]) -> None:
+    """To the file, if there is one."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(each) + "\n" for each in records)
+
+
+def read(paths: Sequence[Path]) -> list[Record]:
+    """All records of some files; of those that were measured twice the last."""
+    found = {}
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            one = json.loads(line)
+            found[one["suite"], one["case"], one["variant"]] = one
+    return list(found.values())
+
+
+@cache
+def provenance() -> dict[str, str | int]:
+    """Where, with what and when."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "device": device(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "python": platform.python_version(),
+        **{name: found for name in PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def commit() -> str:
+    """Of the code that is measured; it says so where that was changed since."""
+    name = _git("rev-parse", "--short=10", "HEAD")
+    return f"{name}, changed" if name and _git("status", "--porcelain", "--untracked-files=no") else name or "unknown"
+
+
+def device() -> str:
+    """The GPU, or the processor where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    return f"no GPU, {names[0] if names else platform.machine()}"
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)  # noqa: S607  # the user's own
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
