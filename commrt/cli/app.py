@@ -72,7 +72,7 @@ TimesFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A run's own times instead of a law: of train --trace, or JSON or CSV, per step each rank's seconds.",
+        help="A run's own times instead of a law: of train --trace; or JSON or CSV, each rank's seconds per step.",
     ),
 ]
 Exponent = Annotated[

@@ -51,7 +51,7 @@ def computing_s(spans: Sequence[Span]) -> list[list[float]]:
     """
     by_rank: defaultdict[int, list[float]] = defaultdict(list)
     began_ms = dict[int, float]()
-    for span in sorted(spans, key=lambda span: span.end_ms):
+    for span in sorted(spans, key=lambda span: (span.end_ms, -span.begin_ms)):  # what is inside first
         if span.name == "forward":
             began_ms[span.rank] = span.begin_ms
         elif span.rank in began_ms and span.name == "wait":
