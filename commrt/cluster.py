@@ -113,12 +113,15 @@ class Cluster:
     """Images, or what a model counts, per second and GPU, by model; where they were published or measured."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.about, str):
+            raise UsageError(f"{self.name}: about is {self.about!r}: it must be a text")
         _require_whole(self.name, gpus_per_node=self.gpus_per_node, nodes=1 if self.nodes is None else self.nodes)
         if self.reduce_gbytes_per_s is not None:
             _require_positive(self.name, reduce_gbytes_per_s=self.reduce_gbytes_per_s)
         if self.pack_gbytes_per_s is not None:
             _require_positive(self.name, pack_gbytes_per_s=self.pack_gbytes_per_s)
-        _require_positive(self.name, **self.compute)
+        for model, speed in self.compute.items():
+            _require_positive(f"{self.name}: compute", **{f"of {model}": speed})
 
     @classmethod
     def named(cls, name: str) -> Self:

@@ -18,7 +18,7 @@ from commrt.errors import UsageError
 from commrt.schedule import Algorithm
 from commrt.simulate import Pricing
 from commrt.timeline import overlapped_step
-from commrt.workload import Workload
+from commrt.workload import GRADIENT_NBYTES, Workload
 
 __all__ = ["CAPS_MB", "ITEM_NBYTES", "Plan", "Waiting", "algorithms", "backed_plans", "exchange_plans", "step_plans"]
 
@@ -202,9 +202,11 @@ def _quorum_plans(
     for wire in wires:
         nbytes = float(workload.numel * ITEM_NBYTES[wire])
         soonest = _soonest(candidates, nbytes)
-        for each in dict.fromkeys((*soonest, candidates[0])):
-            whole = each.plan(nbytes)
-            step_s, cap_mb = compute_s + whole.exchange_s, ceil(nbytes / 2**20)
+        for candidate in dict.fromkeys((*soonest, candidates[0])):
+            cap_mb = ceil(workload.numel * GRADIENT_NBYTES / 2**20)
+            buckets = [each._replace(at=1.0) for each in workload.buckets(cap_mb * 2**20, ITEM_NBYTES[wire])]
+            step_s = overlapped_step(candidate.pricing, buckets, compute_s).seconds
+            whole = candidate.plan(nbytes)
             found.append(replace(whole, wire=wire, bucket_cap_mb=cap_mb, step_s=step_s, compute_s=compute_s))
     return found
 

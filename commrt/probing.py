@@ -3,7 +3,8 @@
 
 All circles of one kind turn at the same time, since in schedules all ranks are busy too, and share what they share:
 network cards, and here perhaps cores; many turns follow each other, since in schedules the slowest of neighbours counts
-again and again. So latencies contain what the runtime and the host take for an exchange.
+again and again. So latencies contain what the runtime and the host take for an exchange. Where there are GPUs, messages
+go from one to another through NCCL.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed import PrefixStore
 
 from commrt.algorithms import halving_doubling
 from commrt.cluster import Between, Cluster, Link
 from commrt.errors import UsageError
 from commrt.executor import bind
-from commrt.kernels.reduce import reduce_into
+from commrt.kernels.dispatch import adding
 from commrt.program import program
 from commrt.schedule import COPY, Schedule, Step
 from commrt.transport.meeting import host_identity
@@ -97,10 +97,11 @@ def _cluster(world: World, per_host: int, within: Line | None, alone: Line | Non
         raise UsageError("no two ranks were found")
     together_bytes_per_s = per_host * shared.bytes_per_s if shared is not None else far.bytes_per_s
     nics = max(round(together_bytes_per_s / far.bytes_per_s), 1)
-    adding_s = _mean(world, _adding_s_per_byte())
+    device = _device(world)
+    adding_s, way = _mean(world, _adding_s_per_byte(device)), "NCCL" if device.type == "cuda" else world.transport.kind
     return Cluster(
         name="probed",
-        about=f"Measured by commrt probe: {world.size} ranks, {per_host} per host, {world.transport.kind}.",
+        about=f"Measured by commrt probe: {world.size} ranks, {per_host} per host, {way}.",
         gpus_per_node=per_host,
         within=Link(1e6 * near.latency_s, near.bytes_per_s / 1e9),
         between=Between(1e6 * (shared or far).latency_s, together_bytes_per_s / nics / 1e9, nics),
@@ -124,13 +125,15 @@ def _line(world: World, circles: Circles) -> Line:
 
 def _watch(world: World, circles: Circles, nbytes: int) -> Callable[[], float]:
     """Seconds of a turn among others."""
-    bound = bind(program(turn(circles, world.size), world.rank), torch.zeros(3 * nbytes // 4), world.transport)
+    buffer = world.transport.allocate(3 * nbytes // 4, torch.float32, _device(world))
+    bound = bind(program(turn(circles, world.size), world.rank), buffer, world.transport)
     turns = TURNS[nbytes]
 
     def often() -> float:
         begin_s = perf_counter()
         for number in range(turns):
             bound.run(Moment(number, "probe"))
+        world.transport.wait()
         return (perf_counter() - begin_s) / turns
 
     return often
@@ -162,18 +165,24 @@ def _mean(world: World, value: float) -> float:
     return sum(gathered(world, value)) / world.size
 
 
-def _adding_s_per_byte() -> float:
-    own, received = torch.zeros(1 << 18), torch.zeros(1 << 18)
-    return _best_s(lambda: reduce_into(own, [received])) / received.nbytes
+def _device(world: World) -> torch.device:
+    """Where gradients would lie: on this rank's GPU, where there are GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    world.connect(device)
+    return device
 
 
-def _best_s(work: Callable[[], Tensor | None]) -> float:
-    times_s = []
+def _adding_s_per_byte(device: torch.device) -> float:
+    own, received = (torch.zeros(1 << 18, device=device) for _ in range(2))
+    add, times_s = adding(own, [received]), []
     for _ in range(10):
         begin_s = perf_counter()
-        work()
+        add()
+        own[0].item()  # waits for a GPU
         times_s.append(perf_counter() - begin_s)
-    return median(times_s)
+    return median(times_s) / received.nbytes
 
 
 def _hosts(world: World) -> list[str]:

@@ -108,6 +108,16 @@ class BatchSizeControl(Sampler[list[int]]):
             epoch, updates = epoch + 1, updates - steps
         return epoch + (updates / steps if steps else 0.0)
 
+    def updates_after(self, epochs: float) -> int:
+        """How many updates so many epochs are.
+
+        >>> control = BatchSizeControl(range(100), {0: 10, 2: 50})
+        >>> [control.updates_after(epochs) for epochs in (0.5, 2.0, 2.5, 5.0)]
+        [5, 20, 21, 26]
+        """
+        whole = int(epochs)
+        return sum(map(self.steps_in, range(whole))) + round((epochs - whole) * self.steps_in(whole))
+
     @property
     def parts(self) -> int:
         """In which a batch comes."""
@@ -127,10 +137,17 @@ class BatchSizeControl(Sampler[list[int]]):
         if epoch != self.epoch or self._done == self.steps:
             self.epoch, self._done = epoch, 0
         self._given = 0
+        if not self.steps:
+            raise UsageError(
+                f"a batch of {self.batch} samples in epoch {epoch}, and this rank has {len(self._sampler)}: no step "
+                "could be made; use smaller batches, or fewer ranks"
+            )
         if isinstance(self._sampler, Shuffled):
             self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._done == self.steps:
+            raise UsageError(f"epoch {self.epoch} is done: call set_epoch() before the loader is asked for batches")
         samples = islice(self._sampler, self._done * self.batch, self.steps * self.batch)
         size = self.batch // self.parts
         while part := list(islice(samples, size)):
@@ -149,12 +166,17 @@ class BatchSizeControl(Sampler[list[int]]):
         self._done += is_last
 
     def state_dict(self) -> dict[str, int]:
-        """Where training is; between steps."""
-        return {"epoch": self.epoch, "done": self._done}
+        """Where training is; between steps. After the last of an epoch that is the begin of the next one."""
+        ended = self._done == self.steps
+        epoch, done = (self.epoch + 1, 0) if ended else (self.epoch, self._done)
+        return {"epoch": epoch, "done": done, "steps": self.steps_in(epoch)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Be there again; before the epoch's loader is asked for batches."""
-        self.epoch, self._done, self._given = state["epoch"], state["done"], 0
+        """Be there again, or nearly if there are other numbers of ranks; before the epoch's loader is asked."""
+        self.epoch, self._given = state["epoch"], 0
+        self._done = round(state["done"] * self.steps / state.get("steps", self.steps)) if state["done"] else 0
+        if self._done and self._done >= self.steps:
+            self.epoch, self._done = self.epoch + 1, 0
 
 
 def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
@@ -175,7 +197,8 @@ def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
 class Rate:
     """A learning rate for `optimizer` that rises for some epochs, then falls to nothing: call `step` after each update.
 
-    It is a function of how much of the training is done, whatever the size of batches. As they grow, `rule` says what
+    It is a function of how much of the training is done, whatever the size of batches, and sets the rate itself: not
+    beside one of torch's schedulers. As they grow, `rule` says what
     it does: ``keep`` lets the growth take the place of a decay, ``linear`` and ``sqrt`` make it grow too. It counts
     updates: with backup workers name it in ``attach(also=[...])``, so that a late rank has the rate of the others.
     """
@@ -221,12 +244,15 @@ class Rate:
             group["lr"] = highest * self.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """The highest rates, and the updates so far."""
-        return {"highest": self._highest, "updates": self._updates}
+        """The highest rates, and how much was done."""
+        done = self._control.epochs_after(self._updates)
+        return {"highest": self._highest, "updates": self._updates, "epochs": done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Be there again."""
+        """Be there again; with another number of ranks, as far in the training after other numbers of updates."""
         self._highest, self._updates = list(state["highest"]), state["updates"]
+        if (done := state.get("epochs")) is not None and self._control.epochs_after(self._updates) != done:
+            self._updates = self._control.updates_after(done)
         self._set()
 
 

@@ -51,9 +51,10 @@ class _Pattern:
     """[transfers], like the others."""
     s_per_byte: Seconds
     """Of a chunk's bytes, until all that shares the narrowest place has passed."""
-    adding: IntArray
-    """Chunks that are added up or mixed."""
-    adding_s_per_byte: Seconds
+    adds: bool
+    """Something is added up or mixed; else all is copied."""
+    adding_s_per_byte: Seconds | None
+    """[ranks]: of a chunk's bytes, for all that a rank has to add up when it is there; None if that takes no time."""
     is_one_each: bool
     """No rank sends twice, and none receives twice."""
 
@@ -61,15 +62,27 @@ class _Pattern:
         """When each rank is done that was ready at `clock_s`."""
         begin_s = np.maximum(clock_s[self.src], clock_s[self.dst])
         sent_s = begin_s + (self.latency_s + self.s_per_byte * chunk_nbytes)
-        added_s = sent_s + self.adding_s_per_byte * chunk_nbytes
         after_s = clock_s.copy()
         if self.is_one_each:
             after_s[self.src] = sent_s
-            after_s[self.dst] = np.maximum(after_s[self.dst], added_s)
+            after_s[self.dst] = np.maximum(after_s[self.dst], sent_s)
         else:
             np.maximum.at(after_s, self.src, sent_s)
-            np.maximum.at(after_s, self.dst, added_s)
-        return after_s
+            np.maximum.at(after_s, self.dst, sent_s)
+        return after_s if self.adding_s_per_byte is None else after_s + self.adding_s_per_byte * chunk_nbytes
+
+    def play_often(self, clock_s: Seconds, chunk_nbytes: float, times: int) -> Seconds:
+        """As so many steps that follow each other.
+
+        Once a step takes all ranks as long it does so for ever: who all begin later by as much all end later by it.
+        """
+        for played in range(1, times + 1):
+            after_s = self.play(clock_s, chunk_nbytes)
+            took_s = after_s - clock_s
+            if np.ptp(took_s) <= 1e-12 * took_s[0]:
+                return after_s + (times - played) * took_s
+            clock_s = after_s
+        return clock_s
 
 
 class Pricing:
@@ -81,7 +94,8 @@ class Pricing:
     def __init__(self, schedule: Schedule, cluster: Cluster) -> None:
         cluster.require_room(schedule.ranks)
         self.schedule, self.cluster = schedule, cluster
-        self._patterns = list(_patterns(schedule, cluster))
+        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster), key=id))
+        self._runs = [(run[0], len(run)) for run in runs]
         self._line: _Line | None = None
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
@@ -95,23 +109,21 @@ class Pricing:
 
     def _played(self, nbytes: float, clock_s: Seconds) -> Seconds:
         chunk_nbytes = nbytes / self.schedule.chunks
-        for pattern in self._patterns:
-            clock_s = pattern.play(clock_s, chunk_nbytes)
+        for pattern, times in self._runs:
+            clock_s = pattern.play_often(clock_s, chunk_nbytes, times)
         return clock_s
 
     @property
     def steps(self) -> int:
         """Of the schedule."""
-        return len(self._patterns)
+        return sum(times for _, times in self._runs)
 
     def phases(self, nbytes: float) -> list[Phase]:
         """Runs of steps in which the same ranks send each other as much, for ranks that begin together."""
         clock_s, found, begin_s = np.zeros(self.schedule.ranks), list[Phase](), 0.0
-        for _, group in groupby(self._patterns, key=id):
-            run = list(group)
-            for pattern in run:
-                clock_s = pattern.play(clock_s, nbytes / self.schedule.chunks)
-            found.append(Phase(len(run), bool(run[0].adding.any()), begin_s, float(clock_s.max())))
+        for pattern, times in self._runs:
+            clock_s = pattern.play_often(clock_s, nbytes / self.schedule.chunks, times)
+            found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
             begin_s = found[-1].end_s
         return found
 
@@ -122,7 +134,7 @@ class Pricing:
         """
         together_s = np.zeros(self.schedule.ranks)
         none_s, half_s, all_s = (self._played(part * nbytes, together_s) for part in (0.0, 0.5, 1.0))
-        if np.allclose(half_s, (none_s + all_s) / 2, rtol=1e-12, atol=0.0):
+        if np.allclose(half_s, (none_s + all_s) / 2, rtol=1e-9, atol=0.0):
             self._line = _Line(nbytes, none_s, all_s)
 
 
@@ -155,25 +167,25 @@ def _patterns(schedule: Schedule, cluster: Cluster) -> Iterator[_Pattern]:
         if pattern is None or not all(map(np.array_equal, traits, latest)):  # it seldom changes
             key = tuple(column.tobytes() for column in traits)
             if key not in known:
-                known[key] = _pattern(step, step.hi - step.lo, cluster)
+                known[key] = _pattern(step, step.hi - step.lo, cluster, schedule.ranks)
             latest, pattern = traits, known[key]
         yield pattern
 
 
-def _pattern(step: Step, chunks: IntArray, cluster: Cluster) -> _Pattern:
+def _pattern(step: Step, chunks: IntArray, cluster: Cluster, ranks: int) -> _Pattern:
     src, dst = step.src, step.dst
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
-    adding = np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0)
-    add_s_per_byte = 0.0 if cluster.reduce_gbytes_per_s is None else 1e-9 / cluster.reduce_gbytes_per_s
+    adding = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0), ranks).astype(np.float64)
+    speed = cluster.reduce_gbytes_per_s
     moves = src != dst
     return _Pattern(
         src=src,
         dst=dst,
         latency_s=np.where(moves, latency_us * 1e-6, 0.0),
         s_per_byte=np.where(moves, _narrowest(src, dst, near, chunks.astype(np.float64), cluster), 0.0),
-        adding=adding,
-        adding_s_per_byte=adding * add_s_per_byte,
+        adds=bool(adding.any()),
+        adding_s_per_byte=None if speed is None or not adding.any() else 1e-9 / speed * adding,
         is_one_each=len(np.unique(src)) == len(src) and len(np.unique(dst)) == len(dst),
     )
 

@@ -10,10 +10,13 @@ from typing import NamedTuple, Self
 
 from commrt.errors import UsageError
 
-__all__ = ["FORWARD", "Layer", "Ready", "Workload"]
+__all__ = ["FORWARD", "GRADIENT_NBYTES", "Layer", "Ready", "Workload"]
 
 FORWARD = 1 / 3
 """Of a step's computing, before the first gradient is ready: the backward pass multiplies twice as much."""
+GRADIENT_NBYTES = 4
+FIRST_NBYTES = 1 << 20
+"""The first bucket is small, so that exchanging begins early."""
 
 
 class Layer(NamedTuple):
@@ -64,22 +67,25 @@ class Workload:
         return sum(layer.numel for layer in self.layers)
 
     def buckets(self, cap_nbytes: float, itemsize: int) -> list[Ready]:
-        """Gradients from the last layer to the first, a bucket leaving when it has `cap_nbytes` or nothing more comes.
+        """Gradients from the last layer to the first, a bucket leaving when it is full or nothing more comes.
 
-        >>> Workload.even(100, parts=4).buckets(cap_nbytes=100, itemsize=2)
+        As `commrt.attach` makes them: `cap_nbytes` of fp32 gradients fill one, and `FIRST_NBYTES` the first. What
+        travels is `itemsize` bytes for each.
+
+        >>> Workload.even(100, parts=4).buckets(cap_nbytes=200, itemsize=2)
         [Ready(nbytes=100.0, at=0.6666666666666667), Ready(nbytes=100.0, at=1.0)]
         """
         if cap_nbytes <= 0 or itemsize < 1:
             raise UsageError(f"buckets of {cap_nbytes:g} bytes, of numbers of {itemsize}: both must be above 0")
-        whole, done, filled = sum(layer.work for layer in self.layers), 0.0, 0.0
-        found = []
+        whole, done, filled = sum(layer.work for layer in self.layers), 0.0, 0
+        found, room_nbytes = list[Ready](), min(cap_nbytes, FIRST_NBYTES)
         for layer in reversed(self.layers):
             done += layer.work
-            filled += layer.numel * itemsize
-            if filled >= cap_nbytes:
-                found.append(Ready(filled, FORWARD + (1 - FORWARD) * done / whole))
-                filled = 0.0
-        return [*found, Ready(filled, 1.0)] if filled else found
+            filled += layer.numel
+            if filled * GRADIENT_NBYTES >= room_nbytes:
+                found.append(Ready(float(filled * itemsize), FORWARD + (1 - FORWARD) * done / whole))
+                filled, room_nbytes = 0, cap_nbytes
+        return [*found, Ready(float(filled * itemsize), 1.0)] if filled else found
 
 
 STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))

@@ -32,6 +32,7 @@ from commrt.recipe import BatchSizeControl, Rate, lars
 
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff"}
 SMALLEST_CROP, SCALED_UP = 0.25, 1.143
 """Of an image's area when training; of the side that is cut out of it when testing."""
 
@@ -44,7 +45,7 @@ class Folder(Dataset[tuple[Tensor, int]]):
             raise SystemExit(f"{root} is no folder: --data must hold train and val, each a folder per class")
         classes = sorted(path for path in root.iterdir() if path.is_dir())
         files = ((number, sorted(path.iterdir())) for number, path in enumerate(classes))
-        self.samples = [(path, number) for number, paths in files for path in paths]
+        self.samples = [(path, number) for number, paths in files for path in paths if path.suffix.lower() in IMAGES]
         self.classes = [path.name for path in classes]
         self._side, self._augment = side, augment
 
@@ -116,6 +117,8 @@ class Training:
         self.device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
         self.data = Folder(options.data / "train", options.side, augment=True)
         self.test = Folder(options.data / "val", options.side, augment=False)
+        if differ := sorted({*self.data.classes} ^ {*self.test.classes}):
+            raise SystemExit(f"{options.data}: class {differ[0]} is in one of train and val only")
         torch.manual_seed(options.seed)
         self.model = resnet(len(self.data.classes), options.blocks, options.width).to(self.device)
         self.optimizer = lars(self.model, options.lr) if options.lars else self._sgd()
@@ -127,7 +130,7 @@ class Training:
             self.optimizer, self.batches, options.epochs, warmup_epochs=options.warmup, power=options.power
         )
         self.amp = DTYPES[options.amp]
-        is_scaled = self.amp == torch.float16
+        is_scaled = torch.float16 in {self.amp, DTYPES[options.wire]}  # small gradients would become zeros
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=options.loss_scale, enabled=is_scaled)
         self.replica = commrt.attach(
             self.model, self.optimizer, options.chosen, world=world, wire=DTYPES[options.wire],
@@ -148,8 +151,8 @@ class Training:
             right = self.evaluate()
             self.epoch += 1
             self.save()
-            if self.world.rank == 0:
-                speed, updates = self.world.size * seen / seconds, self.replica.step
+            if self.world.rank == self.world.members[0]:
+                speed, updates = len(self.world.members) * seen / seconds, self.replica.step
                 told = f"{right:.2%} right, {speed:,.0f} images/s, {updates:,} updates"
                 print(f"epoch {self.epoch}: {told}", flush=True)
 
@@ -179,45 +182,63 @@ class Training:
         """The share of test images that are right; statistics of normalisation come from training images just now."""
         self.replica.consolidate()
         if self.options.statistics:
-            chosen = torch.randperm(len(self.data))[: self.options.statistics]  # neighbours are of one class
+            rng = torch.Generator().manual_seed(self.world.size * self.options.seed + self.world.rank)
+            chosen = torch.randperm(len(self.data), generator=rng)[: self.options.statistics]  # others on each rank
             loader = DataLoader(
                 Subset(self.data, chosen.tolist()), self.options.batch, num_workers=self.options.loaders
             )
             update_bn(loader, self.model, self.device)
-            self.replica.sync_buffers()
+            for buffer in filter(Tensor.is_floating_point, self.model.buffers()):
+                buffer.copy_(self._sum(buffer.double().cpu()) / len(self.world.members))
         self.model.eval()
         counts = torch.zeros(2, dtype=torch.float64)
         for images, labels in self._mine():
             with torch.no_grad(), self._half():
                 guesses = self.model(images.to(self.device)).argmax(1).cpu()
             counts += torch.tensor([(guesses == labels).sum(), len(labels)])
-        self.world.run(commrt.HalvingDoubling().schedule(0, self.world.size), counts)
-        return float(counts[0] / counts[1])
+        right, seen = self._sum(counts).tolist()
+        return float(right / seen)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Of all ranks that are left."""
+        flat, members = values.flatten().contiguous(), self.world.members
+        self.world.run(commrt.HalvingDoubling().schedule(0, len(members)).over(members, self.world.size), flat)
+        return flat.view(values.shape)
 
     def _mine(self) -> Iterator[tuple[Tensor, Tensor]]:
-        places = range(self.world.rank, len(self.test), self.world.size)
+        members = list(self.world.members)
+        places = range(members.index(self.world.rank), len(self.test), len(members))
         yield from DataLoader(Subset(self.test, [*places]), self.options.batch, num_workers=self.options.loaders)
 
     def save(self) -> None:
-        """By the first rank, whole or not at all."""
+        """By the first rank that is left, whole or not at all."""
         path: Path | None = self.options.checkpoint
-        if path is None or self.world.rank:
+        if path is None or self.world.rank != self.world.members[0]:
             return
         step = self.replica.state_dict()  # first: with backup workers it brings a rank that was late up to date
-        parts = {"model": self.model, "optimizer": self.optimizer, "rate": self.rate, "scaler": self.scaler}
+        parts = {name: getattr(self, name) for name in ("model", "optimizer", "rate", "scaler", "batches")}
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save({**state, "replica": step, "epoch": self.epoch}, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
     def resume(self) -> None:
-        """Be where the checkpoint is, if there is one; on all ranks."""
+        """Be where the checkpoint is, if there is one; all ranks must find it, or none."""
         path: Path | None = self.options.checkpoint
-        if path is None or not path.exists():
+        if path is None or self.world.is_successor:  # which has the others' state
+            return
+        self.world.agree(f"checkpoint {path}, which all ranks must be able to read", found=str(path.exists()))
+        if not path.exists():
             return
         state = torch.load(path, map_location=self.device)
-        for name in ("model", "optimizer", "rate", "scaler", "replica"):
+        for name in ("model", "optimizer", "rate", "scaler", "batches", "replica"):
             getattr(self, name).load_state_dict(state[name])
         self.epoch = state["epoch"]
+
+
+def growth(text: str) -> tuple[int, int]:
+    """What --grow says."""
+    epoch, batch = map(int, text.split(":"))
+    return epoch, batch
 
 
 def parsed() -> argparse.Namespace:
@@ -231,7 +252,7 @@ def parsed() -> argparse.Namespace:
     add("--staleness", type=int, default=0, help="of gossip")
     add("--epochs", type=int, default=90)
     add("--batch", type=int, default=32, help="images per rank and step")
-    add("--grow", type=lambda text: tuple(map(int, text.split(":"))), action="append", default=[], help="EPOCH:BATCH")
+    add("--grow", type=growth, action="append", default=[], help="EPOCH:BATCH")
     add("--most", type=int, help="images that fit into memory: larger batches come in parts")
     add("--lr", type=float, default=0.1, help="the highest; with --lars some 10 to 30")
     add("--lars", action="store_true")
@@ -242,7 +263,7 @@ def parsed() -> argparse.Namespace:
     add("--amp", choices=DTYPES, default="fp32", help="what passes are computed in")
     add("--loss-scale", type=float, default=2.0**16, help="the first, for --amp fp16")
     add("--static-scale", action="store_true", help="it stays as it is")
-    add("--statistics", type=int, default=0, help="images per rank to normalise with in tests; 0: moving averages")
+    add("--statistics", type=int, default=0, help="images of each rank to normalise with in tests; 0: moving averages")
     add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[3, 4, 6, 3])
     add("--width", type=int, default=64)
     add("--side", type=int, default=224, help="of images, in pixels")

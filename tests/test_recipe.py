@@ -9,7 +9,7 @@ from math import sqrt
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -50,6 +50,7 @@ def epoch_of(control, epoch):
 def test_every_epoch_has_whole_batches_of_its_size_and_each_sample_once(length, sizes, first, epoch):
     control = BatchSizeControl(sampler(length=length), {0: first, **sizes})
     size = first if not [at for at in sizes if at <= epoch] else sizes[max(at for at in sizes if at <= epoch)]
+    assume(size <= length)
     batches = epoch_of(control, epoch)
     assert [len(batch) for batch in batches] == [size] * (length // size)
     assert len({*chain(*batches)}) == size * (length // size)
@@ -84,6 +85,48 @@ def test_a_run_that_is_resumed_goes_on_in_the_middle_of_an_epoch():
     again.load_state_dict(control.state_dict())
     assert epoch_of(again, 2) == expected[2:]
     assert epoch_of(again, 3) == epoch_of(control, 3)
+
+
+def test_a_checkpoint_after_the_last_step_of_an_epoch_begins_the_next_one():
+    control, again = (BatchSizeControl(sampler(), {0: 8, 2: 24}) for _ in range(2))
+    epoch_of(control, 1)
+    again.load_state_dict(control.state_dict())
+    assert again.epoch == 2
+    assert epoch_of(again, 2) == epoch_of(control, 2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 8), (4, 2), (8, 1), (1, 3)])
+@given(done=st.floats(0.1, 3.9))
+def test_with_another_number_of_ranks_training_goes_on_as_far_as_it_was(before, after, done):
+    def made(ranks):
+        control = BatchSizeControl(sampler(0, ranks, 960), {0: 8, 2: 24})
+        return control, Rate(torch.optim.SGD([torch.zeros(1)], lr=1.0), control, 5, warmup_epochs=1)
+
+    (control, rate), (later, resumed) = made(before), made(after)
+    for _ in range(control.updates_after(done)):
+        rate.step()
+    control.load_state_dict({"epoch": int(done), "done": int((done % 1) * control.steps_in(int(done)))})
+    resumed.load_state_dict(rate.state_dict())
+    later.load_state_dict(control.state_dict())
+    a_step = 1 / min(control.steps_in(2), later.steps_in(2))
+    assert resumed.factor == pytest.approx(rate.factor, abs=2 * a_step)
+    assert later.epoch + later._done / later.steps == pytest.approx(
+        int(done) + control._done / control.steps, abs=a_step
+    )
+
+
+def test_an_epoch_in_which_no_step_can_be_made_is_an_error():
+    control = BatchSizeControl(sampler(), {0: 8, 1: 10_000})
+    epoch_of(control, 0)
+    with pytest.raises(UsageError, match="a batch of 10000 samples in epoch 1, and this rank has"):
+        control.set_epoch(1)
+
+
+def test_a_second_epoch_without_set_epoch_is_an_error():
+    control = BatchSizeControl(sampler(), {0: 8})
+    epoch_of(control, 0)
+    with pytest.raises(UsageError, match=r"epoch 0 is done: call set_epoch\(\)"):
+        next(iter(control))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -32,6 +32,9 @@ SCALING = "scaling"
 
 MOST_RANKS, MOST_STEPS = 64, 130
 """Of a schedule that a picture can show."""
+MOST_NAMED = 6
+"""Phases that have room for their names; and a bar has room for its own from this part of the picture on."""
+LEAST_NAMED = 0.06
 WORDS = {ADD: "add", COPY: "copy"}
 RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -78,7 +81,7 @@ def draw_schedule(schedule: Schedule) -> Figure:
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
     colours = _colours(schedule.chunks)
     for number, step in enumerate(steps):
-        _draw_transfers(axes, number, step, colours)
+        _draw_transfers(axes, number, step, schedule.ranks, colours)
     for number, phase in enumerate(_phases(steps)):
         axes.axvspan(phase.begin, phase.end, color="0.95" if number % 2 else "1.0", zorder=0)
         axes.text((phase.begin + phase.end) / 2, -0.75, phase.word, ha="center", va="bottom", fontsize=9)
@@ -101,8 +104,8 @@ def _colours(chunks: int) -> np.ndarray:
     return np.asarray(colormaps["turbo"](np.linspace(0.05, 0.95, max(chunks, 2))))
 
 
-def _draw_transfers(axes: Axes, number: int, step: Step, colours: np.ndarray) -> None:
-    for rank in range(1 + int(max(step.src.max(initial=0), step.dst.max(initial=0)))):
+def _draw_transfers(axes: Axes, number: int, step: Step, ranks: int, colours: np.ndarray) -> None:
+    for rank in range(ranks):
         axes.plot([number, number + 1], [rank, rank], color="0.85", lw=0.6, zorder=1)
     for src, dst, lo, combine in zip(*(c.tolist() for c in (step.src, step.dst, step.lo, step.combine)), strict=True):
         axes.annotate(
@@ -140,12 +143,12 @@ def draw_step(algorithm: Algorithm, case: Case) -> Figure:
         ),
     }
     figure, axes = new_figure(10, 3.8)
+    axes.set_xlim(0, 1e3 * max(step.seconds for step in ways.values()) * 1.02)
     phases = pricing.phases(float(workload.numel * itemsize))
     for place, step in enumerate(ways.values()):
         _draw_lanes(axes, 2.6 * place, step, [] if place else phases)
     axes.set_yticks([2.6 * place + 0.5 for place in range(len(ways))], list(ways))
     axes.set_ylim(4.6, -0.9)
-    axes.set_xlim(0, 1e3 * max(step.seconds for step in ways.values()) * 1.02)
     axes.set_xlabel("ms")
     axes.set_title(
         f"{workload.name} on {case.ranks:,} ranks of {cluster.name}: {pricing.schedule.name}, {case.wire}", fontsize=11
@@ -173,13 +176,23 @@ def _draw_lanes(axes: Axes, top: float, step: StepTime, phases: Sequence[Phase])
     said = f"{end_ms - computed_ms:.2f} ms not hidden, efficiency {step.efficiency:.1%}"
     axes.text(end_ms, top - 0.08, said, ha="right", va="bottom", fontsize=9, color="#cb181d")
     if phases:
-        words = ", ".join(f"{each.steps} {'adding' if each.adds else 'copying'}" for each in phases)
-        axes.text(computed_ms - 0.4, top + 1.25, f"steps: {words}", ha="right", va="center", fontsize=9)
+        words = ", ".join(f"{steps} {'adding' if adds else 'copying'}" for steps, adds in _named(phases))
+        room = computed_ms > axes.get_xlim()[1] / 2
+        place, side = (computed_ms, "right") if room else (end_ms, "left")
+        axes.text(place, top + 1.25, f"  steps: {words}  ", ha=side, va="center", fontsize=9)
+
+
+def _named(phases: Sequence[Phase]) -> list[tuple[int, bool]]:
+    """As many as can be told one by one, or those that add and those that copy."""
+    if len(phases) > MOST_NAMED:
+        return [(sum(each.steps for each in phases if each.adds is adds), adds) for adds in (True, False)]
+    return [(each.steps, each.adds) for each in phases]
 
 
 def _draw_bar(axes: Axes, top: float, begin_ms: float, end_ms: float, colour: str, label: str = "") -> None:
     axes.broken_barh([(begin_ms, end_ms - begin_ms)], (top, 0.6), color=colour, ec="w", lw=0.4)
-    axes.text((begin_ms + end_ms) / 2, top + 0.3, label, ha="center", va="center", fontsize=9)
+    if end_ms - begin_ms > LEAST_NAMED * axes.get_xlim()[1]:
+        axes.text((begin_ms + end_ms) / 2, top + 0.3, label, ha="center", va="center", fontsize=9)
 
 
 def draw_scaling(case: Case) -> Figure:
@@ -189,7 +202,10 @@ def draw_scaling(case: Case) -> Figure:
         raise UsageError("efficiency is of a training step: give --model")
     workload = workload_of(case.model)
     compute_s, _ = compute_of(case, workload, cluster)
-    counts = [ranks for ranks in RANK_COUNTS if ranks <= min(cluster.ranks(), case.ranks)]
+    most = min(cluster.ranks(), case.ranks)
+    counts = [ranks for ranks in RANK_COUNTS if ranks <= most]
+    if len(counts) < 2:
+        raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     figure, axes = new_figure(7.5, 4.6)
     for number, name in enumerate([*ALGORITHMS, GOSSIP]):
         cases = (replace(case, ranks=ranks) for ranks in counts)

@@ -36,9 +36,16 @@ def waitings(backups: str, question: Question) -> tuple[int, list[Waiting]]:
         tried = {0, _number(backups)}
     needed = np.array([BackupWorkers(number).needed(found.ranks) for number in sorted(tried)])
     updates = found.goal.iterations(needed) / found.goal.iterations(np.array([found.ranks]))
+    for count, known in zip(needed, updates, strict=True):
+        _require_known(int(count), None if np.isnan(known) else float(known))
     slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
     columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
     return found.ranks, [Waiting(*row) for row in zip(*columns, strict=True)]
+
+
+def _require_known(quorum: int, figure: float | None) -> None:
+    if figure is None:
+        raise UsageError(f"nothing is known of updates with {quorum} gradients each: give fewer backups, or --exponent")
 
 
 def run(backups: str, question: Question, as_json: bool) -> None:
@@ -52,10 +59,7 @@ def run(backups: str, question: Question, as_json: bool) -> None:
     rows = found.rows([] if wanted is None else [found.ranks - wanted])
     best = next(row for row in rows if row.quorum == found.best_if_late_finish)
     asked = best if wanted is None else next(row for row in rows if row.backups == wanted)
-    if asked.late_finish_relative_time is None:
-        raise UsageError(
-            f"nothing is known of updates with {asked.quorum} gradients each: give fewer backups, or --exponent"
-        )
+    _require_known(asked.quorum, asked.late_finish_relative_time)
     if as_json:
         print(json.dumps(_record(found, rows, best, asked)))
         return

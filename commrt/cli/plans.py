@@ -22,6 +22,8 @@ from commrt.simulate import all_reduce_bound_s
 __all__ = ["run"]
 
 SHOWN = 8
+WIDTH = 124
+"""Of the table at least: names that are cut off cannot be told apart."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
 
@@ -103,11 +105,13 @@ def _show(case: Case, cluster: Cluster, plans: Sequence[Plan]) -> None:
     columns = [column for column in COLUMNS if any(column[1](plan) is not None for plan in shown)]
     table = Table(title=f"{case.ranks:,} ranks of {cluster.name}")
     for title, _ in columns:
-        table.add_column(title, justify="left" if title == "algorithm" else "right")
+        table.add_column(title, justify="left" if title == "algorithm" else "right", no_wrap=True)
     for plan in shown:
         table.add_row(*(cell(plan) or "-" for _, cell in columns), style="bold" if plan is plans[0] else None)
-    Console().print(table)
+    Console(width=max(Console().width, WIDTH)).print(table)
     print(_reason(plans, cluster))
+    if case.ranks > PROVEN_RANKS:
+        print(f"not proven here: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify proves fewer")
     for line in _others(plans):
         print(line)
     print(plans[0].python)

@@ -21,14 +21,17 @@ from commrt.schedule import Algorithm
 from commrt.simulate import Price, Pricing, all_reduce_bound_s, exchange_bound_s
 from commrt.stragglers import Jitter
 from commrt.timeline import blocking_step, mean_efficiency, overlapped_step
-from commrt.workload import Workload
+from commrt.workload import FORWARD, Workload
 
 __all__ = ["CLUSTER", "Case", "Estimate", "compute_of", "run", "workload_of"]
 
 RESNET50 = "resnet50"
 BATCH = 32
+MOST = 1e9
+"""Of milliseconds, and of what a computing time varies by."""
 CLUSTER = "abci"
 STEPS = 50
+MOST_PARAMETERS = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class Case:
         of_a_step = {"--batch": self.batch, "--compute-ms": self.compute_ms, "--jitter": self.jitter}
         if self.model is None and (given := [name for name, value in of_a_step.items() if value is not None]):
             raise UsageError(f"{given[0]} is of a training step: give --model too")
+        for name, value in {"--compute-ms": self.compute_ms, "--jitter": self.jitter}.items():
+            if value is not None and not 0 <= value < MOST:
+                raise UsageError(f"{name} {value:g}: give a number from 0 to {MOST:g}")
         if self.batch is not None and self.compute_ms is not None:
             raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
 
@@ -122,14 +128,19 @@ class Estimate:
             "wire": self.case.wire,
             "compute_seconds": compute_s,
             "exchanges": steps,
-            "images_per_second": None if rate is None else rate * self.case.ranks * max(map(_efficiency, steps)),
+            "images_per_second": None if rate is None else rate * self.case.ranks * max(map(_efficiency, steps[:2])),
         }
         return found if self.case.jitter is None else found | self._with_jitter(workload, compute_s, exchange_s)
 
     def _steps(self, workload: Workload, compute_s: float, exchange_s: float) -> list[dict[str, Any]]:
         """The ways to have the exchange in a step."""
         if isinstance(self.algorithm, Gossip):  # of weights, which are there when a step is done
-            ends = {"after the step": compute_s + exchange_s, "under the next step": max(compute_s, exchange_s)}
+            rest_s = (1 - FORWARD) * compute_s
+            ends = {
+                "after the step": compute_s + exchange_s,
+                "under the next forward pass": rest_s + max(compute_s - rest_s, exchange_s),
+                "a step late, under all of it": max(compute_s, exchange_s),
+            }
         else:
             after = blocking_step(self.pricing, self.nbytes, compute_s)
             under = overlapped_step(self.pricing, self._buckets(workload), compute_s)
@@ -182,7 +193,9 @@ def workload_of(model: str) -> Workload:
     try:
         numel = int(float(model))
     except (ValueError, OverflowError):
-        raise UsageError(f"--model {model}: give {RESNET50}, or a number of parameters, such as 25.6e6") from None
+        numel = 0
+    if not 0 < numel <= MOST_PARAMETERS:
+        raise UsageError(f"--model {model}: give {RESNET50}, or a number of parameters, such as 25.6e6")
     return Workload.even(numel, parts=min(numel, 100))
 
 
