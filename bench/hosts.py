@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["Cabling", "cluster", "missing", "output_of_first"]
 
@@ -66,10 +68,13 @@ def address(host: int) -> str:
 
 @contextmanager
 def cluster(cabling: Cabling) -> Iterator[None]:
-    """A switch and its hosts; gone afterwards."""
+    """A switch and its hosts; gone afterwards, also if this process is asked to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
     made: list[str] = []
     try:
         for name in (SWITCH, *map(space, range(cabling.hosts))):
+            if Path("/run/netns", name).exists():  # of a process that was killed
+                sh(f"ip netns del {name}")
             sh(f"ip netns add {name}")
             made.append(name)
         sh(f"ip -n {SWITCH} link add name hub type bridge")
