@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -214,9 +216,9 @@ class _Kind(NamedTuple):
     strides: tuple[int, ...]
 
     def __str__(self) -> str:
-        plain = torch.empty(self.shape, device="meta").stride()
-        strides = "" if _lie_alike(self, self._replace(strides=plain)) else f" with strides {self.strides}"
-        return f"{str(self.dtype)[6:]}{list(self.shape)}{strides}"
+        plain = tuple(accumulate(self.shape[:0:-1], mul, initial=1))[::-1] if self.shape else ()
+        is_plain = self.strides == plain or _lie_alike(self, self._replace(strides=plain))
+        return f"{str(self.dtype)[6:]}{list(self.shape)}{'' if is_plain else f' with strides {self.strides}'}"
 
 
 def _kind(tensor: Tensor) -> _Kind:
@@ -260,7 +262,8 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 
 def is_expanded(tensor: Tensor) -> bool:
     """True if several elements share one place in memory."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = tensor.stride()
+    return 0 in strides and any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
 
 
 def build_buckets(

@@ -74,7 +74,8 @@ def _overwrite(lane: Broadcasting, tensors: Sequence[Tensor], unread: frozenset[
     for batch in batches(tensors, 25 * MIB):
         flat = flatten(batch)
         lane.submit_broadcast(flat, step).result()
-        restore(flat, batch, unread)
+        if lane.members[0] != lane.world.rank:
+            restore(flat, batch, unread)
 
 
 def overwrite_states(lane: Broadcasting, owners: Sequence[Stateful], step: int) -> None:

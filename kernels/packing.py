@@ -172,8 +172,9 @@ class TorchPacking:
         return findings.nonfinite, findings.sums
 
     def _views_of(self, wire: Tensor) -> list[Tensor]:
-        places = (self._layout.tensor(wire, i) for i in range(len(self._like)))
-        return [place.as_strided(t.shape, t.stride()) for place, t in zip(places, self._like, strict=True)]
+        begin = wire.storage_offset()
+        pairs = zip(self._like, self._layout.places, strict=True)
+        return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
 
 
 def bits(word: int) -> Tensor:
