@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes this folder importable, here and in worker processes, which inherit ``sys.path``; records as they are made."""
 
-import json
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from records import append  # of this folder
 
 Keep = Callable[[dict[str, Any]], None]
 
@@ -31,14 +31,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         figures: dict[str, list[object]] = {}
         for name, value in report.user_properties:
             figures.setdefault(name, []).append(value)
-        append(path, {"test": item.name, "outcome": report.outcome, "why": why, "figures": figures})
+        append(path, [{"test": item.name, "outcome": report.outcome, "why": why, "figures": figures}])
     return report
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    """One line more."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -54,4 +48,4 @@ def one_thread() -> Iterator[None]:
 def keep(request: pytest.FixtureRequest) -> Keep:
     """Append a record to the file, if there is one."""
     path = request.config.getoption("--records")
-    return (lambda record: append(path, record)) if path else (lambda _: None)
+    return lambda record: append(path, [record])

@@ -28,8 +28,8 @@ __all__ = ["GLOO", "NAMES", "Exchange", "exchanges", "replayed"]
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 GLOO = "Gloo all_reduce"
-GOSSIPED = 6
-"""Steps of gossip: partners at all distances, in two periods."""
+GOSSIPED = 3
+"""Steps of gossip: partners at all distances."""
 
 
 def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from null_transport import NullTransport
 
 from commrt.algorithms import ring
 from commrt.algorithms.torus import Torus2D
@@ -13,35 +14,10 @@ from commrt.executor import bind
 from commrt.kernels.layout import GRANULE
 from commrt.program import Program, program
 from commrt.proof import verify
-from commrt.transport.protocol import Exchange, Group, Moment, zeros
+from commrt.transport.protocol import Moment
 
 MOMENT = Moment(0, 0)
 RANKS = 1024
-
-
-def nothing(moment: Moment) -> None:
-    """An exchange whose transfers have always happened already."""
-
-
-class NullTransport:
-    """A `Transport` that moves nothing."""
-
-    kind = "null"
-    timeout_s = 1.0
-    allocate = staticmethod(zeros)
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self.members = range(ranks)
-
-    def bind(self, group: Group) -> Exchange:
-        """An exchange that does nothing."""
-        return nothing
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    abort = close
 
 
 def least_buffer(bound_to: Program) -> torch.Tensor:

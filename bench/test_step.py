@@ -13,10 +13,12 @@ from math import prod
 import pytest
 from gradient_sets import resnet50
 from interleaved import Clock, Times, record, table
+from records import append, made
 from step_worker import HOST, PEERS, Job, work
 from torch.multiprocessing import spawn
 
 CLOCK = Clock()
+NBYTES = 4 * 25_557_032
 
 
 def clock() -> float:
@@ -33,6 +35,9 @@ def times(request: pytest.FixtureRequest) -> Times:
     job = Job(free_port())
     spawn(work, (job, answers), nprocs=job.ranks)
     measured = answers.get()
+    append(
+        request.config.getoption("--records"), made("step", f"{job.ranks} processes", measured, PEERS, nbytes=NBYTES)
+    )
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\nResNet-50's gradients, {job.ranks} processes, {job.rounds} rounds\n{table(measured, PEERS)}")
     return measured

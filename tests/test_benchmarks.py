@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -60,3 +61,41 @@ def test_the_cost_of_a_step_on_the_store_is_printed_as_json():
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     rows = json.loads(done.stdout)
     assert [row["operations"] for row in rows] == [4, 4, 4]  # last and first, early, late
+
+
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "torus2d", "gossip", "hierarchical gossip"])
+def test_what_a_cluster_of_namespaces_must_end_with_is_replayed_from_the_schedule(name, bench_folder):
+    import exchanges  # noqa: PLC0415  # of the folder bench
+
+    state = exchanges.replayed(exchanges.algorithms(hosts=4, per_host=2)[name].schedule(0, 8))
+    if "gossip" in name:
+        added = 2 if name.startswith("hierarchical") else 1  # in rows, which divide before
+        assert state.mean() == 4.5 * added  # the mean of 1 to 8 is kept
+        assert 1.0 * added <= state.min() < state.max() <= 8.0 * added
+    else:
+        assert (state == 36.0).all()
+
+
+def test_a_cluster_of_namespaces_needs_root_and_says_so(monkeypatch, bench_folder):
+    import hosts  # noqa: PLC0415
+
+    monkeypatch.setattr(hosts.shutil, "which", lambda _: "/sbin/ip")
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    assert hosts.missing() == "only root may make network namespaces: run this with sudo, or in a container that may"
+
+
+def test_records_say_where_they_were_made_and_the_last_one_of_a_kind_counts(tmp_path, bench_folder):
+    import records  # noqa: PLC0415
+
+    file = tmp_path / "deep" / "records.jsonl"
+    for seconds in (1.0, 2.0):
+        times = {"ours": [seconds, seconds], "theirs": [4.0, 4.0]}
+        records.append(file, records.made("step", "ResNet-50", times, {"ours": "theirs"}, nbytes=7))
+    (one,) = records.read([file])
+    assert (one["median_s"], one["ratio"], one["nbytes"], one["torch"]) == (2.0, 0.5, 7, torch.__version__)
+    assert {"date", "commit", "device", "cores", "python"} <= one.keys()
+
+
+@pytest.fixture
+def bench_folder(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
