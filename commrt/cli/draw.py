@@ -178,8 +178,9 @@ def _draw_lanes(axes: Axes, top: float, step: StepTime, phases: Sequence[Phase])
     if phases:
         words = ", ".join(f"{steps} {'adding' if adds else 'copying'}" for steps, adds in _named(phases))
         room = computed_ms > axes.get_xlim()[1] / 2
-        place, side = (computed_ms, "right") if room else (end_ms, "left")
-        axes.text(place, top + 1.25, f"  steps: {words}  ", ha=side, va="center", fontsize=9)
+        gap_ms = 0.008 * axes.get_xlim()[1]
+        place, side = (computed_ms - gap_ms, "right") if room else (end_ms + gap_ms, "left")
+        axes.text(place, top + 1.25, f"steps: {words}", ha=side, va="center", fontsize=9)
 
 
 def _named(phases: Sequence[Phase]) -> list[tuple[int, bool]]:
