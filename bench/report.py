@@ -18,7 +18,7 @@ HEAD = """# Benchmarks
 
 Made by `python bench/report.py` from the records in `bench/results/`; do not edit. Variants of one table were measured
 in turn within one run, and a ratio is that of two times of the same turn: median (20 % .. 80 %). Below 1 is faster than
-the one it is compared with. Every time was taken after the result had been checked. No figure here is of a GPU.
+the one it is compared with. A variant whose result is wrong ends the run. No figure here is of a GPU.
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only --records bench/results/step.jsonl",
