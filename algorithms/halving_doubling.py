@@ -2,7 +2,8 @@
 """Recursive halving and doubling: the ring's bytes in a logarithmic number of steps.
 
 Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005. Distances are halved, so the far partner of a rank changes with every step.
+2005. What is exchanged is halved from step to step while the distance doubles, and then back: the most goes to the
+neighbour.
 """
 
 from __future__ import annotations
@@ -55,17 +56,27 @@ def all_reduce(p: int) -> Schedule:
     """Sum over all ranks, everywhere; ranks beyond the largest power of two are folded in.
 
     Cost: 2 log2(p) steps and 2(p - 1)/p of the buffer for a power of two; otherwise 2 steps more, and up to
-    3 buffers at the busiest rank.
+    3 buffers at the busiest rank. Of hosts of g ranks, g a power of two, 2(p - g)/p of the buffer leaves each.
 
     >>> print(all_reduce(4))
     halving-doubling: 4 ranks, 4 chunks
-      0  add  0->2 [2:4)  1->3 [2:4)  2->0 [0:2)  3->1 [0:2)
-      1  add  0->1 [1:2)  1->0 [0:1)  2->3 [3:4)  3->2 [2:3)
-      2  copy  0->1 [0:1)  1->0 [1:2)  2->3 [2:3)  3->2 [3:4)
-      3  copy  0->2 [0:2)  1->3 [0:2)  2->0 [2:4)  3->1 [2:4)
+      0  add  0->1 [2:4)  2->3 [2:4)  1->0 [0:2)  3->2 [0:2)
+      1  add  0->2 [1:2)  2->0 [0:1)  1->3 [3:4)  3->1 [2:3)
+      2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
+      3  copy  0->1 [0:2)  2->3 [0:2)  1->0 [2:4)  3->2 [2:4)
     """
     core = 1 << (p.bit_length() - 1)
-    return folded(reduce_scatter(core).then(all_gather(core), "halving-doubling"), p)
+    return folded(reduce_scatter(core).then(all_gather(core), "halving-doubling").over(_mirrored(core)), p)
+
+
+def _mirrored(p: int) -> list[int]:
+    """Each rank's number with its binary digits in reverse: whom the first step made far are neighbours.
+
+    >>> _mirrored(8)
+    [0, 4, 2, 6, 1, 5, 3, 7]
+    """
+    digits = p.bit_length() - 1
+    return [int(f"{rank:0{digits}b}"[::-1], 2) if digits else 0 for rank in range(p)]
 
 
 def _halved(p: int) -> list[int]:

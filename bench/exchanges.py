@@ -89,7 +89,8 @@ def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Excha
         for name, algorithm in algorithms(world.size // per_host, per_host).items():
             steps = GOSSIPED if isinstance(algorithm, commrt.Gossip) else 1
             schedules = [algorithm.schedule(step, world.size) for step in range(steps)]
-            found[f"{name}, {wire}"] = scheduled(world, schedules, torch.zeros(numel), dtype)
+            data = world.transport.allocate(numel, torch.float32)  # as wire buffers are
+            found[f"{name}, {wire}"] = scheduled(world, schedules, data, dtype)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from commrt.agreement import agree
+from commrt.asking import ANSWER_S, ask
 from commrt.errors import DisagreementError, TransportError, UsageError
 from commrt.launch import chosen_transport, launched
 from commrt.transport.gloo import GlooTransport
@@ -17,6 +18,7 @@ from commrt.transport.media import Queueing
 from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
 from commrt.transport.shared import SharedTransport
+from commrt.transport.spanning import SpanningTransport
 
 __all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank"]
 
@@ -24,27 +26,43 @@ __all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank"]
 def connect_hosts(
     store: Store, rank: int, members: Sequence[int], timeout_s: float, host: str | None = None
 ) -> Transport:
-    """What carries CPU tensors: shared memory where `members` are on one Linux host, else Gloo; or what was chosen."""
+    """What carries CPU tensors: shared memory between `members` on one Linux host, else Gloo; or what was chosen."""
     choice = chosen_transport()
     claim = {"world size": str(len(members)), "COMMRT_TRANSPORT": choice or "not set"}
-    agree(store, rank, members, "init", claim, timeout_s)
-    if choice != "gloo" and _on_one_host(store, rank, members, timeout_s):
-        return SharedTransport(PrefixStore("shared", store), rank, members, timeout_s)
+    here = host_identity() or f"none that rank {rank} can share"
+    ask(lambda: store.set(f"host/{rank}", here), timeout_s + ANSWER_S, rank)
+    agree(store, rank, members, "init", claim, timeout_s)  # after it, all have said where they are
+    shares, reaches = PrefixStore("shared", store), PrefixStore("gloo", store)
+    if choice == "gloo":
+        return GlooTransport(reaches, rank, members, timeout_s, host)
+    if _all_are(here, store, rank, members, timeout_s):
+        return SharedTransport(shares, rank, members, timeout_s)
     if choice == "shared":
         raise UsageError(
             "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
             "unset it, or start them all on one"
         )
-    return GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, host)
+    hosts = _hosts(store, rank, members, timeout_s)
+    far = GlooTransport(reaches, rank, members, timeout_s, host)
+    if len(set(hosts)) == len(members):
+        return far
+    neighbours = [peer for peer, its in zip(members, hosts, strict=True) if its == here]
+    return SpanningTransport(SharedTransport(shares, rank, neighbours, timeout_s), far)
 
 
-def _on_one_host(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> bool:
+def _all_are(here: str, store: Store, rank: int, members: Sequence[int], timeout_s: float) -> bool:
     """The same answer on every rank."""
     try:
-        agree(store, rank, members, "host", {"host": host_identity() or f"none that rank {rank} can share"}, timeout_s)
+        agree(store, rank, members, "host", {"host": here}, timeout_s)
     except DisagreementError:
         return False
     return True
+
+
+def _hosts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> list[str]:
+    """Of each member."""
+    said = ask(lambda: store.multi_get([f"host/{peer}" for peer in members]), timeout_s + ANSWER_S, rank)
+    return [its.decode() for its in said]
 
 
 def gpu(device: torch.device | str) -> torch.device:

@@ -64,8 +64,8 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     A process that comes with the number of a rank that is gone, while the others train with backup workers, waits for
     nobody: it takes that place when it attaches its model. Until then it can do nothing together with them.
 
-    Ranks that are all on one Linux host exchange through shared memory, others through Gloo's sockets
-    (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
+    Ranks on one Linux host exchange through shared memory, others through Gloo's sockets, both at once where hosts have
+    several (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one.
 
     A forked child has no part in its parent's world, nor a place of its own in that job: there, ``init`` raises
     `UsageError` unless the launcher's variables have been changed or unset.

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commrt.kernels.pieces import in_pieces
+
 __all__ = ["mix", "mix_into"]
 
 
@@ -27,6 +29,5 @@ def mix(
 def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None = None) -> None:
     """``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): no overflow of 16-bit sums."""
     wide = torch.promote_types(own.dtype, torch.float32)
-    before = own.to(wide)
-    went = before if sent is None else sent.to(wide)
-    own.copy_(before + weight * (received.to(wide) - went))
+    for piece, came, went in in_pieces([own, received, own if sent is None else sent]):
+        piece.copy_(piece.to(wide) + weight * (came.to(wide) - went.to(wide)))

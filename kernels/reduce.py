@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commrt.kernels.pieces import in_pieces
+
 __all__ = ["reduce_into"]
 
 
@@ -19,7 +21,6 @@ def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
     if len(received) == 1:
         out.add_(received[0])  # torch adds two 16-bit floats in fp32 and rounds once
         return
-    total = out.to(torch.promote_types(out.dtype, torch.float32)) if out.is_floating_point() else out
-    for part in received:
-        total = total + part
-    out.copy_(total)
+    wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
+    for piece, *parts in in_pieces([out, *received]):
+        piece.copy_(sum(parts, piece.to(wide)))

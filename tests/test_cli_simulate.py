@@ -92,10 +92,17 @@ def test_of_square_grids_the_torus_overtakes_the_ring_between_64_and_256_gpus():
         assert (seconds[square] < seconds["Ring()"]) == is_better
 
 
-def test_with_nvlink_rows_inside_a_node_are_best_for_few_nodes_only():
-    best = {ranks: told("plan", "--ranks", ranks, "--cluster", "abci-nvlink", *BUFFER)["best"]["algorithm"]
-            for ranks in (16, 1024)}  # fmt: skip
+def with_nvlink(ranks):
+    return [plan["algorithm"] for plan in told("plan", "--ranks", ranks, "--cluster", "abci-nvlink", *BUFFER)["plans"]]
+
+
+def test_with_nvlink_rows_inside_a_node_are_the_best_of_a_torus_for_few_nodes_only():
+    best = {ranks: next(plan for plan in with_nvlink(ranks) if "Torus2D" in plan) for ranks in (16, 1024)}
     assert best == {16: "Torus2D(grid=(4, 4))", 1024: "Torus2D(grid=(32, 32))"}
+
+
+def test_with_nvlink_halves_for_the_neighbour_first_are_ahead_of_every_torus():
+    assert with_nvlink(1024)[0] == "HalvingDoubling()"
 
 
 def test_where_latency_is_all_halving_and_doubling_is_the_plan():

@@ -305,7 +305,13 @@ def test_a_killed_process_is_noticed_at_once_though_a_forked_child_lives_on():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("chosen", "hosts", "kind"),
-    [(None, "aaa", "shared"), ("shared", "aaa", "shared"), ("gloo", "aaa", "gloo"), (None, "aba", "gloo")],
+    [
+        (None, "aaa", "shared"),
+        ("shared", "aaa", "shared"),
+        ("gloo", "aaa", "gloo"),
+        (None, "aba", "shared and gloo"),
+        (None, "abc", "gloo"),
+    ],
 )
 def test_all_ranks_choose_the_same_transport(monkeypatch, chosen, hosts, kind):
     if chosen:

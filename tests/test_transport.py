@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
 from commrt.testing import conformance
@@ -18,6 +18,7 @@ from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, Group, Moment, Parcel
 from commrt.transport.shared import SharedTransport
+from commrt.transport.spanning import SpanningTransport
 
 
 def local(ranks, timeout_s):
@@ -39,6 +40,27 @@ def shared(ranks, timeout_s):
         return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
+def spanning(hosts, timeout_s):
+    """The transports of ranks, where rank r is on host ``hosts[r]``."""
+    store = HashStore()
+
+    def one(rank):
+        far = GlooTransport(PrefixStore("far", store), rank, range(len(hosts)), timeout_s, "127.0.0.1")
+        neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+        return SpanningTransport(SharedTransport(PrefixStore("near", store), rank, neighbours, timeout_s), far)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(one, range(len(hosts))))
+
+
+def pairs_on_a_host(ranks, timeout_s):
+    return spanning([rank // 2 for rank in range(ranks)], timeout_s)
+
+
+def two_hosts_in_turn(ranks, timeout_s):
+    return spanning([rank % 2 for rank in range(ranks)], timeout_s)
+
+
 def nccl(ranks, timeout_s):
     return over_nccl(HashStore(), ranks, timeout_s)
 
@@ -47,10 +69,42 @@ def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
-@pytest.mark.parametrize("make", [local, gloo, shared, nccl, harmless])
+@pytest.mark.parametrize(
+    "make", [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, harmless], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
 def test_conforms(check, make):
     check(make)
+
+
+def test_what_stays_on_a_host_and_what_leaves_it_are_under_way_together():
+    """Rank 0 waits for its neighbour 1, who waits for rank 2, who waits for what rank 0 sends in the same group."""
+
+    def body(transport):
+        data, landing = torch.full((100_000,), float(transport.rank)), torch.zeros(100_000)
+        groups = {
+            0: [Group([Parcel(2, data)], [Parcel(1, landing)])],
+            1: [Group([], [Parcel(2, landing)]), Group([Parcel(0, data)], [])],
+            2: [Group([], [Parcel(0, landing)]), Group([Parcel(1, data)], [])],
+        }
+        for group in groups.get(transport.rank, []):
+            transport.bind(group)(Moment(0, 0))
+        return landing[0].item()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(body, pairs_on_a_host(4, 30.0))) == [1.0, 2.0, 0.0, 0.0]
+
+
+def test_what_should_come_from_afar_lands_no_more_after_a_neighbour_is_gone():
+    transports = pairs_on_a_host(4, 30.0)
+    near, far = torch.zeros(4), torch.zeros(4)
+    exchange = transports[0].bind(Group([], [Parcel(1, near), Parcel(2, far)]))
+    transports[1].close()
+    with pytest.raises(PeerLost):
+        exchange(Moment(0, 0))
+    with pytest.raises(PeerLost):
+        transports[2].bind(Group([], [Parcel(0, torch.ones(4))]))(Moment(0, 0))
+    assert far.tolist() == [0.0] * 4
 
 
 def ring_turn(transport, ranks):

@@ -28,9 +28,12 @@ from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self, zeros
 
-__all__ = ["GlooTransport"]
+__all__ = ["Finish", "GlooTransport"]
 
 MEDIUM = "Gloo"
+
+Finish = Callable[[], None]
+"""Waits for what was begun; raises `TransportError`."""
 
 TAGS = 1 << 31
 """Gloo's tags are 32-bit and torch passes them as a signed int."""
@@ -110,19 +113,27 @@ class GlooTransport:
 
     def bind(self, group: Group) -> Exchange:
         """See `Transport.bind`."""
+        begin = self.bind_halves(group)
+
+        def exchange(moment: Moment) -> None:
+            begin(moment)()
+
+        return exchange
+
+    def bind_halves(self, group: Group) -> Callable[[Moment], Finish]:
+        """As `bind`, but what begins the transfers returns at once, with what waits until they have happened."""
         rest, copies = split_self(group, self.rank, self.members)
         lines = self._lines(rest)
 
-        def exchange(moment: Moment) -> None:
+        def begin(moment: Moment) -> Finish:
             group = self._group
             if group is None:
                 raise TransportClosed("the transport was closed", Place(self.rank, None, *moment, rest.hop))
             for source, target in copies:
                 target.copy_(source)
-            if lines:
-                self._run(group, lines, moment, rest.hop)
+            return self._begun(group, lines, moment, rest.hop)
 
-        return exchange
+        return begin
 
     def _lines(self, group: Group) -> list[_Line]:
         if self._group is None:
@@ -136,15 +147,22 @@ class GlooTransport:
         peer, data = parcel
         return _Line(peer, self.members.index(peer), [data], sends, numbers[peer], data.nbytes)
 
-    def _run(self, group: Any, lines: list[_Line], moment: Moment, hop: int) -> None:
+    def _begun(self, group: Any, lines: list[_Line], moment: Moment, hop: int) -> Finish:
         works: list[Work] = []
         deadline = monotonic() + self.timeout_s
+
+        def finish() -> None:
+            try:
+                for work in works:
+                    work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise self._explained(error, lines, works, moment, hop) from error
+
         try:
             works.extend(line.start(group) for line in lines)
-            for work in works:
-                work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
         except RuntimeError as error:
             raise self._explained(error, lines, works, moment, hop) from error
+        return finish
 
     def _explained(
         self, error: RuntimeError, lines: list[_Line], works: list[Work], moment: Moment, hop: int

@@ -31,6 +31,7 @@ __all__ = [
     "Transport",
     "never",
     "require_cpu",
+    "require_peers",
     "split_self",
     "zeros",
 ]
@@ -150,7 +151,7 @@ def split_self(group: Group, rank: int, members: Sequence[int]) -> tuple[Group, 
 
     Empty parcels are dropped: both ends know that they are empty.
     """
-    _require_peers(group, members)
+    require_peers(group, members)
     own = [p.data for p in group.sends if p.peer == rank], [p.data for p in group.recvs if p.peer == rank]
     if [len(data) for data in own[0]] != [len(data) for data in own[1]]:
         raise UsageError(
@@ -161,7 +162,8 @@ def split_self(group: Group, rank: int, members: Sequence[int]) -> tuple[Group, 
     return Group(sends, recvs, group.hop), list(zip(*own, strict=True))
 
 
-def _require_peers(group: Group, members: Sequence[int]) -> None:
+def require_peers(group: Group, members: Sequence[int]) -> None:
+    """Raise `UsageError` if `group` names a rank that is none of `members`."""
     if strangers := sorted({p.peer for p in (*group.sends, *group.recvs)} - set(members)):
         raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {_listed(members)}")
 
