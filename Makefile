@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check inspect bench gpu gpu-check gpu-tune clean
+.PHONY: venv demo test check inspect bench netlab gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -29,8 +29,18 @@ inspect: export PYTHONPATH = $(CURDIR)
 inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores
 	$(BIN)/python bench/inspect_kernels.py --golden bench/kernels.golden.json
 
+# All that needs no GPU, in 5 to 10 minutes; the page is in build/bench.
+bench: export PYTHONPATH = $(CURDIR)
 bench: venv
-	$(BIN)/pytest bench --benchmark-only
+	rm -rf build/bench
+	$(BIN)/pytest bench --benchmark-only --records build/bench/records.jsonl
+	$(BIN)/python bench/own_costs.py --records build/bench/records.jsonl
+	$(BIN)/python bench/report.py build/bench/records.jsonl --out build/bench
+
+# A cluster of namespaces, in 15 minutes; needs root, Linux and iproute2, and says so.
+netlab: export PYTHONPATH = $(CURDIR)
+netlab: venv
+	$(BIN)/python bench/netlab.py --records build/bench/netlab.jsonl
 
 # All that needs a GPU. Takes any Python with torch, Triton, pytest and pytest-benchmark; needs no network:
 #   make gpu PY=python3

@@ -25,15 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["calls_of", "copies", "copy_bytes_per_s", "machine"]
 
-ROUNDS = 30 if HAS_GPU else 3
-NBYTES = (1 << 26, 1 << 28, 1 << 30) if HAS_GPU else (1 << 20,)
+ROUNDS = 30 if HAS_GPU else 5
+NBYTES = (1 << 26, 1 << 28, 1 << 30) if HAS_GPU else (1 << 28,)
 HEADER = "ATen/native/cuda/MultiTensorApply.cuh"
 
 
 def calls_of(nbytes: int) -> int:
     """Calls in one measurement: a few milliseconds on a GPU."""
     if not HAS_GPU:
-        return 2
+        return 1 if nbytes > 1 << 25 else 10
     return 20 if nbytes < 1 << 30 else 4
 
 

@@ -2,17 +2,17 @@
 """Makes this folder importable, here and in worker processes, which inherit ``sys.path``; records as they are made."""
 
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from records import append  # of this folder
+from records import Record, append  # of this folder
 
-Keep = Callable[[dict[str, Any]], None]
+Keep = Callable[[Sequence[Record]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +46,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def keep(request: pytest.FixtureRequest) -> Keep:
-    """Append a record to the file, if there is one."""
-    path = request.config.getoption("--records")
-    return lambda record: append(path, [record])
+    """Append records to the file, if there is one."""
+    return partial(append, request.config.getoption("--records"))

@@ -2,7 +2,7 @@
 """Who moves gradients, and how: these kernels beside what torch ships, on the same tensors.
 
 A contender takes the number of a set of tensors. Where one does less than the others, its name says so: they scale,
-cast and write flags and a stamp.
+cast and write flags and a stamp. What comes of each is compared with what must come of it before it is timed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,45 @@ import torch
 from gradient_sets import SETS
 from stopwatch import HAS_GPU, Run
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from commrt.buckets import MIB, Unit, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 
-__all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "THOROUGH", "Task", "flat_copies"]
+__all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "THOROUGH", "Check", "Task", "flat_copies", "gate"]
 
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 OURS = "commrt"
+UNSCALED, HOOKED, SUMMED = "_foreach_copy_ (no scale)", "DDP's copies, bf16 hook", "sum in one pass"
+SPLIT, UNFLATTENED = "split_with_sizes_copy", "_unflatten_dense_tensors, _foreach_copy_"
 THOROUGH = "commrt, finite and norm"
 F32, BF16 = torch.float32, torch.bfloat16
-COUNTED_NUMEL = (25 if HAS_GPU else 1) * MIB // 4
-COLD_NBYTES = (200 if HAS_GPU else 1) * MIB
-"""Sets are made until they are larger together: three times a large second-level cache."""
-SETS_AT_LEAST = 4 if HAS_GPU else 2
+COUNTED_NUMEL = 25 * MIB // 4
+COLD_NBYTES = (200 if HAS_GPU else 64) * MIB
+"""Sets are made until they are larger together: on a GPU three times a large second-level cache."""
+SETS_AT_LEAST = 2
+MOST_NBYTES = (32 << 10 if HAS_GPU else 128) * MIB
+"""Of a set's gradients so many are taken, beginning with the first to become ready."""
+TOLERANCE = {F32: 1e-6, BF16: 1e-2}
+"""Largest relative L2 error; additions one by one round each time."""
+SCALE = 1 / 6
 
 Contenders = dict[str, Run]
+Row = Callable[[], Tensor]
 Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What must come of a contender's work on set 0."""
+
+    wanted: Row
+    """Computed before."""
+    found: Row
+    """Looked at afterwards."""
+    spoil: Callable[[], object] = lambda: None
+    """Done in between, where results go to memory that is not read: what the one before left there is no result."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +66,29 @@ class Task:
     """That must be moved in any case: each input read once, each output written once."""
     sets: int
     contenders: Contenders
+    checks: dict[str, Check]
+    """One for each of them."""
+    dtype: torch.dtype
+    """Of the results, or of what they came from, if that is narrower."""
     not_in_graphs: frozenset[str] = frozenset()
     """Contenders that copy from the host at each call."""
+
+
+def gate(task: Task) -> None:
+    """Let each contender work once; raises `RuntimeError` if one does not do what it should."""
+    for who, run in task.contenders.items():
+        check = task.checks[who]
+        wanted = check.wanted().float()
+        check.spoil()
+        run(0)
+        error = (norm_of(check.found().float().sub_(wanted)) / norm_of(wanted)).item()
+        if not error <= TOLERANCE[task.dtype]:
+            raise RuntimeError(f"{who} is off by {error:.1e}: nothing was measured")
+
+
+def norm_of(row: Tensor) -> Tensor:
+    """In fp64, without a wider copy."""
+    return torch.linalg.vector_norm(row, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -60,6 +102,24 @@ class Gradients:
     """Another wire, without gaps."""
     flat: list[Tensor]
     """The gradients as rows."""
+
+    def row(self) -> Tensor:
+        """A copy of all gradients."""
+        return torch.cat(self.flat)
+
+    def spoil_wire(self) -> None:
+        """Both of them."""
+        self.wire.fill_(torch.nan)
+        self.dense.fill_(torch.nan)
+
+    def spoil_grads(self) -> None:
+        """All."""
+        for grad in self.grads:
+            grad.fill_(torch.nan)
+
+    def placed(self) -> Tensor:
+        """A copy of what is on the wire."""
+        return torch.cat([view.reshape(-1) for view in self.views])
 
 
 def made(shapes: Shapes, layout: Layout, wire: torch.dtype) -> Gradients:
@@ -78,35 +138,43 @@ def several(shapes: Shapes, wire: torch.dtype) -> tuple[Layout, list[Gradients]]
     return layout, [made(shapes, layout, wire) for _ in range(max(SETS_AT_LEAST, -(-COLD_NBYTES // nbytes)))]
 
 
-def pack(shapes: Shapes, wire: torch.dtype) -> Task:
-    """Gradients to a wire, times 1/6."""
+def pack(shapes: Shapes, wire: torch.dtype, *, thorough: bool = False) -> Task:
+    """Gradients to a wire, times 1/6; perhaps also with all that may be found out on the way."""
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
-    scale = 1 / 6
 
     def foreach(one: Gradients) -> None:
-        torch._foreach_copy_(one.views, torch._foreach_mul(one.grads, scale))
+        torch._foreach_copy_(one.views, torch._foreach_mul(one.grads, SCALE))
 
     def per_tensor(one: Gradients) -> None:
         for grad, view in zip(one.grads, one.views, strict=True):
-            torch.mul(grad, scale, out=view)
+            torch.mul(grad, SCALE, out=view)
 
     def cat(one: Gradients) -> None:
         if wire == F32:
             torch.cat(one.flat, out=one.dense)
         else:
-            one.dense.copy_(torch.cat(one.flat).mul_(scale))
+            one.dense.copy_(torch.cat(one.flat).mul_(SCALE))
 
+    flattened = "_flatten_dense_tensors, mul" if wire == F32 else "_flatten_dense_tensors, mul_, copy_"
+    catted = "cat (no scale)" if wire == F32 else "cat, mul_, copy_"
     contenders: Contenders = {
-        OURS: lambda i: packings[i].pack(sets[i].grads, scale, 1),
+        OURS: lambda i: packings[i].pack(sets[i].grads, SCALE, 1),
         "_foreach_mul, _foreach_copy_": lambda i: foreach(sets[i]),
-        "_foreach_copy_ (no scale)": lambda i: torch._foreach_copy_(sets[i].views, sets[i].grads),
+        UNSCALED: lambda i: torch._foreach_copy_(sets[i].views, sets[i].grads),
         "mul per tensor": lambda i: per_tensor(sets[i]),
-        "cat (no scale)" if wire == F32 else "cat, mul_, copy_": lambda i: cat(sets[i]),
+        catted: lambda i: cat(sets[i]),
+        flattened: lambda i: sets[i].dense.copy_(_flatten_dense_tensors(sets[i].grads).mul_(SCALE)),
     }
-    findings = [packing.findings() for packing in packings]
-    contenders[THOROUGH] = lambda i: packings[i].pack(sets[i].grads, scale, 1, findings[i])
-    return Task(sum(layout.counts) * (4 + wire.itemsize), len(sets), contenders)
+    if thorough:
+        findings = [packing.findings() for packing in packings]
+        contenders[THOROUGH] = lambda i: packings[i].pack(sets[i].grads, SCALE, 1, findings[i])
+    one = sets[0]
+    checks = dict.fromkeys(contenders, Check(lambda: one.row() * SCALE, one.placed, one.spoil_wire))
+    checks[UNSCALED] = Check(one.row, one.placed, one.spoil_wire)
+    checks[catted] = Check(lambda: one.row() * (1.0 if wire == F32 else SCALE), lambda: one.dense, one.spoil_wire)
+    checks[flattened] = Check(lambda: one.row() * SCALE, lambda: one.dense, one.spoil_wire)
+    return Task(sum(layout.counts) * (4 + wire.itemsize), len(sets), contenders, checks, wire)
 
 
 def unpack(shapes: Shapes, wire: torch.dtype) -> Task:
@@ -123,15 +191,22 @@ def unpack(shapes: Shapes, wire: torch.dtype) -> Task:
     def split(one: Gradients) -> None:
         torch.split_with_sizes_copy(one.dense, layout.counts, out=one.flat)
 
+    def unflatten(one: Gradients) -> None:
+        torch._foreach_copy_(one.grads, _unflatten_dense_tensors(one.dense, one.grads))
+
     contenders: Contenders = {
         OURS: lambda i: packings[i].unpack(sets[i].grads, 1),
         "_foreach_copy_": lambda i: torch._foreach_copy_(sets[i].grads, sets[i].views),
         "copy_ per tensor": lambda i: per_tensor(sets[i]),
+        UNFLATTENED: lambda i: unflatten(sets[i]),
     }
     if wire == F32:
-        contenders["split_with_sizes_copy"] = lambda i: split(sets[i])
-    not_in_graphs = frozenset({"split_with_sizes_copy"})
-    return Task(sum(layout.counts) * (4 + wire.itemsize), len(sets), contenders, not_in_graphs)
+        contenders[SPLIT] = lambda i: split(sets[i])
+    for one in sets:
+        one.dense.copy_(one.placed())
+    checks = dict.fromkeys(contenders, Check(sets[0].placed, sets[0].row, sets[0].spoil_grads))
+    nbytes = sum(layout.counts) * (4 + wire.itemsize)
+    return Task(nbytes, len(sets), contenders, checks, wire, not_in_graphs=frozenset({SPLIT}))
 
 
 def mix(shapes: Shapes, wire: torch.dtype) -> Task:
@@ -156,7 +231,9 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
         "_foreach_lerp_": lambda i: foreach(sets[i]),
         "lerp_ per tensor": lambda i: per_tensor(sets[i]),
     }
-    return Task(sum(layout.counts) * (8 + wire.itemsize), len(sets), contenders)
+    one = sets[0]
+    checks = dict.fromkeys(contenders, Check(lambda: (one.row() + one.placed().float()) / 2, one.row))
+    return Task(sum(layout.counts) * (8 + wire.itemsize), len(sets), contenders, checks, wire)
 
 
 def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
@@ -173,11 +250,17 @@ def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
     sums = torch.zeros(numel, dtype=dtype, device=DEVICE)
     contenders: Contenders = {
         OURS: lambda i: adders[i](),
-        "sum in one pass": lambda i: torch.sum(sets[i], 0, out=sums),
+        SUMMED: lambda i: torch.sum(sets[i], 0, out=sums),
         "upcast, sum, downcast": lambda i: sets[i][0].copy_(sets[i].float().sum(0)),
         "add_" if ranks == 1 else "add_ one by one (rounds each time)": lambda i: chained(sets[i]),
     }
-    return Task(nbytes * (2 + ranks), count, contenders)
+
+    def wanted() -> Tensor:
+        return sets[0].float().sum(0)
+
+    checks = dict.fromkeys(contenders, Check(wanted, lambda: sets[0][0]))
+    checks[SUMMED] = Check(wanted, lambda: sums, lambda: sums.fill_(torch.nan))
+    return Task(nbytes * (2 + ranks), count, contenders, checks, dtype)
 
 
 def in_buckets(name: str) -> Task:
@@ -190,15 +273,29 @@ def in_buckets(name: str) -> Task:
     rows = [torch.zeros(task.nbytes // 6, device=DEVICE) for task in tasks]
     lists = [[torch.randn(shape, device=DEVICE) for shape in members] for members in buckets_of(name)]
     pieces_of = [row.split([grad.numel() for grad in grads]) for row, grads in zip(rows, lists, strict=True)]
+    compressed: dict[int, Tensor] = {}
 
     def hooked() -> None:
-        for row, grads, places in zip(rows, lists, pieces_of, strict=True):
+        for number, (row, grads, places) in enumerate(zip(rows, lists, pieces_of, strict=True)):
             for grad, place in zip(grads, places, strict=True):
-                torch.mul(grad.view(-1), 1 / 6, out=place)
-            row.to(BF16).div_(6)
+                place.copy_(grad.view(-1))
+            compressed[number] = row.to(BF16).div_(6)
 
-    contenders["DDP's copies, bf16 hook"] = lambda _: hooked()
-    return Task(sum(task.nbytes for task in tasks), sets, contenders)
+    def together(who: str) -> Check:
+        checks = [task.checks[who] for task in tasks]
+        return Check(
+            lambda: torch.cat([check.wanted() for check in checks]),
+            lambda: torch.cat([check.found() for check in checks]),
+            lambda: [check.spoil() for check in checks],
+        )
+
+    checks = {who: together(who) for who in contenders}
+    contenders[HOOKED] = lambda _: hooked()
+    checks[HOOKED] = Check(
+        lambda: torch.cat([grad.view(-1) for grads in lists for grad in grads]) / 6,
+        lambda: torch.cat(list(compressed.values())),
+    )
+    return Task(sum(task.nbytes for task in tasks), sets, contenders, checks, BF16)
 
 
 def moving(shapes: Shapes) -> Task:
@@ -207,9 +304,10 @@ def moving(shapes: Shapes) -> Task:
     packing = dispatch.packing(sets[0].wire, layout, sets[0].grads)
     contenders: Contenders = {
         OURS: lambda i: packing.pack(sets[i].grads, 1.0, 1),
-        "_foreach_copy_ (no scale)": lambda i: torch._foreach_copy_(sets[i].views, sets[i].grads),
+        UNSCALED: lambda i: torch._foreach_copy_(sets[0].views, sets[i].grads),
     }
-    return Task(sum(layout.counts) * 6, len(sets), contenders, frozenset({OURS}))
+    checks = dict.fromkeys(contenders, Check(sets[0].row, sets[0].placed, sets[0].spoil_wire))
+    return Task(sum(layout.counts) * 6, len(sets), contenders, checks, BF16, not_in_graphs=frozenset({OURS}))
 
 
 def flat_copies(nbytes: int) -> Contenders:
@@ -226,8 +324,19 @@ def flat_copies(nbytes: int) -> Contenders:
 
 
 def shapes_of(name: str) -> Shapes:
-    """All gradients of a set, in the order in which they become ready."""
-    return list(SETS[name]().values())[::-1]
+    """The gradients of a set, in the order in which they become ready, as many as fit."""
+    taken, room = [], MOST_NBYTES
+    for shape in list(SETS[name]().values())[::-1]:
+        if 4 * prod(shape) <= room:
+            taken.append(shape)
+            room -= 4 * prod(shape)
+    return taken
+
+
+def called(name: str) -> str:
+    """The set, and what of it is taken."""
+    taken = 4 * sum(map(prod, shapes_of(name)))
+    return name if taken == 4 * sum(map(prod, SETS[name]().values())) else f"{name} ({taken // MIB} MiB of it)"
 
 
 def buckets_of(name: str) -> list[Shapes]:
@@ -248,12 +357,11 @@ def pieces(total: int, count: int) -> Shapes:
     return [(end - begin,) for begin, end in pairwise(bounds)]
 
 
-MAIN = "ResNet-50" if HAS_GPU else "GoogLeNet"
-OTHERS = tuple(name for name in SETS if name not in (MAIN, "Llama-3-8B")) if HAS_GPU else ()
-UNPACKED = ("BERT-large", "GPT-2 124M") if HAS_GPU else ()
-MIXED = ("VGG-16",) if HAS_GPU else ()
-SIZES_MIB = (25, 256) if HAS_GPU else (1,)
-COUNTS = (1, 16, 256, 4096) if HAS_GPU else (16,)
+MAIN = "ResNet-50"
+OTHERS = ("GoogLeNet", "BERT-large", "GPT-2 124M", "GPT-2 1.5B", "Llama-3-8B layer", "10,000 tensors of 64")
+ALSO_PACKED = ("VGG-16", "VGG-19") if HAS_GPU else ()
+SIZES_MIB = (25, 256) if HAS_GPU else (25,)
+COUNTS = (1, 16, 256, 4096)
 WIRES = {"fp32": F32, "bf16": BF16}
 
 Make = Callable[[], Task]
@@ -265,8 +373,8 @@ def with_each_wire(name: str, make: Callable[[Shapes, torch.dtype], Task], shape
 
 
 TASKS: dict[str, Make] = {
-    **with_each_wire(f"pack fp32 to {{}}, {MAIN}", pack, shapes_of(MAIN)),
-    **with_each_wire("pack fp32 to {}, a bucket of ResNet-50", pack, bucket_of("ResNet-50", 2)),
+    **with_each_wire(f"pack fp32 to {{}}, {MAIN}", partial(pack, thorough=True), shapes_of(MAIN)),
+    **with_each_wire("pack fp32 to {}, a bucket of ResNet-50", partial(pack, thorough=True), bucket_of("ResNet-50", 2)),
     f"pack fp32 to bf16, {MAIN} in buckets": partial(in_buckets, MAIN),
     **with_each_wire(f"unpack {{}} to fp32, {MAIN}", unpack, shapes_of(MAIN)),
     **with_each_wire(f"mix fp32 with {{}}, {MAIN}", mix, shapes_of(MAIN)),
@@ -280,9 +388,8 @@ MORE_TASKS: dict[str, Make] = {
 }
 """How that goes on for other models and counts: measured in one way."""
 
+for model in (*OTHERS, *ALSO_PACKED):
+    MORE_TASKS |= with_each_wire(f"pack fp32 to {{}}, {called(model)}", pack, shapes_of(model))
 for model in OTHERS:
-    MORE_TASKS |= with_each_wire(f"pack fp32 to {{}}, {model}", pack, shapes_of(model))
-for model in UNPACKED:
-    MORE_TASKS |= with_each_wire(f"unpack {{}} to fp32, {model}", unpack, shapes_of(model))
-for model in MIXED:
-    MORE_TASKS |= with_each_wire(f"mix fp32 with {{}}, {model}", mix, shapes_of(model))
+    MORE_TASKS |= with_each_wire(f"unpack {{}} to fp32, {called(model)}", unpack, shapes_of(model))
+    MORE_TASKS |= with_each_wire(f"mix fp32 with {{}}, {called(model)}", mix, shapes_of(model))

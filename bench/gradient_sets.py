@@ -145,5 +145,6 @@ SETS: dict[str, Callable[[], Shapes]] = {
     "GPT-2 1.5B": partial(gpt2, 48, 1600),
     "Llama-3-8B layer": partial(llama3_8b, 1, ends=False),
     "Llama-3-8B": llama3_8b,
+    "10,000 tensors of 64": lambda: {str(number): (64,) for number in range(10_000)},
 }
 """By name, made when called."""

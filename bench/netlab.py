@@ -4,8 +4,8 @@
 Hosts are namespaces whose links carry 200 Mbit/s each way (`hosts`), a network that is slow beside everything else: so
 what is compared is what schedules differ on, how often and over which links bytes travel. First exchanges of 12.8 MB,
 in turn: from a common start to the slowest rank's end. Then training steps that compute by sleeping: the time of a
-step, of all ranks the mean. With links that are equal, with one host's at a quarter of the rate, and with one host that
-computes for twice as long.
+step, of all ranks the mean. With links that are equal, with one host's at a quarter of the rate (and a quarter of the
+bytes), and with one host that computes for twice as long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from hosts import Cabling, cluster, missing, output_of_first
 from interleaved import Times, table
-from records import append, made
+from records import append, bus_bandwidth, made
 
 import commrt
 
@@ -73,13 +73,16 @@ def trials(exchanged: Job, stepped: Job, rate_mbit: float) -> list[Trial]:
     gloo = f"{exchanges.GLOO}, fp32"
     return [
         Trial("exchange", exchanged, even, gloo),
-        Trial(
-            "exchange, one link at a quarter", replace(exchanged, rounds=max(exchanged.rounds // 2, 1)), uneven, gloo
-        ),
+        Trial("exchange, one link at a quarter", _of_a_quarter(exchanged), uneven, gloo),
         Trial("step", stepped, even, "ring"),
-        Trial("step, one link at a quarter", stepped, uneven, "ring"),
+        Trial("step, one link at a quarter", _of_a_quarter(stepped), uneven, "ring"),
         Trial("step, one host computes twice as long", replace(stepped, slow_host=last), even, "ring"),
     ]
+
+
+def _of_a_quarter(job: Job) -> Job:
+    """As many bytes less as the link is slower, so that it takes as long as elsewhere."""
+    return replace(job, numel=job.numel // 4)
 
 
 def work(job: Job) -> None:
@@ -140,7 +143,7 @@ def main() -> None:
     if why := missing():
         sys.exit(f"nothing was measured: {why}")
     exchanged = Job(options.hosts, options.per_host, options.numel, options.rounds)
-    stepped = replace(exchanged, steps=6, rounds=max(options.rounds // 2, 1))
+    stepped = replace(exchanged, steps=5, rounds=max(options.rounds // 2, 1))
     for trial in trials(exchanged, stepped, options.rate):
         if trial.case.startswith(options.only):
             show(trial, options.records, {"rate_mbit": options.rate, "hosts": options.hosts})
@@ -148,10 +151,15 @@ def main() -> None:
 
 def show(trial: Trial, path: Path | None, facts: dict[str, Any]) -> None:
     """Measure, print and keep."""
-    times = trial.measured()
-    peers = dict.fromkeys(times, trial.peer)
+    job, times = trial.job, trial.measured()
+    peers, nbytes = dict.fromkeys(times, trial.peer), 4 * job.numel
     print(f"\n{trial.case}\n{table(times, peers)}", flush=True)
-    append(path, made("netlab", trial.case, times, peers, nbytes=4 * trial.job.numel, **facts))
+    bus = bus_bandwidth(nbytes, job.hosts * job.per_host)
+
+    def figures(variant: str, seconds: float) -> dict[str, float]:
+        return {} if job.steps or "gossip" in variant else bus(variant, seconds)
+
+    append(path, made("netlab", trial.case, times, peers, figures, nbytes=nbytes, **facts))
 
 
 if __name__ == "__main__":

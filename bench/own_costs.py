@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what the runtime itself costs grows: ``python bench/own_costs.py``; with ranks, with tensors, with bytes.
+"""How what the runtime itself costs grows: ``python bench/own_costs.py``; with tensors, with bytes.
 
-Preparing: seconds to build a schedule, to prove it, to find and bind one rank's program, and to price it. Attaching and
-stepping: two processes, models of more and more parameters of 64 elements, with ours and without. Memory: what four
-processes have more than a model and its gradients, in parts of the gradients' bytes (proportional set size).
+Attaching and stepping: two processes, models of more and more parameters of 64 elements, with ours and without.
+Memory: what four processes have more than a model and its gradients, in parts of the gradients' bytes (proportional set
+size).
 """
 
 from __future__ import annotations
@@ -17,56 +17,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from null_transport import NullTransport
 from records import Record, append, provenance
 from torch import nn
 
 import commrt
-from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.cluster import Between, Cluster, Link
-from commrt.collective import all_reduce
-from commrt.executor import bind
-from commrt.kernels.layout import GRANULE
-from commrt.program import program
-from commrt.proof import verify
-from commrt.simulate import Pricing
 from commrt.testing.processes import run_processes
 
-RANKS = (64, 256, 1024, 4096)
-MOST_PROVEN = 1024
 TENSORS = (1_000, 10_000, 100_000)
 ELEMENTS = 64
 STEPS = 10
 MODEL_NUMEL, MODEL_PARTS = 25_557_032, 160
-FLAT = Cluster("flat", "", 1, Link(10.0, 10.0), Between(10.0, 10.0))
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, the best of three, and what came of it."""
-    times_s = []
-    for _ in range(3):
-        begin_s = perf_counter()
-        found = work()
-        times_s.append(perf_counter() - begin_s)
-    return min(times_s), found
-
-
-def preparing() -> Iterator[Record]:
-    """By algorithm and number of ranks."""
-    for name, make in ALGORITHMS.items():
-        for ranks in RANKS:
-            schedule = make().schedule(0, ranks)
-            found = {"build_s": timed(lambda schedule=schedule: sum(1 for _ in schedule.steps()))[0]}
-            found["program_s"], mine = timed(lambda schedule=schedule: program(schedule, 0))
-            buffer, transport = torch.zeros(mine.chunks * GRANULE), NullTransport(0, ranks)
-            found["bind_s"], _ = timed(lambda mine=mine, b=buffer, t=transport: bind(mine, b, t))
-            found["simulate_s"], _ = timed(lambda schedule=schedule: Pricing(schedule, FLAT).price(1e8))
-            if ranks <= MOST_PROVEN:
-                spec = all_reduce(ranks, schedule.chunks)
-                found["verify_s"], proof = timed(lambda schedule=schedule, spec=spec: verify(schedule, spec))
-                if not proof.ok:
-                    raise RuntimeError(f"{schedule.name} is wrong: nothing was measured")
-            yield {"suite": "own costs", "case": f"preparing, {ranks} ranks", "variant": name, **found, **provenance()}
 
 
 class Parts(nn.Module):
@@ -163,7 +123,7 @@ def holding() -> Iterator[Record]:
         yield {"suite": "own costs", "case": "memory", "variant": f"ring, {name}", **found, **provenance()}
 
 
-SUITES = {"preparing": preparing, "stepping": stepping, "memory": holding}
+SUITES = {"stepping": stepping, "memory": holding}
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 """What a figure must say of itself: one record for each, as a line of JSON; documents and pictures are made of these.
 
 A record has the suite, the case and the variant; seconds as median and 20 and 80 % quantiles of its rounds; the ratio
-to a peer that was measured in the same rounds; bytes that had to be moved; and where, with what and when.
+to a peer that was measured in the same rounds; bytes that had to be moved, how many that is per second, and in parts of
+what a copy moves in the same run; and where, with what and when.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,17 +22,32 @@ from typing import Any
 import torch
 from interleaved import Times, record
 
-__all__ = ["Record", "append", "made", "provenance", "read"]
+__all__ = ["Figures", "Record", "append", "bus_bandwidth", "made", "provenance", "read"]
 
 Record = dict[str, Any]
+Figures = Callable[[str, float], dict[str, float]]
+"""(variant, its median in seconds) -> what follows from that."""
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-def made(suite: str, case: str, times: Times, peers: dict[str, str], **more: Any) -> Iterator[Record]:
-    """A record for each variant that has a peer; `more` is the same for all of them."""
+def made(
+    suite: str, case: str, times: Times, peers: dict[str, str], figures: Figures = lambda *_: {}, **more: Any
+) -> Iterator[Record]:
+    """A record for each variant that has a peer, with what `figures` says of it; `more` is the same for all of them."""
     for variant, peer in peers.items():
-        yield {"suite": suite, "case": case, "variant": variant, **record(times, variant, peer), **more, **provenance()}
+        own = record(times, variant, peer)
+        told = {"suite": suite, "case": case, "variant": variant, **own, **figures(variant, float(own["median_s"]))}
+        yield {**told, **more, **provenance()}
+
+
+def bus_bandwidth(nbytes: int, ranks: int) -> Figures:
+    """Of all-reduces of so many bytes: what each rank must send at least, per second.
+
+    >>> bus_bandwidth(4_000_000_000, 4)("ring", 2.0)
+    {'bus_gb_per_s': 3.0}
+    """
+    return lambda _, seconds: {"bus_gb_per_s": nbytes / 1e9 * 2 * (ranks - 1) / ranks / seconds}
 
 
 def append(path: Path | None, records: Iterator[Record] | Sequence[Record]) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/benchmarks.md`` and its pictures: ``python bench/report.py`` makes them of all ``bench/results/*.jsonl``."""
+"""``docs/benchmarks.md``, its pictures and the README's table: ``python bench/report.py`` makes them of all records.
+
+Records are the lines of ``bench/results/*.jsonl``, or of the files that are named.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,45 @@ from typing import Any
 
 from records import Record, read
 
-__all__ = ["document", "sections"]
+__all__ = ["document", "sections", "summary"]
 
 HERE = Path(__file__).parent
+BEGIN, END = "<!-- made by bench/report.py -->\n", "<!-- until here -->\n"
 HEAD = """# Benchmarks
 
-Made by `python bench/report.py` from the records in `bench/results/`; do not edit. Variants of one table were measured
-in turn within one run, and a ratio is that of two times of the same turn: median (20 % .. 80 %). Below 1 is faster than
-the one it is compared with. A variant whose result is wrong ends the run. No figure here is of a GPU.
+Made by `python bench/report.py` from records; do not edit. Variants of one table were measured in turn within one run,
+and a ratio is that of two times of the same turn: median (20 % .. 80 %). Below 1 is faster than the one it is compared
+with, **above 1**, in bold, slower. A variant whose result is wrong ends the run. No figure here is of a GPU. What was
+learnt from them, and what failed, is in [FINDINGS.md](../bench/FINDINGS.md).
 """
 COMMANDS = {
-    "step": "pytest bench/test_step.py --benchmark-only --records bench/results/step.jsonl",
-    "netlab": "sudo python bench/netlab.py --records bench/results/netlab.jsonl",
-    "own costs": "python bench/own_costs.py --records bench/results/own_costs.jsonl",
+    "step": "pytest bench/test_step.py --benchmark-only",
+    "netlab": "sudo python bench/netlab.py",
+    "kernels": "pytest bench/test_kernels.py --benchmark-only",
+    "executor": "pytest bench/test_executor.py --benchmark-only",
+    "schedules": "pytest bench/test_schedules.py --benchmark-only",
+    "own costs": "python bench/own_costs.py",
 }
 ABOUT = {
     "step": "The gradients of ResNet-50 (161 tensors, 25.56 M fp32) averaged over 4 processes of one machine, from the "
-    "begin of the backward pass until `param.grad` holds the averages.",
-    "netlab": "Hosts are network namespaces, joined by links of limited rate; several ranks on each, Gloo between all. "
-    "An exchange is of 12.8 MB on each rank, from a common start until the slowest rank has its result. A step "
-    "computes for 0.3 s by sleeping, a third of it forward; its time is the mean of all ranks. Gossip does less: it "
-    "mixes with one partner where an all-reduce averages over all.",
-    "own costs": "What the runtime takes for itself: seconds to prepare a schedule (build all steps, prove it, find "
-    "one rank's program, bind it, price it); seconds to attach a model of so many tensors of 64 elements on two ranks, "
-    "and of its backward pass with and without; bytes that four ranks hold besides a model and its gradients, in parts "
-    "of the gradients'.",
+    "begin of the backward pass until `param.grad` holds the averages. Bus: what each rank must send at least, per "
+    "second.",
+    "netlab": "Hosts are network namespaces, joined by links of limited rate; several ranks on each. An exchange is of "
+    "12.8 MB on each rank, from a common start until the slowest rank has its result. A step computes for 0.3 s by "
+    "sleeping, a third of it forward; its time is the mean of all ranks. Where one link has a quarter of the rate, so "
+    "have the bytes. Gossip does less: it mixes with one partner where an all-reduce averages over all.",
+    "kernels": "Without a GPU: the definitions in plain torch, which take the kernels' place there, beside what torch "
+    "ships, one thread. They scale, cast, and write flags and a stamp; others that do less are compared with all the "
+    "same, and named so. Of a copy: bytes that must be moved per second, of those that the fastest plain copy moves in "
+    "the same run.",
+    "executor": "What exchanging costs the host, per call; and per transfer where transfers take no time.",
+    "schedules": "Milliseconds to build all steps of a schedule, to find one rank's program, to bind it, to price it "
+    "on a cluster, and to prove it for all ranks.",
+    "own costs": "Seconds to attach a model of so many tensors of 64 elements on two ranks, and of its backward pass "
+    "with and without; bytes that four ranks hold besides a model and its gradients, in parts of the gradients'.",
 }
 HIDDEN = {"suite", "case", "variant", "peer", "rounds", "nbytes", "date", "commit", "device", "cores", "python"}
+OURS = "commrt"
 
 
 def sections(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
@@ -54,26 +69,69 @@ def document(records: Sequence[Record], pictures: Sequence[str] = ()) -> str:
     for suite, mine in sections(records):
         parts += [f"## {suite.capitalize()}\n", ABOUT[suite] + "\n", f"`{COMMANDS[suite]}`: {_origin(mine)}.\n"]
         parts += [f"![{suite}](pictures/{_picture(suite)})\n"] * (suite in pictures)
-        for case, group in groupby(mine, key=lambda one: one["case"]):
-            rows = list(group)
-            parts.append(f"**{case}**\n\n{_compared(rows) if 'ratio' in rows[0] else _figures(rows)}\n")
+        parts += list(TABLES.get(suite, _by_case)(mine))
     return "\n".join(parts)
 
 
+def summary(records: Sequence[Record]) -> str:
+    """Ratios of both wires side by side, for the README."""
+    about = {
+        ("step", "4 processes"): "4 processes of one machine, ResNet-50's gradients: of DDP's time",
+        ("netlab", "exchange"): "4 hosts of 2 ranks, links of 200 Mbit/s, 12.8 MB: of the time of Gloo's all-reduce",
+    }
+    parts = []
+    for (suite, case), title in about.items():
+        rows: dict[str, dict[str, str]] = {}
+        for one in (one for one in records if (one["suite"], one["case"]) == (suite, case)):
+            name, wire = _wire(one["variant"])
+            rows.setdefault(name, {})[wire] = _ratio(one)
+        lines = [f"| {name} | {cells.get('fp32', '')} | {cells.get('bf16', '')} |" for name, cells in rows.items()]
+        parts += ["\n".join([f"| {title} | fp32 | bf16 |", "|---|---|---|", *lines]) + "\n"] * bool(rows)
+    return "\n".join(parts)
+
+
+def _wire(variant: str) -> tuple[str, str]:
+    """What is done, and the dtype that travels."""
+    words = variant.replace(",", "").split()
+    wire = "bf16" if "bf16" in words else "fp32"
+    return " ".join(word for word in words if word not in {"fp32", "bf16", "hook"}), wire
+
+
 def _origin(records: Sequence[Record]) -> str:
-    places = {(one["device"], one["cores"], one["date"], one["commit"], one.get("torch")) for one in records}
-    return "; ".join(f"{device}, {cores} cores, {date}, commit {commit}, torch {torch}"
-                     for device, cores, date, commit, torch in sorted(places))  # fmt: skip
+    return "; ".join(
+        dict.fromkeys(
+            f"{one['device']}, {one['cores']} cores, {one['date']}, commit {one['commit']}, torch {one['torch']}"
+            for one in records
+        )
+    )
+
+
+def _by_case(records: Sequence[Record]) -> Iterator[str]:
+    for case, group in groupby(records, key=lambda one: one["case"]):
+        rows = list(group)
+        yield f"**{case}**\n\n{_compared(rows) if 'ratio' in rows[0] else _figures(rows)}\n"
 
 
 def _compared(rows: Sequence[Record]) -> str:
-    lines = ["| | ms | ratio | to |", "|---|---|---|---|"]
+    unit, per_s = ("ms", 1e3) if rows[0]["median_s"] > 1e-3 else ("us", 1e6)
+    rated = any("bus_gb_per_s" in one for one in rows)
+    head = [unit, "ratio", "to", *["bus, GB/s"] * rated]
+    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for one in rows:
-        ratio = f"{one['ratio']:.2f} ({one['ratio_quantile20']:.2f} .. {one['ratio_quantile80']:.2f})"
-        times = f"{1e3 * one['median_s']:.1f} ({1e3 * one['quantile20_s']:.1f} .. {1e3 * one['quantile80_s']:.1f})"
-        itself = one["variant"] == one["peer"]
-        lines.append(f"| {one['variant']} | {times} | {'1' if itself else ratio} | {'' if itself else one['peer']} |")
+        low, middle, high = (one[key] * per_s for key in ("quantile20_s", "median_s", "quantile80_s"))
+        cells = [one["variant"], f"{middle:.1f} ({low:.1f} .. {high:.1f})", _ratio(one)]
+        cells += ["" if one["variant"] == one["peer"] else one["peer"]]
+        cells += [f"{one['bus_gb_per_s']:.3g}" if "bus_gb_per_s" in one else ""] * rated
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _ratio(one: Record) -> str:
+    if one["variant"] == one["peer"]:
+        return "1"
+    middle = f"{one['ratio']:.2f}"
+    shown = f"**{middle}**" if float(middle) > 1.0 else middle
+    return f"{shown} ({one['ratio_quantile20']:.2f} .. {one['ratio_quantile80']:.2f})"
 
 
 def _figures(rows: Sequence[Record]) -> str:
@@ -89,8 +147,38 @@ def _is_figure(key: str, value: Any) -> bool:
     return key not in HIDDEN and isinstance(value, float)
 
 
+def _kernels(records: Sequence[Record]) -> Iterator[str]:
+    """One line per task: this project's, and the fastest of the others."""
+    lines = ["| | ms | GB/s | of a copy | ratio | to the fastest other | its ms |", "|---|---|---|---|---|---|---|"]
+    for case, group in groupby(records, key=lambda one: one["case"]):
+        by_name = {one["variant"]: one for one in group}
+        for who in (who for who in by_name if who.startswith(OURS)):
+            one, other = by_name[who], by_name[by_name[who]["peer"]]
+            task = case.removesuffix(": called") + who.removeprefix(OURS)
+            cells = [task, f"{1e3 * one['median_s']:.2f}", f"{one['gb_per_s']:.1f}", f"{one['of_copy']:.2f}"]
+            lines.append(f"| {' | '.join([*cells, _ratio(one), one['peer']])} | {1e3 * other['median_s']:.2f} |")
+    yield "\n".join(lines) + "\n"
+
+
+def _schedules(records: Sequence[Record]) -> Iterator[str]:
+    """One line per schedule, one column per task."""
+    tasks = list(dict.fromkeys(one["case"] for one in records))
+    found = {(one["variant"], one["case"]): 1e3 * one["median_s"] for one in records}
+    lines = [f"| | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    for variant in dict.fromkeys(variant for variant, _ in found):
+        cells = (f"{found[variant, task]:.3g}" if (variant, task) in found else "" for task in tasks)
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    yield "\n".join(lines) + "\n"
+
+
+TABLES = {"kernels": _kernels, "schedules": _schedules}
+
+
 def _picture(suite: str) -> str:
     return f"bench_{suite.replace(' ', '_')}.svg"
+
+
+PICTURED = {"step", "netlab"}
 
 
 def draw(suite: str, records: Sequence[Record], folder: Path) -> None:
@@ -118,15 +206,26 @@ def draw(suite: str, records: Sequence[Record], folder: Path) -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("records", nargs="*", type=Path, default=sorted((HERE / "results").glob("*.jsonl")))
-    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs")
+    parser.add_argument("records", nargs="*", type=Path, help="files of records")
+    parser.add_argument("--out", type=Path, help="a folder for the page; docs/, and the README's table, otherwise")
     options = parser.parse_args()
-    records, drawn = read(options.records), []
+    records, drawn = read(options.records or sorted((HERE / "results").glob("*.jsonl"))), []
+    folder = options.out or HERE.parent / "docs"
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for suite, mine in sections(records):
-        if compared := [one for one in mine if "ratio" in one]:
-            draw(suite, compared, options.docs / "pictures")
+        if suite in PICTURED:
+            draw(suite, mine, folder / "pictures")
             drawn.append(suite)
-    (options.docs / "benchmarks.md").write_text(document(records, drawn), encoding="utf-8")
+    (folder / "benchmarks.md").write_text(document(records, drawn), encoding="utf-8")
+    if options.out is None:
+        _put(HERE.parent / "README.md", summary(records))
+
+
+def _put(page: Path, table: str) -> None:
+    """Between the marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,59 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runtime itself costs: running a program whose transfers take no time, and preparing one for 1,024 ranks."""
+"""What exchanging costs the host: beside ``batch_isend_irecv``, and when transfers take no time.
+
+Two sends and two receives of 1 KiB, all variants in one job of three processes, in turn; `issue_worker` is what a rank
+does. Read ratios.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
+from conftest import Keep
+from interleaved import Clock, Times, record, spread, table
+from issue_worker import PEERS, RANKS, work
 from null_transport import NullTransport
+from records import append, made, provenance
+from test_step import free_port
+from torch.multiprocessing import spawn
 
 from commrt.algorithms import ring
-from commrt.algorithms.torus import Torus2D
-from commrt.collective import all_reduce
 from commrt.executor import bind
 from commrt.kernels.layout import GRANULE
-from commrt.program import Program, program
-from commrt.proof import verify
+from commrt.program import program
 from commrt.transport.protocol import Moment
 
+CLOCK = Clock()
 MOMENT = Moment(0, 0)
-RANKS = 1024
+CASE = "2 sends and 2 receives of 1 KiB"
+IDLE = "transfers that take no time"
 
 
-def least_buffer(bound_to: Program) -> torch.Tensor:
-    """The smallest buffer of which every chunk holds something."""
-    return torch.zeros(bound_to.chunks * GRANULE)
+def clock() -> float:
+    """What pytest-benchmark reads: the time that the job took when it ran."""
+    return CLOCK.now_s
+
+
+@pytest.fixture(scope="module")
+def times(request: pytest.FixtureRequest) -> Times:
+    """The mean seconds of a call by variant and round; runs the job once for all benchmarks of this file."""
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(work, (free_port(), answers), nprocs=RANKS)
+    measured: Times = answers.get()
+    append(request.config.getoption("--records"), made("executor", CASE, measured, PEERS))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n\n{CASE}, {RANKS} processes, per call\n{table(measured, PEERS, 'us')}")
+    return measured
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.benchmark(group="exchange", timer=clock)
+@pytest.mark.parametrize("variant", PEERS)
+def test_exchange_with_two_peers(benchmark, times: Times, variant: str):
+    benchmark.extra_info.update(record(times, variant, PEERS[variant]))
+    benchmark.pedantic(CLOCK.replay(times[variant]), rounds=len(times[variant]))
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.benchmark(group="run")
-def test_run_a_ring_of_8_ranks(benchmark):
+def test_run_a_ring_of_8_ranks_whose_transfers_take_no_time(benchmark, keep: Keep):
     mine = program(ring.all_reduce(8), 0)
-    bound = bind(mine, least_buffer(mine), NullTransport(0, 8))
+    bound = bind(mine, torch.zeros(mine.chunks * GRANULE), NullTransport(0, 8))
     benchmark(bound.run, MOMENT)
     transfers = sum(len(hop.sends) + len(hop.recvs) for hop in mine.hops)
-    benchmark.extra_info["transfers"] = transfers
     if benchmark.stats:  # None under --benchmark-disable
-        benchmark.extra_info["us_per_transfer"] = 1e6 * benchmark.stats.stats.median / transfers
-
-
-@pytest.mark.benchmark(group="prepare a torus of 1,024 ranks")
-def test_find_one_ranks_program(benchmark):
-    schedule = Torus2D().schedule(0, RANKS)
-    mine = benchmark.pedantic(program, (schedule, 0), rounds=5, warmup_rounds=1)
-    assert len(mine.hops) == 2 * 31 + 2 * 31
-
-
-@pytest.mark.benchmark(group="prepare a torus of 1,024 ranks")
-def test_bind_one_ranks_program(benchmark):
-    mine = program(Torus2D().schedule(0, RANKS), 0)
-    buffer = least_buffer(mine)
-    bound = benchmark.pedantic(bind, (mine, buffer, NullTransport(0, RANKS)), rounds=20, warmup_rounds=1)
-    assert bound.nbytes_sent == 2 * (RANKS - 1) * GRANULE * 4
-
-
-@pytest.mark.benchmark(group="prepare a torus of 1,024 ranks")
-def test_verify_the_schedule(benchmark):
-    schedule = Torus2D().schedule(0, RANKS)
-    proof = benchmark.pedantic(verify, (schedule, all_reduce(RANKS, schedule.chunks)), rounds=3, warmup_rounds=1)
-    assert proof.ok
+        low, middle, high = (each / transfers for each in spread(benchmark.stats.stats.data))
+        seconds = {"quantile20_s": low, "median_s": middle, "quantile80_s": high}
+        keep([{"suite": "executor", "case": IDLE, "variant": "a transfer, ring of 8", **seconds, **provenance()}])

@@ -2,7 +2,7 @@
 """The kernels beside what torch ships, each task in turn by all contenders, and beside the fastest plain copy.
 
 On a GPU: graph replays with cold and hot caches, single launches, and the host's time. Without one, the definitions in
-plain torch take the kernels' place, on small sets: those figures say nothing about the kernels.
+plain torch take the kernels' place: those figures say nothing about the kernels.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 from ceiling import ROUNDS, calls_of, copy_bytes_per_s, machine
 from conftest import Keep
-from contenders import MORE_TASKS, OURS, TASKS
-from interleaved import Clock, Times, record, spread, table
+from contenders import MORE_TASKS, OURS, TASKS, gate
+from interleaved import Clock, Times, spread, table
+from records import made
 from stopwatch import MODES, stopwatch
 
 CLOCK = Clock()
@@ -32,6 +33,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[tuple[int, Times]]:
     request.getfixturevalue("one_thread")
     name, mode = request.param
     task = ALL[name]()
+    gate(task)
     able = {
         who: run for who, run in task.contenders.items() if not (mode.startswith("graph") and who in task.not_in_graphs)
     }
@@ -58,19 +60,13 @@ def test_move_gradients(benchmark, measured: tuple[int, Times], request: pytest.
     nbytes, times = measured
     task, mode = request.node.callspec.params["measured"]
     benchmark.group = f"{task}: {mode}"
-    row = record(times, OURS, fastest_peer(times))
-    bytes_per_s = nbytes / row["median_s"]
-    fractions = {who: nbytes / spread(seconds)[1] / copy_bytes_per_s() for who, seconds in times.items()}
-    benchmark.extra_info.update(
-        row,
-        **machine(),
-        task=task,
-        mode=mode,
-        nbytes=nbytes,
-        gb_per_s=bytes_per_s / 1e9,
-        copy_gb_per_s=copy_bytes_per_s() / 1e9,
-        fractions_of_copy=fractions,
-        medians_s={who: spread(seconds)[1] for who, seconds in times.items()},
-    )
-    keep(benchmark.extra_info)
+
+    def rates(_: str, seconds: float) -> dict[str, float]:
+        return {"gb_per_s": nbytes / seconds / 1e9, "of_copy": nbytes / seconds / copy_bytes_per_s()}
+
+    peers = dict.fromkeys(times, fastest_peer(times))
+    about = {"nbytes": nbytes, "copy_gb_per_s": copy_bytes_per_s() / 1e9, **machine()}
+    records = list(made("kernels", f"{task}: {mode}", times, peers, rates, **about))
+    benchmark.extra_info.update(records[list(times).index(OURS)])
+    keep(records)
     benchmark.pedantic(CLOCK.replay(times[OURS]), rounds=ROUNDS)

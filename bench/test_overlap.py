@@ -14,7 +14,8 @@ import pytest
 import torch
 from conftest import Keep
 from contenders import DEVICE
-from interleaved import Clock, Times, record, table
+from interleaved import Clock, Times, table
+from records import made
 from stopwatch import HAS_GPU
 from torch import Tensor, nn
 
@@ -133,6 +134,7 @@ def times(request: pytest.FixtureRequest) -> Times:
 @pytest.mark.benchmark(group="overlap", timer=clock)
 @pytest.mark.parametrize("variant", PEERS)
 def test_a_backward_pass_with_packing_beside_it(benchmark, times: Times, variant: str, keep: Keep):
-    benchmark.extra_info.update(record(times, variant, PEERS[variant]), variant=variant)
-    keep(benchmark.extra_info)
+    records = list(made("overlap", f"{DEPTH} bottlenecks of width {WIDTH}", times, {variant: PEERS[variant]}))
+    benchmark.extra_info.update(records[0])
+    keep(records)
     benchmark.pedantic(CLOCK.replay(times[variant]), rounds=ROUNDS)

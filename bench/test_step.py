@@ -13,7 +13,7 @@ from math import prod
 import pytest
 from gradient_sets import resnet50
 from interleaved import Clock, Times, record, table
-from records import append, made
+from records import append, bus_bandwidth, made
 from step_worker import HOST, PEERS, Job, work
 from torch.multiprocessing import spawn
 
@@ -35,9 +35,13 @@ def times(request: pytest.FixtureRequest) -> Times:
     job = Job(free_port())
     spawn(work, (job, answers), nprocs=job.ranks)
     measured = answers.get()
-    append(
-        request.config.getoption("--records"), made("step", f"{job.ranks} processes", measured, PEERS, nbytes=NBYTES)
-    )
+    bus = bus_bandwidth(NBYTES, job.ranks)
+
+    def figures(variant: str, seconds: float) -> dict[str, float]:
+        return {} if variant == "backward alone" else bus(variant, seconds)
+
+    found = made("step", f"{job.ranks} processes", measured, PEERS, figures, nbytes=NBYTES)
+    append(request.config.getoption("--records"), found)
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\nResNet-50's gradients, {job.ranks} processes, {job.rounds} rounds\n{table(measured, PEERS)}")
     return measured

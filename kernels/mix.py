@@ -30,4 +30,4 @@ def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None =
     """``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): no overflow of 16-bit sums."""
     wide = torch.promote_types(own.dtype, torch.float32)
     for piece, came, went in in_pieces([own, received, own if sent is None else sent]):
-        piece.copy_(piece.to(wide) + weight * (came.to(wide) - went.to(wide)))
+        piece.add_(torch.sub(came.to(wide), went.to(wide)).mul_(weight))

@@ -23,4 +23,8 @@ def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
         return
     wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
     for piece, *parts in in_pieces([out, *received]):
-        piece.copy_(sum(parts, piece.to(wide)))
+        total = piece.to(wide)
+        for part in parts:
+            total.add_(part)
+        if total is not piece:
+            piece.copy_(total)

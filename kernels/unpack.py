@@ -26,6 +26,11 @@ def unpack(
     In fp32 (fp64 for fp64), rounded once. `sums` [pairs] gets the sums of squares of what is stored, before the cast,
     as those of `pack`.
     """
+    if scale == 1.0 and not accumulate and sums is None:
+        there = [(target, source) for target, source in zip(targets, sources, strict=True) if target is not None]
+        if there:
+            torch._foreach_copy_([target for target, _ in there], [source for _, source in there])
+        return
     values = [
         None if target is None else _value(source, target, scale, accumulate)
         for source, target in zip(sources, targets, strict=True)

@@ -13,21 +13,43 @@ import torch
 BENCH = Path(__file__).parent.parent / "bench"
 
 
-@pytest.mark.parametrize("name", ["test_on_gpu.py", "test_kernels.py"])
-def test_a_benchmark_of_the_kernels_runs(name):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(BENCH / name),
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--benchmark-disable",
-    ]
+@pytest.mark.parametrize(("name", "chosen"), [("test_on_gpu.py", ""), ("test_kernels.py", "GoogLeNet or reduce")])
+def test_a_benchmark_of_the_kernels_runs(name, chosen):
+    options = ["-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", str(BENCH / name), *options]
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env, cwd=BENCH.parent)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_is_measured_of_a_contender_that_does_something_else(bench_folder):
+    import contenders  # noqa: PLC0415  # of the folder bench
+
+    for make in (contenders.pack, contenders.unpack, contenders.mix):
+        task = make([(10, 10), (7,)], torch.float32)
+        contenders.gate(task)
+        task.contenders[contenders.OURS] = lambda _: None
+        with pytest.raises(RuntimeError, match=r"commrt is off by .*: nothing was measured"):
+            contenders.gate(task)
+
+
+def test_the_page_of_benchmarks_and_the_table_of_the_readme_are_those_of_the_records(bench_folder):
+    import records  # noqa: PLC0415
+    import report  # noqa: PLC0415
+
+    found = records.read(sorted((BENCH / "results").glob("*.jsonl")))
+    drawn = [suite for suite, _ in report.sections(found) if suite in report.PICTURED]
+    assert (BENCH.parent / "docs" / "benchmarks.md").read_text() == report.document(found, drawn)
+    assert report.summary(found) in (BENCH.parent / "README.md").read_text()
+
+
+def test_a_table_says_where_a_peer_is_faster(bench_folder):
+    import records  # noqa: PLC0415
+    import report  # noqa: PLC0415
+
+    times = {"ours": [3.0, 3.0], "theirs": [2.0, 2.0]}
+    found = list(records.made("step", "4 processes", times, dict.fromkeys(times, "theirs")))
+    assert "| ours | 3000.0 (3000.0 .. 3000.0) | **1.50** (1.50 .. 1.50) | theirs |" in report.document(found)
 
 
 def test_the_ceiling_is_printed_as_json():
