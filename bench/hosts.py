@@ -22,6 +22,8 @@ __all__ = ["Cabling", "cluster", "missing", "output_of_first"]
 SWITCH, PORT = "commrt-switch", 29_511
 NETWORK = "10.213.7"
 BURST = "8kb"
+CONGESTION_CONTROL = "reno"
+"""The one that every kernel has; otherwise what is measured depends on what the machine happens to be set to."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ def missing() -> str | None:
     """Why there can be no such cluster here; None if there can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's: run this on Linux"
-    if not (shutil.which("ip") and shutil.which("tc")):
-        return "ip and tc are missing: install iproute2"
+    if not (shutil.which("ip") and shutil.which("tc") and shutil.which("sysctl")):
+        return "ip, tc or sysctl is missing: install iproute2 and procps"
     if os.geteuid() != 0:
         return "only root may make network namespaces: run this with sudo, or in a container that may"
     return None
@@ -95,6 +97,7 @@ def _plug(host: int, rate: str) -> None:
     sh(f"ip -n {ours} addr add {address(host)}/24 dev eth")
     sh(f"ip -n {ours} link set eth up")
     sh(f"ip -n {ours} link set lo up")
+    sh(f"ip netns exec {ours} sysctl -qw net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}")
     for name, device in ((ours, "eth"), (SWITCH, port)):
         sh(f"tc -n {name} qdisc add dev {device} root tbf rate {rate} burst {BURST} latency 200ms")
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commrt.kernels.pieces import in_pieces
+
 __all__ = ["pack", "square_sums"]
 
 
@@ -30,19 +32,32 @@ def pack(
             target.zero_()
         else:
             torch.mul(_wide(source, target), scale, out=target)
-    if nonfinite is not None and not all(_scaled(source, scale).isfinite().all() for source in _there(sources)):
-        nonfinite.fill_(1)
     if sums is not None:
-        square_sums([None if source is None else _scaled(source, scale) for source in sources], scale, sums)
+        square_sums(sources, scale, scale, sums)
+    if nonfinite is not None and not (_all_finite(sums) or all(_is_finite(one, scale) for one in sources)):
+        nonfinite.fill_(1)
 
 
-def square_sums(tensors: Sequence[Tensor | None], scale: float, sums: Tensor) -> None:
-    """The sum of squares of each of `tensors`, multiplied by `scale` before, to its place in `sums`, 0 for None."""
+def square_sums(tensors: Sequence[Tensor | None], factor: float, scale: float, sums: Tensor) -> None:
+    """The sum of squares of each of `tensors` times `factor` to its place in `sums`, 0 for None.
+
+    NaN if `scale`, by which they were or will be multiplied, is not finite.
+    """
     for i, tensor in enumerate(tensors):
-        if tensor is None or tensor.numel() == 0:
-            sums[i] = 0.0
-        else:
-            sums[i] = tensor.to(sums.dtype).square().sum() + 0.0 * scale  # NaN where that is not finite
+        sums[i] = 0.0
+        if tensor is not None and tensor.numel():
+            for (piece,) in in_pieces([tensor]):
+                sums[i] += _scaled(piece, factor).to(sums.dtype).square_().sum()
+            sums[i] += 0.0 * scale
+
+
+def _all_finite(sums: Tensor | None) -> bool:
+    """True if these sums of squares leave no room for a value that is not finite."""
+    return sums is not None and bool(sums.isfinite().all())
+
+
+def _is_finite(source: Tensor | None, scale: float) -> bool:
+    return source is None or all(bool(_scaled(piece, scale).isfinite().all()) for (piece,) in in_pieces([source]))
 
 
 def _wide(source: Tensor, target: Tensor) -> Tensor:
@@ -52,7 +67,3 @@ def _wide(source: Tensor, target: Tensor) -> Tensor:
 
 def _scaled(source: Tensor, scale: float) -> Tensor:
     return source.to(torch.promote_types(source.dtype, torch.float32)) * scale
-
-
-def _there(sources: Sequence[Tensor | None]) -> list[Tensor]:
-    return [source for source in sources if source is not None]

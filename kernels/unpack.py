@@ -39,7 +39,7 @@ def unpack(
         if target is not None and value is not None:
             target.copy_(value)
     if sums is not None:
-        square_sums(values, scale, sums)
+        square_sums(values, 1.0, scale, sums)
 
 
 def _value(source: Tensor, target: Tensor, scale: float, accumulate: bool) -> Tensor:
