@@ -13,7 +13,9 @@ import torch
 BENCH = Path(__file__).parent.parent / "bench"
 
 
-@pytest.mark.parametrize(("name", "chosen"), [("test_on_gpu.py", ""), ("test_kernels.py", "GoogLeNet or reduce")])
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("test_on_gpu.py", ""), ("test_kernels.py", "GoogLeNet and mix or reduce")]
+)
 def test_a_benchmark_of_the_kernels_runs(name, chosen):
     options = ["-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", chosen]
     command = [sys.executable, "-m", "pytest", str(BENCH / name), *options]
