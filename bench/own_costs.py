@@ -26,7 +26,7 @@ from commrt.testing.processes import run_processes
 TENSORS = (1_000, 10_000, 100_000)
 ELEMENTS = 64
 STEPS = 10
-MODEL_NUMEL, MODEL_PARTS = 25_557_032, 160
+MODEL_NUMELS, MODEL_PARTS = (6_389_440, 25_557_120, 102_228_160), 160
 
 
 class Parts(nn.Module):
@@ -71,11 +71,11 @@ def backward_s(model: Parts) -> float:
     return min(times_s)
 
 
-def memory(_: Callable[[Any], None], wire: torch.dtype | None) -> float:
+def memory(_: Callable[[Any], None], numel: int, wire: torch.dtype | None) -> float:
     """On one of four ranks: bytes that attaching and stepping took, over the bytes of gradients."""
     torch.set_num_threads(1)
     with commrt.init(120.0, start_timeout_s=120.0) as world:
-        model = Parts(MODEL_PARTS, MODEL_NUMEL // MODEL_PARTS)
+        model = Parts(MODEL_PARTS, numel // MODEL_PARTS)
         model().backward()
         world.agree("before")
         before = proportional_nbytes()
@@ -87,7 +87,7 @@ def memory(_: Callable[[Any], None], wire: torch.dtype | None) -> float:
         world.agree("after")
         after = proportional_nbytes()
         world.agree("seen again")
-    return (after - before) / (4 * MODEL_NUMEL)
+    return (after - before) / (4 * numel)
 
 
 def proportional_nbytes() -> int:
@@ -98,9 +98,9 @@ def proportional_nbytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def of_processes(ranks: int, work: Callable[..., Any], argument: Any) -> list[Any]:
+def of_processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What each returns; raises what one raised."""
-    outcomes = run_processes(ranks, work, argument, limit_s=300)
+    outcomes = run_processes(ranks, work, *arguments, limit_s=300)
     if broken := [str(outcome.error) for outcome in outcomes if outcome.value is None]:
         raise RuntimeError(broken[0])
     return [outcome.value for outcome in outcomes]
@@ -116,11 +116,13 @@ def stepping() -> Iterator[Record]:
 
 
 def holding() -> Iterator[Record]:
-    """By wire."""
-    for name, wire in (("fp32", None), ("bf16", torch.bfloat16)):
-        parts = of_processes(4, memory, wire)
-        found = {"of_gradients": sum(parts) / len(parts), "most_of_gradients": max(parts)}
-        yield {"suite": "own costs", "case": "memory", "variant": f"ring, {name}", **found, **provenance()}
+    """By the size of the model and by wire."""
+    for numel in MODEL_NUMELS:
+        for name, wire in (("fp32", None), ("bf16", torch.bfloat16)):
+            parts = of_processes(4, memory, numel, wire)
+            found = {"of_gradients": sum(parts) / len(parts), "most_of_gradients": max(parts)}
+            case = f"memory, {numel / 1e6:.1f} million parameters"
+            yield {"suite": "own costs", "case": case, "variant": f"ring, {name}", **found, **provenance()}
 
 
 SUITES = {"stepping": stepping, "memory": holding}
