@@ -82,7 +82,15 @@ class Memory:
     def of(cls, rank: int) -> "Memory":
         """Of `rank`."""
         peers = [peer for peer in range(RANKS) if peer != rank]
-        return cls(peers, *([torch.zeros(NUMEL) for _ in peers] for _ in range(2)))
+        outgoing, incoming = ([torch.full((NUMEL,), value) for _ in peers] for value in (rank + 1.0, 0.0))
+        return cls(peers, outgoing, incoming)
+
+    def check(self, name: str) -> None:
+        """Raise `RuntimeError` unless all has come; and forget it."""
+        for peer, came in zip(self.peers, self.incoming, strict=True):
+            if not bool((came == peer + 1.0).all()):
+                raise RuntimeError(f"{name} brought something else from rank {peer}: nothing was measured")
+            came.zero_()
 
     def bound(self, transport: Transport) -> Exchange:
         """The exchange, over `transport`."""
@@ -103,7 +111,12 @@ def work(rank: int, port: int, answers: "SimpleQueue[Times]") -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore(HOST, port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=rank, world_size=RANKS)
-    times = measured(variants(rank, Memory.of(rank), store))
+    memory = Memory.of(rank)
+    ways = variants(rank, memory, store)
+    for name in (name for name in ways if name.endswith("whole")):
+        ways[name]()
+        memory.check(name)
+    times = measured(ways)
     if rank == 0:
         answers.put(times)
     dist.barrier()
