@@ -30,7 +30,7 @@ inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two c
 	$(BIN)/python bench/inspect_kernels.py --golden bench/kernels.golden.json
 
 # All that needs no GPU, in 5 to 10 minutes; the page is in build/bench.
-bench: export PYTHONPATH = $(CURDIR)
+bench netlab: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 bench: venv
 	rm -rf build/bench
 	$(BIN)/pytest bench --benchmark-only --records build/bench/records.jsonl
@@ -38,7 +38,6 @@ bench: venv
 	$(BIN)/python bench/report.py build/bench/records.jsonl --out build/bench
 
 # A cluster of namespaces, in 15 minutes; needs root, Linux and iproute2, and says so.
-netlab: export PYTHONPATH = $(CURDIR)
 netlab: venv
 	$(BIN)/python bench/netlab.py --records build/bench/netlab.jsonl
 

@@ -56,7 +56,7 @@ def all_reduce(p: int) -> Schedule:
     """Sum over all ranks, everywhere; ranks beyond the largest power of two are folded in.
 
     Cost: 2 log2(p) steps and 2(p - 1)/p of the buffer for a power of two; otherwise 2 steps more, and up to
-    3 buffers at the busiest rank. Of hosts of g ranks, g a power of two, 2(p - g)/p of the buffer leaves each.
+    3 buffers at the busiest rank. Of hosts of g ranks 2(p - g)/p of the buffer leaves each, p and g powers of two.
 
     >>> print(all_reduce(4))
     halving-doubling: 4 ranks, 4 chunks

@@ -65,19 +65,20 @@ class Exchange:
             self.data.copy_((rank + 1) * pattern)
             self.run(step)
             error = ((self.data - factor * pattern).norm() / pattern.norm()).item() / factor
-            if error > TOLERANCE[self.dtype]:
+            if not error <= TOLERANCE[self.dtype]:  # NaN is not
                 raise RuntimeError(f"{name} is off by {error:.1e} on rank {rank}: nothing was measured")
 
     def seconds(self) -> float:
-        """Of one step, the mean of all; each from a common start."""
-        spent_s = 0.0
+        """Of one step, the mean of all; each from a common start until the slowest rank's end."""
+        spent_s = torch.zeros(len(self.factors), dtype=torch.float64)
         for step in range(len(self.factors)):
             self.data.fill_(1.0)
             dist.barrier()
             begin_s = perf_counter()
             self.run(step)
-            spent_s += perf_counter() - begin_s
-        return spent_s / len(self.factors)
+            spent_s[step] = perf_counter() - begin_s
+        dist.all_reduce(spent_s, dist.ReduceOp.MAX)
+        return float(spent_s.mean())
 
 
 def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Exchange]:

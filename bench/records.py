@@ -42,12 +42,13 @@ def made(
 
 
 def bus_bandwidth(nbytes: int, ranks: int) -> Figures:
-    """Of all-reduces of so many bytes: what each rank must send at least, per second.
+    """Of all-reduces of so many bytes of fp32: what each rank must send at least, per second; with bf16 half of it.
 
-    >>> bus_bandwidth(4_000_000_000, 4)("ring", 2.0)
-    {'bus_gb_per_s': 3.0}
+    >>> bus_bandwidth(4_000_000_000, 4)("ring bf16", 2.0)
+    {'bus_gb_per_s': 1.5}
     """
-    return lambda _, seconds: {"bus_gb_per_s": nbytes / 1e9 * 2 * (ranks - 1) / ranks / seconds}
+    least = nbytes / 1e9 * 2 * (ranks - 1) / ranks
+    return lambda variant, seconds: {"bus_gb_per_s": least * (0.5 if "bf16" in variant else 1.0) / seconds}
 
 
 def append(path: Path | None, records: Iterator[Record] | Sequence[Record]) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "netlab": "sudo python bench/netlab.py",
     "kernels": "pytest bench/test_kernels.py --benchmark-only",
     "executor": "pytest bench/test_executor.py --benchmark-only",
+    "overlap": "pytest bench/test_overlap.py --benchmark-only",
     "schedules": "pytest bench/test_schedules.py --benchmark-only",
     "own costs": "python bench/own_costs.py",
 }
@@ -46,6 +47,7 @@ ABOUT = {
     "the same run.",
     "executor": "What exchanging costs the host, per call: three processes over Gloo's sockets, and `NcclTransport` "
     "over calls that do nothing, which is all that is not NCCL. And per transfer where transfers take no time.",
+    "overlap": "A backward pass alone, and with its gradients packed beside it. Without a GPU a toy.",
     "schedules": "Milliseconds to build all steps of a schedule, to find one rank's program, to bind it, to price it "
     "on a cluster, and to prove it for all ranks.",
     "own costs": "Seconds to attach a model of so many tensors of 64 elements on two ranks, and of its backward pass "

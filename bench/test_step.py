@@ -18,6 +18,7 @@ from step_worker import HOST, PEERS, Job, work
 from torch.multiprocessing import spawn
 
 CLOCK = Clock()
+HOOKED = "ddp bf16 hook"
 NBYTES = 4 * 25_557_032
 
 
@@ -42,6 +43,11 @@ def times(request: pytest.FixtureRequest) -> Times:
 
     found = made("step", f"{job.ranks} processes", measured, PEERS, figures, nbytes=NBYTES)
     append(request.config.getoption("--records"), found)
+    narrow = {name: HOOKED for name in PEERS if "bf16" in name}
+    append(
+        request.config.getoption("--records"),
+        made("step", f"{job.ranks} processes, against DDP's bf16 hook", measured, narrow, figures, nbytes=NBYTES),
+    )
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\nResNet-50's gradients, {job.ranks} processes, {job.rounds} rounds\n{table(measured, PEERS)}")
     return measured

@@ -47,7 +47,11 @@ def connect_hosts(
     if len(set(hosts)) == len(members):
         return far
     neighbours = [peer for peer, its in zip(members, hosts, strict=True) if its == here]
-    return SpanningTransport(SharedTransport(shares, rank, neighbours, timeout_s), far)
+    try:
+        return SpanningTransport(SharedTransport(shares, rank, neighbours, timeout_s), far)
+    except BaseException:
+        far.close()  # others may be connected already, and wait for this rank
+        raise
 
 
 def _all_are(here: str, store: Store, rank: int, members: Sequence[int], timeout_s: float) -> bool:

@@ -30,4 +30,8 @@ def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None =
     """``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): no overflow of 16-bit sums."""
     wide = torch.promote_types(own.dtype, torch.float32)
     for piece, came, went in in_pieces([own, received, own if sent is None else sent]):
-        piece.add_(torch.sub(came.to(wide), went.to(wide)).mul_(weight))
+        moved = torch.sub(came.to(wide), went.to(wide)).mul_(weight)
+        if own.dtype == wide:
+            piece.add_(moved)
+        else:
+            piece.copy_(moved.add_(piece))

@@ -44,11 +44,17 @@ def square_sums(tensors: Sequence[Tensor | None], factor: float, scale: float, s
     NaN if `scale`, by which they were or will be multiplied, is not finite.
     """
     for i, tensor in enumerate(tensors):
-        sums[i] = 0.0
-        if tensor is not None and tensor.numel():
-            for (piece,) in in_pieces([tensor]):
-                sums[i] += _scaled(piece, factor).to(sums.dtype).square_().sum()
-            sums[i] += 0.0 * scale
+        if tensor is None or tensor.numel() == 0:
+            sums[i] = 0.0
+        else:
+            parts = [_square_sum(piece, factor, sums.dtype) for (piece,) in in_pieces([tensor])]
+            sums[i] = sum(parts[1:], parts[0]) + 0.0 * scale
+
+
+def _square_sum(piece: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    if factor == 1.0:
+        return piece.to(dtype).square().sum()
+    return _scaled(piece, factor).to(dtype).square_().sum()
 
 
 def _all_finite(sums: Tensor | None) -> bool:

@@ -16,7 +16,8 @@ __all__ = ["reduce_into"]
 def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
     """``out = cast(out + received[0] + received[1] + ...)``, added from left to right, rounded once.
 
-    Floats are added in fp32, but fp64, integers and complex numbers as they are.
+    Floats are added in fp32, but fp64, integers and complex numbers as they are. All have one dtype and shape, and no
+    memory in common.
     """
     if len(received) == 1:
         out.add_(received[0])  # torch adds two 16-bit floats in fp32 and rounds once

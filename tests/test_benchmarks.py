@@ -87,6 +87,16 @@ def test_the_cost_of_a_step_on_the_store_is_printed_as_json():
     assert [row["operations"] for row in rows] == [4, 4, 4]  # last and first, early, late
 
 
+@pytest.mark.parametrize("wrong", [0.0, float("nan")])
+def test_nothing_is_measured_of_an_exchange_that_ends_with_something_else(wrong, bench_folder):
+    import exchanges  # noqa: PLC0415
+
+    data = torch.zeros(10)
+    way = exchanges.Exchange(data, lambda _: data.fill_(wrong), [3.0], torch.float32)
+    with pytest.raises(RuntimeError, match="nothing was measured"):
+        way.check("a way", rank=0)
+
+
 @pytest.mark.parametrize("name", ["ring", "halving_doubling", "torus2d", "gossip", "hierarchical gossip"])
 def test_what_a_cluster_of_namespaces_must_end_with_is_replayed_from_the_schedule(name, bench_folder):
     import exchanges  # noqa: PLC0415  # of the folder bench

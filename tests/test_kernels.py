@@ -25,7 +25,7 @@ from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.layout import layout_of
-from commrt.kernels.mix import mix
+from commrt.kernels.mix import mix, mix_into
 from commrt.kernels.norm import norm_of
 from commrt.kernels.pack import pack
 from commrt.kernels.packing import bits
@@ -433,3 +433,9 @@ def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
 def test_what_looks_for_planted_bugs_passes_without_them(monkeypatch):
     monkeypatch.setitem(globals(), "TALLY", Counter())
     assert not any(fails(check) for checks in CHECKS.values() for check in checks)
+
+
+def test_integers_are_mixed_towards_zero():
+    own = torch.tensor([10, 20, 30])
+    mix_into(own, torch.tensor([20, 20, 33]), 0.5)
+    assert own.tolist() == [15, 20, 31]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from test_gossiping import batch, local_step, model_of, optimizer_of, params, same
 
 import commrt
+from commrt import connection
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.testing.processes import run_processes
@@ -356,9 +357,12 @@ def test_after_a_loss_only_gossip_of_weights_can_be_attached():
 # processes
 
 
-@pytest.fixture(params=["shared", "gloo"])
+@pytest.fixture(params=["shared", "gloo", "both"])
 def transport(request, monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
+    if request.param == "both":
+        monkeypatch.setattr(connection, "host_identity", lambda: f"host {int(os.environ['RANK']) // 2}")
+    else:
+        monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
 
 
 def struck(victims, pauses=()):

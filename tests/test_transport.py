@@ -107,6 +107,15 @@ def test_what_should_come_from_afar_lands_no_more_after_a_neighbour_is_gone():
     assert far.tolist() == [0.0] * 4
 
 
+def test_a_peer_that_is_lost_is_named_before_a_neighbour_that_is_late():
+    transports = pairs_on_a_host(4, 1.0)
+    exchange = transports[0].bind(Group([], [Parcel(1, torch.zeros(4)), Parcel(2, torch.zeros(4))]))
+    transports[2].close()
+    with pytest.raises(PeerLost) as caught:
+        exchange(Moment(0, 0))
+    assert caught.value.place.peer == 2
+
+
 def ring_turn(transport, ranks):
     right, left = (transport.rank + 1) % ranks, (transport.rank - 1) % ranks
     data = torch.ones(4)

@@ -8,11 +8,13 @@ begun first, and what stays is copied meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from commrt.transport.gloo import GlooTransport
+from commrt.errors import DeadlineExceeded
+from commrt.transport.gloo import Finish, GlooTransport
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, never, require_peers
 from commrt.transport.shared import SharedTransport
 
@@ -61,8 +63,12 @@ class SpanningTransport:
             finish_far = begin_far(moment)
             try:
                 exchange_near(moment)
-            except BaseException:
-                self._far.abort()  # nothing may land any more in memory that is given back
+            except BaseException as error:
+                try:
+                    if isinstance(error, DeadlineExceeded):
+                        _raise_if_lost(finish_far)  # before a late answer, which may only be waiting for it
+                finally:
+                    self._far.abort()  # nothing may land any more in memory that is given back
                 raise
             finish_far()
 
@@ -77,6 +83,12 @@ class SpanningTransport:
         """See `Transport.abort`."""
         self._near.abort()
         self._far.abort()
+
+
+def _raise_if_lost(finish: Finish) -> None:
+    """Raise if a peer of what should be finished by now is lost; not if it is late, too."""
+    with suppress(DeadlineExceeded):
+        finish()
 
 
 def _part(group: Group, has: Callable[[int], bool]) -> Group:
