@@ -325,9 +325,9 @@ def _require_same_shape(a: Schedule, b: Schedule) -> None:
 
 
 def _most_peers(step: Step) -> int:
-    pairs = np.concatenate((np.stack((step.src, step.dst)), np.stack((step.dst, step.src))), axis=1)
-    ranks = np.unique(pairs, axis=1)[0]
-    return int(np.unique(ranks, return_counts=True)[1].max(initial=0))
+    ranks = 1 + max(int(step.src.max(initial=0)), int(step.dst.max(initial=0)))
+    pairs = np.unique(np.concatenate((step.src * ranks + step.dst, step.dst * ranks + step.src)))
+    return int(np.unique(pairs // ranks, return_counts=True)[1].max(initial=0))
 
 
 def _shape(schedule: Schedule) -> str:
