@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from statistics import quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from frugality import allocations, waiting_is_an_error
+from interleaved import Times
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.algorithms.catalogue import by_name
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import CommrtError
 from commrt.program import program
 from commrt.schedule import MIX, Algorithm, Schedule, Step
@@ -33,6 +35,7 @@ __all__ = [
     "beside_torch",
     "fail_and_begin_again",
     "mix",
+    "race",
     "reduce",
     "sound",
     "struck",
@@ -43,6 +46,7 @@ __all__ = [
 ]
 
 Tell = Callable[[Any], None]
+TORCH = "torch.distributed.all_reduce"
 CPU = torch.device("cpu")
 LACKING = 4
 """The step in which rank 0 has no gradients of the first layer."""
@@ -289,6 +293,38 @@ def beside_torch(_: Tell, rounds: int) -> tuple[float, float]:
         waited(device)
     dist.destroy_process_group()
     return theirs[0].item(), ours[0].item()
+
+
+def race(_: Tell, numel: int, rounds: int) -> Times:
+    """Seconds of all-reduces in turn, ``torch.distributed``'s and this project's; none that ends with another sum."""
+    device = place()
+    dist.init_process_group("gloo" if device == CPU else "nccl", timeout=timedelta(seconds=START_S))
+    with opened(device) as world:
+        buffers = {name: world.transport.allocate(numel, torch.float32, device) for name in (TORCH, *ALGORITHMS)}
+        ways: dict[str, Callable[[], object]] = {TORCH: lambda: dist.all_reduce(buffers[TORCH])}
+        for name, make in ALGORITHMS.items():
+            ways[name] = partial(world.run, make().schedule(0, world.size), buffers[name])
+        times: Times = {name: [] for name in ways}
+        for turn in range(-1, rounds):
+            for name, run in ways.items():
+                seconds = timed(run, buffers[name], world)
+                times[name] += [seconds] * (turn >= 0)
+    dist.destroy_process_group()
+    return times
+
+
+def timed(run: Callable[[], object], buffer: Tensor, world: World) -> float:
+    """Seconds of one all-reduce, from a common start until it has happened; raises if the sum is wrong."""
+    buffer.fill_(1.0 + world.rank)
+    dist.barrier()
+    waited(buffer.device)
+    begin_s = perf_counter()
+    run()
+    waited(buffer.device)
+    seconds = perf_counter() - begin_s
+    if not bool((buffer == world.size * (world.size + 1) / 2).all()):
+        raise RuntimeError("an all-reduce ended with another sum: nothing was measured")
+    return seconds
 
 
 def fail_and_begin_again(_: Tell) -> list[float]:

@@ -13,6 +13,7 @@ from functools import partial
 import gpu_ranks
 import pytest
 import torch
+from records import made
 from stopwatch import HAS_GPU
 
 from commrt.algorithms.catalogue import ALGORITHMS
@@ -109,6 +110,15 @@ def test_the_memory_that_two_ranks_use_is_their_own():
 def test_a_world_works_beside_torch_s_own_group():
     answers = values(run_processes(2, gpu_ranks.beside_torch, 20, limit_s=LIMIT_S))
     assert answers == [(1.5, 1.5)] * 2
+
+
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
+@pytest.mark.parametrize("mib", [1, 25] if HAS_GPU else [1])
+def test_all_reduces_beside_torch_s(mib, size, record_property):
+    each = values(run_processes(size, gpu_ranks.race, mib * MIB_NUMEL, 20 if HAS_GPU else 2, limit_s=LIMIT_S))
+    times = {name: [max(turn) for turn in zip(*(one[name] for one in each), strict=True)] for name in each[0]}
+    for one in made("ranks", f"{size} ranks, {mib} MiB", times, dict.fromkeys(times, gpu_ranks.TORCH)):
+        record_property(one["variant"], {key: one[key] for key in ("median_s", "ratio", "ratio_quantile80")})
 
 
 def test_a_world_that_was_given_up_is_followed_by_another():
