@@ -35,14 +35,11 @@ def connect_hosts(
     shares, reaches = PrefixStore("shared", store), PrefixStore("gloo", store)
     if choice == "gloo":
         return GlooTransport(reaches, rank, members, timeout_s, host)
-    if _all_are(here, store, rank, members, timeout_s):
-        return SharedTransport(shares, rank, members, timeout_s)
     if choice == "shared":
-        raise UsageError(
-            "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
-            "unset it, or start them all on one"
-        )
+        _require_one_host(here, store, rank, members, timeout_s)
     hosts = _hosts(store, rank, members, timeout_s)
+    if len(set(hosts)) == 1:
+        return SharedTransport(shares, rank, members, timeout_s)
     far = GlooTransport(reaches, rank, members, timeout_s, host)
     if len(set(hosts)) == len(members):
         return far
@@ -54,13 +51,15 @@ def connect_hosts(
         raise
 
 
-def _all_are(here: str, store: Store, rank: int, members: Sequence[int], timeout_s: float) -> bool:
-    """The same answer on every rank."""
+def _require_one_host(here: str, store: Store, rank: int, members: Sequence[int], timeout_s: float) -> None:
+    """Raise on every rank, and on the one that holds the store after the others have read why."""
     try:
         agree(store, rank, members, "host", {"host": here}, timeout_s)
-    except DisagreementError:
-        return False
-    return True
+    except DisagreementError as error:
+        raise UsageError(
+            "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
+            "unset it, or start them all on one"
+        ) from error
 
 
 def _hosts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> list[str]:
