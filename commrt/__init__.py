@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from commrt.attaching import attach
     from commrt.attendance import Loss
     from commrt.data import RingShuffle
+    from commrt.ddp import DDPState, ddp_hook
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from commrt.replica import Replica
     from commrt.report import Stats, StepReport
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
+    from commrt.transport.protocol import Moment
+    from commrt.work import Work
     from commrt.world import World
 
 __version__ = "0.1.0"
@@ -68,6 +71,7 @@ _HOMES = {
     ),
     "commrt.attaching": ("attach",),
     "commrt.data": ("RingShuffle",),
+    "commrt.ddp": ("DDPState", "ddp_hook"),
     "commrt.reissue": ("reissued",),
     "commrt.replica": ("Replica",),
     "commrt.report": ("Stats", "StepReport"),
@@ -75,6 +79,8 @@ _HOMES = {
     "commrt.proof": ("prove", "verify"),
     "commrt.membership": ("Loss",),
     "commrt.opening": ("init",),
+    "commrt.transport.protocol": ("Moment",),
+    "commrt.work": ("Work",),
     "commrt.world": ("World",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -86,12 +92,14 @@ __all__ = [
     "Algorithm",
     "BackupWorkers",
     "CommrtError",
+    "DDPState",
     "DeadlineExceeded",
     "DisagreementError",
     "Gossip",
     "HalvingDoubling",
     "LeftBehind",
     "Loss",
+    "Moment",
     "PeerLost",
     "QuorumLost",
     "Replica",
@@ -106,9 +114,11 @@ __all__ = [
     "Torus2D",
     "TransportError",
     "UsageError",
+    "Work",
     "World",
     "attach",
     "beside",
+    "ddp_hook",
     "init",
     "prove",
     "reissued",

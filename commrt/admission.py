@@ -20,6 +20,7 @@ from commrt.state import Stateful
 
 __all__ = [
     "WIRES",
+    "check_cap",
     "check_kinds",
     "check_model",
     "check_optimizers",
@@ -59,10 +60,14 @@ def listed(optimizer: object) -> list[Optimizer]:
     return found
 
 
-def check_wire(wire: torch.dtype | None, bucket_cap_mb: float) -> None:
-    """Raise `UsageError` for a dtype that cannot travel or a bucket that cannot be filled."""
+def check_wire(wire: torch.dtype | None) -> None:
+    """Raise `UsageError` for a dtype that cannot travel."""
     if wire is not None and wire not in WIRES:
         raise UsageError(f"wire={wire} cannot travel: use {_listed(WIRES)}, or None for each dtype as it is")
+
+
+def check_cap(bucket_cap_mb: float) -> None:
+    """Raise `UsageError` for a bucket that cannot be filled."""
     if not (isinstance(bucket_cap_mb, int | float) and isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB: 25 is a good start")
 

@@ -9,15 +9,26 @@ the result waits for ever (Python 3.11: in 76 of 20,000 interrupted calls of ``r
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from time import monotonic
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "Pending"]
 
 SLICE_S = 1.0
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """What the lane will answer."""
+
+    def result(self) -> T_co:
+        """Wait for it, and return or raise it."""
+        ...
 
 
 class Answer(Generic[T]):
@@ -27,6 +38,7 @@ class Answer(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._given = False
+        self._then: list[Callable[[], None]] = []
         self._gate = threading.Lock()  # taken and given back in C: held until the answer is there
         self._gate.acquire()
 
@@ -48,6 +60,18 @@ class Answer(Generic[T]):
     def _open(self) -> None:
         self._given = True
         self._gate.release()
+        self._call_back()
+
+    def when_given(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, which never raises, once: on the thread that gives the answer, or now if it was given."""
+        self._then.append(callback)
+        if self._given:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with suppress(IndexError):  # one thread takes the last, and the other finds none
+            while True:
+                self._then.pop()()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the answer, and return or raise it; raises `TimeoutError` if it does not come in time."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commrt.admission import (
+    check_cap,
     check_kinds,
     check_model,
     check_optimizers,
@@ -104,7 +105,8 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     check_kinds(model, algorithm)
     optimizers = listed(optimizer)
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    check_wire(wire, bucket_cap_mb)
+    check_wire(wire)
+    check_cap(bucket_cap_mb)
     check_model(model, params)
     check_optimizers(optimizers, params)
     _require_unattached(params)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commrt.admission import describe_buffers
-from commrt.answer import Answer
+from commrt.answer import Answer, Pending
 from commrt.autograd import INTERRUPTED, current_pass
 from commrt.engine import Cut, Engine
 from commrt.errors import UsageError
@@ -22,7 +22,6 @@ from commrt.roster import Roster
 from commrt.row import Row
 from commrt.stamp import WIDTHS, Claim
 from commrt.state import unread_buffers
-from commrt.survival import Pending
 
 __all__ = ["BY_HAND", "LATE", "Averaging"]
 

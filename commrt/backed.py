@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.admission import check_stateful
 from commrt.algorithms.backup import BackupWorkers
 from commrt.anchor import Hook
+from commrt.around import Around
 from commrt.arrears import Arrears
 from commrt.attendance import Need
 from commrt.autograd import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
@@ -35,7 +36,6 @@ from commrt.replica import Replica, attached
 from commrt.report import StepReport
 from commrt.state import Stateful
 from commrt.stepping import Stepping
-from commrt.world import Around
 
 __all__ = ["Backed"]
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
+from commrt.answer import Pending
 from commrt.errors import DisagreementError, UsageError
 from commrt.executor import bind
 from commrt.kernels.mix import mix_into
 from commrt.kernels.reduce import reduce_into
-from commrt.lane import Lane
 from commrt.program import among
 from commrt.schedule import ADD, MIX, Schedule
 from commrt.transport.media import Media
@@ -28,6 +28,8 @@ from commrt.transport.protocol import Moment
 
 __all__ = ["KEPT", "Comparison"]
 
+Submit = Callable[[Callable[[], list[str]]], Pending[list[str]]]
+"""Runs a task on the lane."""
 KEPT = 256
 """Comparisons that are remembered for each set of players, of those used last."""
 SCHEDULES_KEPT = 16
@@ -47,9 +49,9 @@ class _Traits(NamedTuple):
 class Comparison:
     """What one rank has compared with others; in one generation players make, remember and forget the same calls."""
 
-    def __init__(self, transport: Media, lane: Lane) -> None:
+    def __init__(self, transport: Media, submit: Submit) -> None:
         self._transport = transport
-        self._lane = lane
+        self._submit = submit
         # Keeps the schedules: a new one cannot come to lie at the address of one that is remembered.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._movable = lru_cache(KEPT)(self._require_movable)
@@ -61,26 +63,34 @@ class Comparison:
 
         What was compared in another `generation` is not remembered: there may be a player that was not there.
         """
-        if generation != self._generation:
-            self._generation, self._among = generation, {}
         _require_row(buffer)
         traits = self._traits(schedule)
         self._movable(buffer.device, buffer.dtype, traits.combines)
         if self._transport.rank in traits.players:
-            self._compare_once(traits, buffer)
+            self._compare_once(traits.digest, traits.players, buffer.numel(), buffer.dtype, generation)
+
+    def require_same(
+        self, schedule: Schedule, players: Sequence[int], numel: int, dtype: torch.dtype, generation: int
+    ) -> None:
+        """Raise `DisagreementError` if `players`, all of them, differ about what they run on; see `require`."""
+        self._compare_once(self._traits(schedule).digest, tuple(players), numel, dtype, generation)
 
     def _require_movable(self, device: torch.device, dtype: torch.dtype, combines: frozenset[int]) -> None:
         self._transport.allocate(0, dtype, device)  # refuses what it cannot move
         _require_arithmetic(dtype, combines)
 
-    def _compare_once(self, traits: _Traits, buffer: Tensor) -> None:
-        if traits.players not in self._among:
-            self._among[traits.players] = lru_cache(KEPT)(partial(self._compare, traits.players))
-        self._among[traits.players](traits.digest, buffer.numel(), buffer.dtype)
+    def _compare_once(
+        self, digest: str, players: tuple[int, ...], numel: int, dtype: torch.dtype, generation: int
+    ) -> None:
+        if generation != self._generation:
+            self._generation, self._among = generation, {}
+        if players not in self._among:
+            self._among[players] = lru_cache(KEPT)(partial(self._compare, players))
+        self._among[players](digest, numel, dtype)
 
     def _compare(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
         claim = f"{digest} {numel} {dtype}"
-        claims = self._lane.submit(lambda: self._gather(claim, players)).result()
+        claims = self._submit(lambda: self._gather(claim, players)).result()
         if difference := _difference(players, claims):
             raise DisagreementError(
                 f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "

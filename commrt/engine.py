@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commrt.algorithms import halving_doubling
 from commrt.algorithms.gossip import Gossip
-from commrt.answer import Answer
+from commrt.answer import Answer, Pending
 from commrt.buckets import Bucket, Named
 from commrt.collective import Collective, all_reduce
 from commrt.errors import UsageError
@@ -25,7 +25,6 @@ from commrt.recording import within_range
 from commrt.repeating import Repetition
 from commrt.report import Span
 from commrt.schedule import Algorithm, Schedule
-from commrt.survival import Pending
 from commrt.transport.protocol import Group, Moment, Parcel
 from commrt.world import World
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from commrt.algorithms import halving_doubling
+from commrt.answer import Pending
 from commrt.buckets import MIB
 from commrt.report import Span
 from commrt.state import Stateful, batches, dump, flatten, load, restore, unread_buffers
-from commrt.survival import Pending
 from commrt.transport.protocol import Moment
 from commrt.world import World
 

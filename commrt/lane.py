@@ -39,6 +39,11 @@ class Result(Answer[T]):
         self._streams, self._end = streams, streams.mark()
         self.give(value)
 
+    @property
+    def is_done(self) -> bool:
+        """True if there is an answer, and all that was queued for it is done; never waits."""
+        return self._given and self._end.query()
+
     def result(self, timeout_s: float | None = None) -> T:
         """See `Answer.result`."""
         value = super().result(timeout_s)

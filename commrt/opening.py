@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
+from commrt.around import Around
 from commrt.asking import ANSWER_S, another_connection, ask
 from commrt.charter import Charter
 from commrt.connection import connect_hosts, local_rank
@@ -32,7 +33,7 @@ from commrt.transport.local import Fabric
 from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
 from commrt.transport.vacant import VacantTransport
-from commrt.world import Around, World
+from commrt.world import World
 
 __all__ = ["current", "init"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms.gossip import Gossip
-from commrt.answer import Answer
+from commrt.answer import Answer, Pending
 from commrt.bundles import Message
 from commrt.errors import DisagreementError
 from commrt.executor import bind
@@ -22,7 +22,7 @@ from commrt.recording import within_range
 from commrt.report import Span
 from commrt.schedule import Schedule
 from commrt.stamp import complaint
-from commrt.survival import LOST, Pending
+from commrt.survival import LOST
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
 from commrt.world import World
 

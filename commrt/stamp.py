@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["WIDTHS", "Claim", "complaint", "stamp"]
+__all__ = ["WIDTHS", "Claim", "complaint", "sealed", "stamp"]
 
 
 class Claim(NamedTuple):
@@ -56,7 +56,15 @@ def stamp(claim: Claim) -> int:
     >>> hex(stamp(Claim(late=1, model=0, optimizer_steps=0, step=0, bucket=0, settings=0)))
     '0x1fffffffe'
     """
-    word = sum((value % (1 << width)) << at for value, width, at in zip(claim, WIDTHS, STARTS, strict=True))
+    return sealed(sum((value % (1 << width)) << at for value, width, at in zip(claim, WIDTHS, STARTS, strict=True)))
+
+
+def sealed(word: int) -> int:
+    """As `stamp`, for a claim of 32 bits that has no fields.
+
+    >>> hex(sealed(0xFF))
+    '0xffffffff00'
+    """
     return word << BITS | ~word & ((1 << BITS) - 1)
 
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from threading import Event
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.answer import Answer
+from commrt.answer import Answer, Pending
 from commrt.asking import begun
 from commrt.attendance import Loss, Need
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
@@ -30,10 +30,9 @@ from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Transport
 from commrt.vote import Vote
 
-__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Pending", "Survival"]
+__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Survival"]
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 LOOK_S = 0.1
 """Between two looks at who lives."""
@@ -42,14 +41,6 @@ LOST = (PeerLost, DeadlineExceeded)
 
 Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> what carries host memory among them; collective, once in each generation."""
-
-
-class Pending(Protocol[T_co]):
-    """What the lane will answer."""
-
-    def result(self) -> T_co:
-        """Wait for it, and return or raise it."""
-        ...
 
 
 class Means(NamedTuple):

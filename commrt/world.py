@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.agreement import agree, tell_of_leaving
 from commrt.algorithms import tree
+from commrt.algorithms.torus import Torus2D
+from commrt.around import Around
 from commrt.asking import another_connection
 from commrt.attendance import Loss
 from commrt.charter import Charter
@@ -34,30 +33,20 @@ from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import wants_nvtx
 from commrt.program import among, program
+from commrt.questions import Questions
 from commrt.recording import Nvtx, Recorder
-from commrt.schedule import Schedule
+from commrt.schedule import Algorithm, Schedule
 from commrt.streams import streams_of
+from commrt.summing import Summing, checked
 from commrt.survival import Means, Survival
 from commrt.transport.media import Media, Queueing
 from commrt.transport.protocol import Moment, Transport
 from commrt.transport.vacant import VacantTransport
+from commrt.work import Work
 
-__all__ = ["Around", "World"]
+__all__ = ["World"]
 
 UNNAMED = Moment(0, "run")
-
-
-@dataclass(slots=True)
-class Around:
-    """What is called before and after all ranks do something together, and before the world is closed in good order."""
-
-    gather: Callable[[], None] = lambda: None
-    disperse: Callable[[], None] = lambda: None
-    end: Callable[[], None] = lambda: None
-    leave: Callable[[], None] = lambda: None
-    """Before the others may think that this process is gone."""
-    failed: Callable[[BaseException], None] = lambda _: None
-    """What all do together has."""
 
 
 class World:
@@ -90,7 +79,6 @@ class World:
         self.lane = Lane(self._on_failure, f"commrt-rank{transport.rank}")
         self.holds_store = holds_store
         """The store ends with this process."""
-        self._agreements = (0, 0)  # a generation, and how many there were in it
         self.attached = 0
         """Models attached so far."""
         self.joined: object = None
@@ -104,7 +92,9 @@ class World:
         self._closed = self._inherited = False
         self._entered = 0
         self.survival = Survival(store, self.transport, self.lane, means, self._connected_gpu)
-        self._comparison = Comparison(self.transport, self.lane)
+        self._comparison = Comparison(self.transport, self.survival.submit)
+        self._questions = Questions(self.transport, self.survival, self._comparison)
+        self._summing = Summing(self.transport, self.lane, self.survival, self._comparison)
         _OPEN.add(self)
 
     @property
@@ -191,38 +181,13 @@ class World:
         """
         self.lane.require_unbroken()
         with self.gathered(f"agree ({topic})"):
-            self._agree(topic, claim)
-
-    def _agree(self, topic: str, claim: Mapping[str, str]) -> None:
-        if self.survival.is_possible and self._all_have(f"{topic} {sorted(claim.items())}"):
-            return
-        self._agreements = self._next_agreement()
-        try:
-            shelf = self._shelf(self._agreements)
-            agree(self.store, self.rank, self.members, topic, claim, self.timeout_s, shelf)
-        except DisagreementError:
-            raise
-        except BaseException as error:
-            self.abort(error)
-            raise
-
-    def _all_have(self, claim: str) -> bool:
-        """True if all who are left came with the same `claim`, whoever is lost meanwhile."""
-        mark = hashlib.sha256(claim.encode()).hexdigest()
-        compare = self._comparison.are_same_now
-        return self.survival.together(lambda: self.survival.submit(lambda: compare(mark, self.members)).result())
-
-    def _end_next_question(self, reason: BaseException) -> None:
-        """For the others: this rank will not come to it."""
-        tell_of_leaving(PrefixStore(self._shelf(self._next_agreement()), self.store), self.rank, reason)
-
-    def _next_agreement(self) -> tuple[int, int]:
-        """One that a lost rank can no longer reach, and who came later counts from the same."""
-        generation, (latest, number) = self.survival.membership.generation, self._agreements
-        return generation, number + 1 if generation == latest else 1
-
-    def _shelf(self, agreement: tuple[int, int]) -> str:
-        return "agreement {}.{}".format(*agreement)
+            try:
+                self._questions.ask(self.store, topic, claim)
+            except DisagreementError:
+                raise
+            except BaseException as error:
+                self.abort(error)
+                raise
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
         """True on every rank if all came with the same `fingerprint`; collective.
@@ -262,7 +227,7 @@ class World:
     def _transport_of(self, device: torch.device) -> Queueing:
         if self.charter is not None:
             return VacantTransport(self.rank, self.members, self.timeout_s)
-        return self._connected_gpu(self._shelf(self._agreements), device)
+        return self._connected_gpu(self._questions.shelf, device)
 
     def _connected_gpu(self, name: str, device: torch.device) -> Queueing:
         shelf, members = PrefixStore(name, another_connection(self.store)), self.members
@@ -274,10 +239,12 @@ class World:
             return
         self._late_failure = failure
         leave_report(self.store, self.rank, failure)
-        self._end_next_question(failure)
+        self._questions.end_next(self.store, failure)
 
-    def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED) -> None:
+    def run(self, schedule: Schedule, buffer: Tensor, moment: Moment = UNNAMED, *, async_op: bool = False) -> Work:
         """Run `schedule` on `buffer` [numel] in place and wait for it; collective among the ranks that it names.
+
+        With `async_op` it returns a `Work` to wait for at once. What is begun in one order on all ranks runs in it.
 
         The schedule is trusted: `commrt.prove` it first. Before it runs for the first time on so many elements of a
         dtype, these ranks compare the three, at the cost of an all-reduce of 128 bytes per rank (`commrt.comparison`).
@@ -296,7 +263,38 @@ class World:
             )
         with self.gathered("run"):
             self._comparison.require(schedule, buffer, self.survival.generation)
-            self.lane.submit(lambda: self.run_now(schedule, buffer, moment)).result()
+            work = Work(buffer, self.rank, self.lane.submit(lambda: self.run_now(schedule, buffer, moment)))
+            if not async_op or self.survival.is_possible:  # else what all do together would not be over at its end
+                work.wait()
+        return work
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Literal["mean", "sum"] = "mean",
+        *,
+        algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
+        wire: torch.dtype | None = None,
+        async_op: bool = False,
+        moment: Moment = UNNAMED,
+    ) -> Work:
+        """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' along `algorithm`; collective.
+
+        `wire` is the dtype that travels, as for `attach`; integers (int32, int64) have no mean. Waits, and then the
+        `Work` is over, unless `async_op`. One buffer of the largest tensor's size is kept. A tensor's first time costs
+        a comparison, as in `run`; a GPU is connected. `moment` is what errors and traces call it. Where a model
+        gossips or has backup workers it is over when the call returns, and of those who are left if a rank is lost.
+
+        Raises `UsageError` before anything is sent, `DisagreementError` if ranks came with different calls.
+        """
+        call = checked(tensor, op, algorithm, wire)
+        with self.gathered("all_reduce()"):
+            if tensor.is_cuda:
+                self.connect(tensor.device)
+            if async_op and not self.survival.is_possible:
+                return Work(tensor, self.rank, self._summing.begin(call, moment, self.recorder))
+            self._summing.now(call, moment, self.recorder)
+        return Work(tensor, self.rank)
 
     def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment, members: Sequence[int] = ()) -> int:
         """As `run`, for tasks that are on the lane already, with `members` as its ranks; the bytes this rank sent."""
@@ -318,7 +316,7 @@ class World:
         self.survival.leave(f"it failed: {failure}")
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
-        self._end_next_question(failure)
+        self._questions.end_next(self.store, failure)
         diagnose(self.store, self.rank, self.size, failure)
         if self.holds_store:
             linger(self.store)
@@ -362,7 +360,7 @@ class World:
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
         if is_news:
-            self._end_next_question(reason)
+            self._questions.end_next(self.store, reason)
         if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             linger(self.store)  # the others know nothing of this rank's own errors
 

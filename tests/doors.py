@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker process of test_doors runs: one CNN, and three ways to average its gradients."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt
+from commrt.cli.mnist import lenet
+
+STEPS = 12
+BATCH = 16
+
+
+def batches(world):
+    generator = torch.Generator().manual_seed(world.rank)  # reading real images takes each process 4 s
+    for _ in range(STEPS):
+        digits = torch.randint(10, (BATCH,), generator=generator)
+        yield torch.randn(BATCH, 1, 28, 28, generator=generator) + digits.view(-1, 1, 1, 1) / 5, digits
+
+
+def train(world, algorithm, door, **kwargs):
+    """All parameters after `STEPS`, as one row."""
+    torch.set_num_threads(1)
+    model = lenet(seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with door(model, optimizer, world, algorithm, **kwargs) as (call, average):
+        for pixels, digits in batches(world):
+            optimizer.zero_grad()
+            cross_entropy(call(pixels), digits).backward()
+            average()
+            optimizer.step()
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
+class Door:
+    """A context of what is called in place of the model, and what comes between backward() and step()."""
+
+    def __init__(self, model, optimizer, world, algorithm, **kwargs):
+        self.model, self.optimizer, self.world, self.algorithm = model, optimizer, world, algorithm
+        self.kwargs = kwargs
+
+    def __exit__(self, *_):
+        return None
+
+
+class Attached(Door):
+    def __enter__(self):
+        self.replica = commrt.attach(self.model, self.optimizer, self.algorithm, world=self.world)
+        return self.model, lambda: None
+
+    def __exit__(self, *_):
+        self.replica.detach()
+
+
+class Hooked(Door):
+    def __enter__(self):
+        wrapped = DistributedDataParallel(self.model, **self.kwargs)
+        wrapped.register_comm_hook(commrt.DDPState(self.algorithm, world=self.world), commrt.ddp_hook)
+        return wrapped, lambda: None
+
+
+class Explicit(Door):
+    def __enter__(self):
+        return self.model, self.average
+
+    def average(self):
+        works = [
+            self.world.all_reduce(param.grad, algorithm=self.algorithm, async_op=True)
+            for param in self.model.parameters()
+        ]
+        for work in works:
+            work.wait(timeout=30)
+
+
+class DDPAlone(Door):
+    def __enter__(self):
+        return DistributedDataParallel(self.model, **self.kwargs), lambda: None
+
+
+def compare(tell, algorithms):
+    """(algorithm, distances of the three doors to DDP alone, all three bitwise equal, ranks equal)."""
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=30)
+    alone = train(world, None, DDPAlone)
+    rows = []
+    for algorithm in algorithms:
+        ways = [train(world, algorithm, door) for door in (Attached, Hooked, Explicit)]
+        same = [torch.equal(ways[0], way) for way in ways]
+        ranks = [world.all_equal("weights", str(way.double().sum().item())) for way in ways]
+        rows.append((algorithm, [float((way - alone).abs().max()) for way in ways], all(same), all(ranks)))
+    world.close()
+    dist.destroy_process_group()
+    return rows
+
+
+def ddp_ways(tell):
+    """Distance of our hook to DDP alone, for the settings of DDP."""
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=30)
+    found = {}
+    for name, kwargs in {
+        "static graph": {"static_graph": True},
+        "views": {"gradient_as_bucket_view": True},
+        "many buckets": {"bucket_cap_mb": 0.02},
+        "unused parameters": {"find_unused_parameters": True},
+    }.items():
+        ours = train(world, commrt.Ring(), Hooked, **kwargs)
+        found[name] = float((ours - train(world, None, DDPAlone, **kwargs)).abs().max())
+    found["join"] = joined(world)
+    world.close()
+    dist.destroy_process_group()
+    return found
+
+
+def joined(world):
+    """Uneven batches in DDP's join(): the distance between the hook and DDP alone."""
+
+    def run(hook):
+        model = DistributedDataParallel(lenet(seed=1), bucket_cap_mb=0.02)
+        if hook:
+            model.register_comm_hook(commrt.DDPState(world=world), commrt.ddp_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with model.join():
+            for pixels, digits in list(batches(world))[: 3 + world.rank]:
+                optimizer.zero_grad()
+                cross_entropy(model(pixels), digits).backward()
+                optimizer.step()
+        return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+    return float((run(hook=True) - run(hook=False)).abs().max())
+
+
+def lose_one(tell):
+    """Rank 1 is killed in a step; what backward() of the others raises."""
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=10)
+    model = DistributedDataParallel(lenet(seed=1), broadcast_buffers=False)
+    model.register_comm_hook(commrt.DDPState(world=world), commrt.ddp_hook)
+    for number, (pixels, digits) in enumerate(batches(world)):
+        loss = cross_entropy(model(pixels), digits)
+        if number == 3 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            loss.backward()
+        except commrt.TransportError as error:
+            return type(error).__name__, error.place.step, error.place.bucket
+    return None

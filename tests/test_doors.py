@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three doors on one engine: attach, the hook for DDP, and the explicit one."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import doors
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commrt
+from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, UsageError
+from commrt.testing.faults import delay_at, drop_at, with_faults
+from commrt.testing.processes import run_processes
+from commrt.testing.ranks import run_ranks
+
+ALIKE = [commrt.Torus2D(), commrt.HalvingDoubling()]
+"""On 2 and on 4 ranks these add in one order, wherever a value lies on the wire."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_cnn_trained_through_three_doors_ends_with_the_same_bits(size):
+    for outcome in run_processes(size, doors.compare, ALIKE, limit_s=100):
+        assert outcome.error is None
+        for algorithm, to_ddp, doors_equal, ranks_equal in outcome.value:
+            assert doors_equal, algorithm
+            assert ranks_equal, algorithm
+            assert max(to_ddp) <= 1e-6, algorithm
+
+
+@pytest.mark.processes
+def test_ddp_with_the_hook_trains_as_ddp_alone_whatever_its_settings():
+    for outcome in run_processes(3, doors.ddp_ways, limit_s=100):
+        assert outcome.error is None
+        assert {name: distance for name, distance in outcome.value.items() if distance > 1e-6} == {}
+
+
+@pytest.mark.processes
+def test_backward_of_ddp_raises_our_error_when_a_rank_dies():
+    outcomes = run_processes(3, doors.lose_one, limit_s=60)
+    assert [outcomes[rank].error for rank in (0, 2)] == [None, None]
+    for rank in (0, 2):
+        kind, step, bucket = outcomes[rank].value
+        assert kind in {"PeerLost", "TransportClosed"}
+        assert (step, bucket) == (3, 0)
+
+
+def summed(world, tensor, **kwargs):
+    world.all_reduce(tensor, **kwargs)
+    return tensor
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling()], ids=repr)
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 5, 7]),
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]),
+)
+@settings(max_examples=15)
+def test_the_sum_of_any_tensor_is_the_sum(algorithm, size, shape, dtype):
+    def body(world):
+        tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype) + world.rank
+        return summed(world, tensor, op="sum", algorithm=algorithm)
+
+    base = torch.arange(torch.Size(shape).numel()).view(shape) * size + size * (size - 1) // 2
+    for result in run_ranks(size, body):
+        assert result.dtype == dtype
+        assert torch.equal(result, base.to(dtype))
+
+
+def test_the_mean_is_what_attach_makes_of_a_gradient():
+    def body(world):
+        model = torch.nn.Linear(3, 5, bias=False)
+        torch.nn.init.ones_(model.weight)
+        replica = commrt.attach(model, world=world, wire=torch.bfloat16)
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(world.rank))
+        model(x).sum().backward()
+        replica.detach()
+        averaged, model.weight.grad = model.weight.grad, None
+        model(x).sum().backward()
+        return torch.equal(averaged, summed(world, model.weight.grad, wire=torch.bfloat16))
+
+    assert run_ranks(4, body) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t,
+        lambda t: t[::2],
+        lambda t: t.t(),
+        lambda t: t[1:, 2:3],
+        lambda t: t[0, 0],
+        lambda t: t.view(1, 6, 8, 1).contiguous(memory_format=torch.channels_last),
+    ],
+    ids=["whole", "every other row", "transposed", "a column", "one number", "channels last"],
+)
+def test_only_the_elements_of_a_view_are_written(view):
+    def body(world):
+        whole = torch.full((6, 8), float(world.rank))
+        chosen = view(whole)
+        world.all_reduce(chosen)
+        return whole, chosen
+
+    for rank, (whole, chosen) in enumerate(run_ranks(3, body)):
+        assert torch.equal(chosen, torch.ones_like(chosen))
+        expected = torch.full((6, 8), float(rank))
+        if chosen.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            view(expected).fill_(1.0)
+        assert torch.equal(whole, expected)
+
+
+def test_one_buffer_serves_tensors_of_all_sizes():
+    def body(world):
+        results = [summed(world, torch.full((n,), float(world.rank)), op="sum") for n in (10, 1000, 0, 17, 1000, 10)]
+        kept = world._summing._memory
+        return [result.unique().tolist() for result in results], sum(use == "wire" for use, *_ in kept)
+
+    assert run_ranks(3, body) == [([[3.0], [3.0], [], [3.0], [3.0], [3.0]], 1)] * 3
+
+
+def test_works_begun_together_end_in_order_and_may_be_waited_for_in_any():
+    def body(world):
+        tensors = [torch.full((50 * n + 1,), float(world.rank + n)) for n in range(6)]
+        works = [world.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in reversed(works):
+            work.wait(timeout=timedelta(seconds=10))
+        assert all(work.is_completed() for work in works)
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    assert run_ranks(3, body) == [[[1.0 + n] for n in range(6)]] * 3
+
+
+def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor():
+    def body(world):
+        buffer = torch.full((9,), float(world.rank))
+        work = world.run(commrt.Ring().schedule(0, world.size), buffer, async_op=True)
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        return doubled.wait().tolist(), work.get_future().wait()[0] is buffer, work.is_completed()
+
+    assert run_ranks(3, body) == [([6.0] * 9, True, True)] * 3
+
+
+def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
+    gate = threading.Event()
+
+    def body(world):
+        tensor = torch.ones(4)
+        world.all_reduce(tensor)  # the first of its kind compares
+        if world.rank == 1:
+            gate.wait(10)
+        work = world.all_reduce(tensor, "sum", async_op=True)
+        if world.rank == 0:
+            assert not work.is_completed()
+            with pytest.raises(DeadlineExceeded, match=r"still under way after 0\.01 s: wait\(\) again"):
+                work.wait(0.01)
+            gate.set()
+        work.wait()
+        return tensor.tolist()
+
+    assert run_ranks(2, body) == [[2.0] * 4] * 2
+
+
+def test_who_asks_is_told_what_ended_the_transfer_and_which():
+    def body(world):
+        tensor = torch.ones(4)
+        world.all_reduce(tensor)
+        work = world.all_reduce(tensor, async_op=True, moment=commrt.Moment(7, "norm"))
+        with pytest.raises(commrt.TransportError, match=r"step 7, bucket norm"):
+            work.wait()
+        with pytest.raises(commrt.TransportError):
+            work.get_future().wait()
+        with pytest.raises(TransportClosed, match="an earlier transfer failed"):
+            world.all_reduce(tensor)
+        return work.is_completed(), tensor.tolist()
+
+    wrap = with_faults(drop_at(step=7, rank=0))
+    assert run_ranks(2, body, timeout_s=1.0, wrap=wrap) == [(True, [1.0] * 4)] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda rank: {"op": ("mean", "sum")[rank]}, "another op, shape, layout"),
+        (lambda rank: {"tensor": torch.ones(((2, 3), (3, 2))[rank])}, "another op, shape, layout"),
+        (lambda rank: {"tensor": torch.ones(2 + 100 * rank)}, "disagrees with rank 0 about numel"),
+        (lambda rank: {"wire": (None, torch.bfloat16)[rank]}, "disagrees with rank 0 about dtype"),
+        (lambda rank: {"algorithm": (commrt.Ring(), commrt.HalvingDoubling())[rank]}, "about schedule"),
+    ],
+    ids=["op", "shape", "numel", "wire", "algorithm"],
+)
+def test_ranks_that_mean_different_sums_are_told(change, what):
+    def body(world):
+        call = {"tensor": torch.ones(2, 3)} | change(world.rank % 2)
+        with pytest.raises(DisagreementError, match=what):
+            world.all_reduce(**call)
+        return call["tensor"].unique().tolist()
+
+    assert run_ranks(4, body) == [[1.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        ({"tensor": [1.0]}, "takes a tensor, not a list"),
+        ({"op": "max"}, "op='max': use"),
+        ({"tensor": torch.ones(3).to_sparse()}, r"which is torch\.sparse_coo: use its to_dense"),
+        ({"tensor": torch.ones(3, device="meta")}, "meta device"),
+        ({"tensor": torch.ones(1).expand(3)}, "expanded"),
+        ({"tensor": torch.ones(3, dtype=torch.int64)}, 'use op="sum"'),
+        ({"tensor": torch.ones(3, dtype=torch.bool), "op": "sum"}, r"of torch\.bool: convert it"),
+        ({"wire": torch.int8}, r"wire=torch\.int8 cannot travel"),
+        ({"algorithm": commrt.Gossip()}, "is no all-reduce"),
+        ({"algorithm": commrt.BackupWorkers()}, "is no all-reduce"),
+        ({"algorithm": "ring"}, "is no all-reduce"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:12],
+)
+def test_what_cannot_be_summed_is_refused_before_anything_is_sent(call, what):
+    def body(world):
+        with pytest.raises(UsageError, match=what):
+            world.all_reduce(**{"tensor": torch.ones(3)} | call)
+        return summed(world, torch.ones(3)).tolist()
+
+    assert run_ranks(2, body) == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers(), "ring"], ids=repr)
+def test_a_hook_refuses_what_needs_more_than_gradients(algorithm):
+    with pytest.raises(UsageError, match="is no all-reduce"):
+        commrt.DDPState(algorithm)
+
+
+def test_a_slow_rank_is_waited_for():
+    def body(world):
+        return summed(world, torch.full((3,), float(world.rank)), moment=commrt.Moment(1, "x")).tolist()
+
+    assert run_ranks(3, body, wrap=with_faults(delay_at(step=1, rank=2, seconds=0.2))) == [[1.0] * 3] * 3
