@@ -38,11 +38,13 @@ ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubl
 WAYS = {name: (algorithm, "shared") for name, algorithm in ALGORITHMS.items()}
 WAYS["ring over gloo"] = ALGORITHMS["ring"], "gloo"
 """This project's variants: algorithm and transport."""
+HOOKED = "ddp + torus2d"
+"""DDP with this project's hook."""
 PEERS = (
     {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp"}
-    | {f"{name} fp32": "ddp" for name in WAYS}
+    | {f"{name} fp32": "ddp" for name in (*WAYS, HOOKED)}
     | {"ddp bf16 hook": "ddp"}
-    | {f"{name} bf16": "ddp" for name in WAYS}
+    | {f"{name} bf16": "ddp" for name in (*WAYS, HOOKED)}
 )
 """Every variant, and whom it is compared with."""
 
@@ -158,12 +160,14 @@ def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
     ways |= {
         f"{name} fp32": attached(dots(), worlds[kind], algorithm, FP32) for name, (algorithm, kind) in WAYS.items()
     }
+    ways[f"{HOOKED} fp32"] = hooked(dots(), worlds["shared"], FP32)
     compressing = DistributedDataParallel(dots())
     compressing.register_comm_hook(None, compress)
     ways["ddp bf16 hook"] = Variant(BF16, compressing)
     ways |= {
         f"{name} bf16": attached(dots(), worlds[kind], algorithm, BF16) for name, (algorithm, kind) in WAYS.items()
     }
+    ways[f"{HOOKED} bf16"] = hooked(dots(), worlds["shared"], BF16)
     return ways
 
 
@@ -179,6 +183,13 @@ def attached(module: nn.Module, world: World, algorithm: commrt.Algorithm, wire:
     """This project."""
     commrt.attach(module, algorithm=algorithm, world=world, wire=wire)
     return Variant(wire, module)
+
+
+def hooked(module: nn.Module, world: World, wire: torch.dtype) -> Variant:
+    """DDP over this project's transport."""
+    wrapped = DistributedDataParallel(module)
+    wrapped.register_comm_hook(commrt.DDPState(ALGORITHMS["torus2d"], wire, world), commrt.ddp_hook)
+    return Variant(wire, wrapped)
 
 
 def bucketed(module: nn.Module) -> Variant:

@@ -263,7 +263,8 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 def is_expanded(tensor: Tensor) -> bool:
     """True if several elements share one place in memory."""
     strides = tensor.stride()
-    return 0 in strides and any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
+    stretched = (size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return 0 in strides and tensor.numel() > 0 and any(stretched)
 
 
 def build_buckets(

@@ -9,8 +9,9 @@ from datetime import timedelta
 import doors
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from interpreter import interpreted_gpu
 
 import commrt
 from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, UsageError
@@ -61,6 +62,7 @@ def summed(world, tensor, **kwargs):
     shape=st.lists(st.integers(0, 5), max_size=3),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]),
 )
+@example(size=2, shape=[2, 0, 1], dtype=torch.float32)  # torch gives it a stride of 0
 @settings(max_examples=15)
 def test_the_sum_of_any_tensor_is_the_sum(algorithm, size, shape, dtype):
     def body(world):
@@ -118,10 +120,22 @@ def test_only_the_elements_of_a_view_are_written(view):
 def test_one_buffer_serves_tensors_of_all_sizes():
     def body(world):
         results = [summed(world, torch.full((n,), float(world.rank)), op="sum") for n in (10, 1000, 0, 17, 1000, 10)]
-        kept = world._summing._memory
-        return [result.unique().tolist() for result in results], sum(use == "wire" for use, *_ in kept)
+        wires = sum(use == "wire" for use, *_ in world._summing._memory)
+        summed(world, torch.ones(2000))  # nothing is left of the smaller wire
+        return [result.unique().tolist() for result in results], wires, world._summing._bound.cache_info().currsize
 
-    assert run_ranks(3, body) == [([[3.0], [3.0], [], [3.0], [3.0], [3.0]], 1)] * 3
+    assert run_ranks(3, body) == [([[3.0], [3.0], [], [3.0], [3.0], [3.0]], 1, 1)] * 3
+
+
+def test_the_kernels_are_given_dense_tensors():
+    def body(world):
+        whole = torch.full((6, 8), float(world.rank))
+        world.all_reduce(whole[::2])
+        return whole[:, 0].tolist()
+
+    with interpreted_gpu():
+        results = run_ranks(2, body)
+    assert results == [[0.5, rank, 0.5, rank, 0.5, rank] for rank in range(2)]
 
 
 def test_works_begun_together_end_in_order_and_may_be_waited_for_in_any():

@@ -289,12 +289,14 @@ def test_who_is_left_alone_goes_on_passing_samples_to_itself():
     assert len(alone) == 8
 
 
-@pytest.mark.parametrize("what", ["join", "load_state_dict", "disagreement", "replicas_equal"])
+@pytest.mark.parametrize("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
 def test_a_loss_that_nobody_has_noticed_yet_does_not_end_what_all_do_together(what):
     def body(world):
         replica, optimizer = attached(world)
         local_step(replica.model, optimizer, 0, world.rank)
         replica.drain()
+        if what == "all_reduce":
+            world.all_reduce(torch.ones(3), "sum")
         if world.rank == 1:
             return None
         if what == "join":
@@ -302,6 +304,12 @@ def test_a_loss_that_nobody_has_noticed_yet_does_not_end_what_all_do_together(wh
                 local_step(replica.model, optimizer, 1, world.rank)
         elif what == "load_state_dict":
             replica.load_state_dict(replica.state_dict())
+        elif what == "all_reduce":
+            tensor, before = torch.full((3,), float(world.rank)), {**world._summing._memory}
+            assert world.all_reduce(tensor, "sum", async_op=True).is_completed()
+            assert tensor.tolist() == [2.0] * 3
+            after = world._summing._memory  # a broken peer may read what was there before
+            assert {one.data_ptr() for one in before.values()}.isdisjoint(one.data_ptr() for one in after.values())
         else:
             getattr(replica, what)()
         return tuple(world.members)
