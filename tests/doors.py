@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker process of test_doors runs: one CNN, and three ways to average its gradients."""
+"""What each worker process of test_doors runs: one CNN, real images, and three ways to average its gradients."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
-from commrt.cli.mnist import lenet
+from commrt.cli.mnist import lenet, load
 
 STEPS = 12
 BATCH = 16
 
 
 def batches(world):
-    generator = torch.Generator().manual_seed(world.rank)  # reading real images takes each process 4 s
-    for _ in range(STEPS):
-        digits = torch.randint(10, (BATCH,), generator=generator)
-        yield torch.randn(BATCH, 1, 28, 28, generator=generator) + digits.view(-1, 1, 1, 1) / 5, digits
+    images, _ = load()
+    order = torch.randperm(len(images.digits), generator=torch.Generator().manual_seed(world.rank))
+    for part in order[: STEPS * BATCH].split(BATCH):
+        yield images.pixels[part], images.digits[part]
 
 
 def train(world, algorithm, door, **kwargs):

