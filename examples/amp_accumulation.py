@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision, accumulation, clipping and a learning rate schedule with averaged gradients, in the order that works.
+
+::
+
+    torchrun --nproc-per-node 4 examples/amp_accumulation.py --accumulate 4    # or mpirun, srun, or one process
+
+bf16 on a CPU; fp16 with a ``GradScaler`` on a GPU, where gradients also travel in 16 bits. Trains a small CNN on MNIST.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import commrt
+from commrt.cli.mnist import lenet, load
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main() -> None:
+    """Train, then say how well."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16, help="images of a pass, per rank")
+    parser.add_argument("--accumulate", type=int, default=2, help="passes per step")
+    parser.add_argument("--amp", choices=DTYPES, default="fp16" if on_gpu else "bf16")
+    options = parser.parse_args()
+    dtype = DTYPES[options.amp]
+
+    with commrt.init() as world:
+        if on_gpu:
+            torch.cuda.set_device(world.local_rank)
+            device = torch.device("cuda", world.local_rank)
+        else:
+            torch.set_num_threads(1)  # ranks of one machine share its cores
+            device = torch.device("cpu")
+
+        train, test = load()
+        data = TensorDataset(train.pixels, train.digits)
+        sampler = DistributedSampler(data, world.size, world.rank)
+        loader = DataLoader(data, batch_size=options.batch, sampler=sampler)
+        steps = options.epochs * -(-len(loader) // options.accumulate)
+        model = lenet(seed=0).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)  # bf16 has the range of fp32
+        replica = commrt.attach(model, optimizer, wire=dtype if on_gpu else None)
+
+        for epoch in range(options.epochs):
+            sampler.set_epoch(epoch)
+            for number, (pixels, digits) in enumerate(loader, start=1):
+                # All passes but the last of a step only add to the gradients of this rank: one exchange per step.
+                # All ranks have as many batches, so all come to the same answer here.
+                is_last = number % options.accumulate == 0 or number == len(loader)
+                with nullcontext() if is_last else replica.no_sync():
+                    with torch.autocast(device.type, dtype):
+                        loss = cross_entropy(model(pixels.to(device)), digits.to(device)) / options.accumulate
+                    scaler.scale(loss).backward()  # outside of autocast; averages what has gathered if it is the last
+                if not is_last:
+                    continue
+                # Clip what all have together, at its real size: after the exchange, so that all ranks clip alike, and
+                # after unscaling. What overflowed on one rank is infinite on all now, so all skip the same step.
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), max_norm=1.0)
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= scale:  # it becomes smaller after a step that was skipped
+                    rate.step()
+                optimizer.zero_grad()
+
+        if world.rank == 0:  # replicas are bitwise equal, so one rank can speak for all
+            with torch.no_grad():
+                right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
+            print(f"{world.size} ranks, {options.amp}: {right:.1%} of {len(test.digits):,} test images after {steps} steps")
+
+
+if __name__ == "__main__":
+    main()
