@@ -84,15 +84,24 @@ def parsed() -> argparse.Namespace:
     algorithms = ["torus2d", "ring", "halving_doubling", "gossip", "backup"]
     add("--algorithm", choices=algorithms, default="torus2d")
     add("--wire", choices=WIRES, default="fp32", help="what gradients, or weights, travel as")
-    add("--steps", type=int, default=1000)
+    add("--steps", type=int, default=500)
     add("--batch", type=int, default=16, help="pieces of text, per rank")
     add("--length", type=int, default=64, help="letters of a piece")
-    add("--width", type=int, default=128)
+    add("--width", type=int, default=96)
     add("--heads", type=int, default=4)
-    add("--layers", type=int, default=4)
+    add("--layers", type=int, default=3)
     add("--lr", type=float, default=2e-3)
     add("--write", type=int, default=300, help="letters, at the end")
     return parser.parse_args()
+
+
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
 
 
 def main() -> None:
@@ -105,13 +114,7 @@ def main() -> None:
     train, test = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
 
     with commrt.init() as world:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(world.local_rank)
-            device = torch.device("cuda", world.local_rank)
-        else:
-            torch.set_num_threads(1)  # ranks of one machine share its cores
-            device = torch.device("cpu")
-
+        device = device_of(world)
         torch.manual_seed(0)
         model = GPT(len(letters), options.length, options.width, options.heads, options.layers).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.95))
@@ -132,7 +135,7 @@ def main() -> None:
             if replica.step % 100 == 0 and world.rank == world.members[0]:
                 print(f"step {replica.step}: {loss.item():.2f}", flush=True)
 
-        replica.consolidate()  # gossip leaves replicas a little apart; else it changes nothing
+        replica.consolidate()  # gossip leaves replicas a little apart, and backup workers who was late behind
         if world.rank == world.members[0]:  # rank 0, unless it was lost on the way
             draw = torch.Generator().manual_seed(0)
             x, y = (part.to(device) for part in batch_of(test, 128, options.length, draw))

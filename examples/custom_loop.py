@@ -20,6 +20,15 @@ import commrt
 from commrt.cli.mnist import lenet, load
 
 
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
 def main() -> None:
     """Train, then say how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,13 +37,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with commrt.init() as world:  # left by an error, it tells the other ranks at once
-        if torch.cuda.is_available():
-            torch.cuda.set_device(world.local_rank)
-            device = torch.device("cuda", world.local_rank)
-        else:
-            torch.set_num_threads(1)  # ranks of one machine share its cores
-            device = torch.device("cpu")
-
+        device = device_of(world)
         train, test = load()
         data = TensorDataset(train.pixels, train.digits)
         sampler = DistributedSampler(data, world.size, world.rank)  # other images on each rank, as many on all

@@ -36,24 +36,21 @@ def swing(p: int) -> Schedule:
         raise ScheduleError(f"Swing pairs all ranks in each step, which {p} ranks cannot: take a power of two")
     rank = np.arange(p)
     ahead = [sum((-2) ** i for i in range(step + 1)) for step in range(p.bit_length() - 1)]  # 1, -1, 3, -5, 11, ...
-    partner = [np.where(rank % 2, rank - far, rank + far) % p for far in ahead]
-    mine = [rank[:, None]]  # mine[s][r]: the chunks that rank r still has to do with in step s; at last only its own
-    for other in reversed(partner):
-        mine.insert(0, np.hstack([mine[0], mine[0][other]]))  # it keeps the first half, and the partner the second
-    exchanges = list(zip(partner, mine[1:], strict=True))
+    exchanges = []  # (the partner [p], the chunks [p, n] that each rank keeps): half as many after each
+    kept = rank[:, None]  # after the last exchange, its own
+    for far in reversed(ahead):
+        partner = np.where(rank % 2, rank - far, rank + far) % p
+        exchanges.insert(0, (partner, kept))
+        kept = np.hstack([kept, kept[partner]])  # before it, also those that the partner goes on with
 
     def steps() -> Iterator[Step]:
-        for other, kept in exchanges:  # reduce-scatter: give the partner what it keeps
-            yield Step.of(*flat(rank[:, None], other[:, None], kept[other], kept[other] + 1), ADD)
-        for other, kept in reversed(exchanges):  # all-gather: the same way back
-            yield Step.of(*flat(rank[:, None], other[:, None], kept, kept + 1), COPY)
+        for partner, kept in exchanges:  # reduce-scatter: each gives the other what that one keeps
+            given = kept[partner]
+            yield Step.of(src=rank[:, None], dst=partner[:, None], lo=given, hi=given + 1, combine=ADD)
+        for partner, kept in reversed(exchanges):  # all-gather: the same way back
+            yield Step.of(src=rank[:, None], dst=partner[:, None], lo=kept, hi=kept + 1, combine=COPY)
 
     return Schedule("swing", p, p, steps)
-
-
-def flat(*columns: np.ndarray) -> list[np.ndarray]:
-    """One transfer per entry of `columns`, broadcast against each other."""
-    return [column.ravel() for column in np.broadcast_arrays(*columns)]
 
 
 @dataclass(frozen=True)
@@ -71,13 +68,22 @@ def look(cluster: Cluster, picture: str | None) -> None:
     for p in (2, 4, 8, 16, 64):
         cost = commrt.prove(swing(p), all_reduce(ranks=p, chunks=p)).traffic  # raises with a counter-example
         print(f"{p:2d} ranks: proven; {cost.steps} steps, {float(cost.bytes_per_rank):.2f} buffers sent per rank")
-    for nbytes in (1e4, 1e6, 1e8):
-        ways = {"ring": commrt.Ring(), "halving-doubling": commrt.HalvingDoubling(), "swing": Swing()}
-        prices = {name: Pricing(way.schedule(0, 64), cluster).price(nbytes).seconds for name, way in ways.items()}
-        told = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in prices.items())
-        print(f"64 ranks of {cluster.name}, {nbytes:.0e} bytes: {told}")
+    ways = {"ring": commrt.Ring(), "halving-doubling": commrt.HalvingDoubling(), "swing": Swing()}
+    for megabytes in (0.01, 1.0, 100.0):
+        prices = {name: Pricing(way.schedule(0, 64), cluster).price(1e6 * megabytes) for name, way in ways.items()}
+        told = ", ".join(f"{name} {1e3 * price.seconds:.3g} ms" for name, price in prices.items())
+        print(f"64 ranks of {cluster.name}, {megabytes:g} MB: {told}")
     if picture:
         draw_schedule(swing(8)).savefig(picture)
+
+
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
 
 
 def main() -> None:
@@ -89,12 +95,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with commrt.init() as world:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(world.local_rank)
-            device = torch.device("cuda", world.local_rank)
-        else:
-            torch.set_num_threads(1)  # ranks of one machine share its cores
-            device = torch.device("cpu")
+        device = device_of(world)
         if world.rank == 0:
             look(Cluster.named(options.cluster), options.draw)
 
