@@ -68,6 +68,7 @@ def look(cluster: Cluster, picture: str | None) -> None:
     for p in (2, 4, 8, 16, 64):
         cost = commrt.prove(swing(p), all_reduce(ranks=p, chunks=p)).traffic  # raises with a counter-example
         print(f"{p:2d} ranks: proven; {cost.steps} steps, {float(cost.bytes_per_rank):.2f} buffers sent per rank")
+    # Cluster files know nodes and racks, but not the wires of a ring or torus, for which Swing was made.
     ways = {"ring": commrt.Ring(), "halving-doubling": commrt.HalvingDoubling(), "swing": Swing()}
     for megabytes in (0.01, 1.0, 100.0):
         prices = {name: Pricing(way.schedule(0, 64), cluster).price(1e6 * megabytes) for name, way in ways.items()}
