@@ -83,13 +83,15 @@ class Step:
     def of(
         cls, src: ArrayLike, dst: ArrayLike, lo: ArrayLike, hi: ArrayLike, combine: Combine, weight: float = 0.5
     ) -> Step:
-        """Build a step from columns or scalars, which are broadcast against each other.
+        """Build a step from scalars or arrays of any shape, broadcast against each other: a transfer for each entry.
 
         >>> print(Step.of(src=[0, 1], dst=[1, 0], lo=0, hi=2, combine=ADD))
         add  0->1 [0:2)  1->0 [0:2)
+        >>> print(Step.of(src=0, dst=[[1], [2]], lo=[0, 3], hi=[1, 4], combine=COPY))
+        copy  0->1 [0:1)  0->1 [3:4)  0->2 [0:1)  0->2 [3:4)
         """
         wide = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
-        return cls.from_columns([np.atleast_1d(column) for column in wide])
+        return cls.from_columns([column.reshape(-1) for column in wide])
 
     @classmethod
     def from_columns(cls, columns: Sequence[NDArray[Any]]) -> Step:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GossipGraD on real images: ``torchrun --nproc-per-node 4 examples/gossip.py`` (or srun, mpirun, or one process).
+"""GossipGraD on real images: ranks exchange weights with one other at a time, and pass their images on.
+
+::
+
+    torchrun --nproc-per-node 4 examples/gossip.py    # or mpirun, srun, or one process
 
 Each rank has a shard of 4,000 MNIST images, sorted by class. In each step it exchanges weights with one partner,
 another one each time, and the batch that it used moves on to the next rank.
@@ -16,40 +20,47 @@ import commrt
 from commrt.cli.mnist import lenet, load
 
 
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
 def main() -> None:
     """Train, then say how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=10, help="over each rank's shard")
     parser.add_argument("--staleness", type=int, default=0, help="1: do not wait for a slow partner")
     options = parser.parse_args()
-    torch.set_num_threads(1)
 
-    world = commrt.init()
-    images, test = load()
-    by_class = images.digits.argsort(stable=True)[: len(images.digits) // world.size * world.size]
-    mine = by_class.view(world.size, -1)[world.rank]
+    with commrt.init() as world:
+        device = device_of(world)
+        train, test = load()
+        by_class = train.digits.argsort(stable=True)[: len(train.digits) // world.size * world.size]
+        mine = by_class.view(world.size, -1)[world.rank]
+        model = lenet(seed=0).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        replica = commrt.attach(model, optimizer, commrt.Gossip(staleness=options.staleness))
+        ring = commrt.RingShuffle((train.pixels[mine], train.digits[mine]), batch_size=16)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.passes * len(ring))
 
-    model = lenet(seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    replica = commrt.attach(model, optimizer, commrt.Gossip(staleness=options.staleness))
-    ring = commrt.RingShuffle((images.pixels[mine], images.digits[mine]), batch_size=16)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.passes * len(ring))
+        for _ in range(options.passes):
+            for pixels, digits in ring:
+                optimizer.zero_grad()
+                cross_entropy(model(pixels.to(device)), digits.to(device)).backward()
+                optimizer.step()  # weights leave here, and are back before each layer's next forward pass
+                decay.step()
 
-    for _ in range(options.passes):
-        for pixels, digits in ring:
-            optimizer.zero_grad()
-            cross_entropy(model(pixels), digits).backward()
-            optimizer.step()  # weights leave here, and are back before each layer's next forward pass
-            decay.step()
-
-    apart = replica.disagreement()
-    replica.consolidate()
-    with torch.no_grad():
-        right = (model(test.pixels).argmax(1) == test.digits).float().mean().item()
-    if world.rank == 0:
-        print(f"{world.size} ranks: {right:.1%} of 1,000 test images, replicas were apart by {apart:.1e}")
-    ring.drain()
-    world.close()
+        apart = replica.disagreement()
+        replica.consolidate()
+        ring.drain()
+        if world.rank == world.members[0]:  # rank 0, unless it was lost on the way
+            with torch.no_grad():
+                right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
+            print(f"{world.size} ranks: {right:.1%} of 1,000 test images, replicas were apart by {apart:.1e}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,99 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from programs import program
 
-from commrt.testing.processes import free_port
+from commrt.testing.processes import free_port, run_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def ran(name, options, ranks):
+    """How each rank ended."""
+    return run_processes(ranks, program, EXAMPLES / name, options.split(), limit_s=110)
+
+
+def said(name, options, ranks):
+    """What each rank printed, where all end well."""
+    outcomes = ran(name, options, ranks)
+    assert [outcome.error for outcome in outcomes] == [None] * ranks
+    return [outcome.value for outcome in outcomes]
+
+
+def percent(text):
+    """What share of the test images was right."""
+    return float(re.search(r"([0-9.]+)% of 1,000 test images", text)[1])
+
+
+@pytest.mark.processes
+def test_the_plain_loop_learns():
+    first, second = said("custom_loop.py", "--epochs 1", ranks=2)
+    assert percent(first) > 70
+    assert second == ""
+
+
+@pytest.mark.processes
+def test_half_precision_with_accumulation_learns_in_half_as_many_steps_as_passes():
+    first, _ = said("amp_accumulation.py", "--epochs 1 --images 1600 --accumulate 2 --amp fp16", ranks=2)
+    assert first.endswith("after 25 steps\n")
+    assert percent(first) > 60
+
+
+SINGLE_LETTERS = 3.25
+"""Nats per letter for who knows only how frequent each is."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("options", "ranks"), [("torus2d --wire bf16", 2), ("gossip", 2), ("backup", 3)])
+def test_the_language_model_comes_to_know_more_than_how_frequent_letters_are(options, ranks):
+    small = "--steps 60 --batch 8 --length 32 --width 64 --layers 2 --lr 5e-3 --write 5"
+    first, *others = said("char_gpt.py", f"--algorithm {options} {small}", ranks)
+    result, written = first.split("\n\n", maxsplit=1)
+    assert float(re.search(r"([0-9.]+) nats per letter", result)[1]) < SINGLE_LETTERS - 0.1
+    assert len(written) == len("5 new") + len("\n")
+    assert others == [""] * (ranks - 1)
+
+
+@pytest.mark.processes
+def test_a_schedule_of_ones_own_is_proven_priced_drawn_run_and_trained_with(tmp_path):
+    first, *_ = said("own_schedule.py", f"--steps 20 --draw {tmp_path / 'swing.svg'}", ranks=4)
+    assert re.findall(r"(\d+) ranks: proven; (\d+) steps", first) == [
+        ("2", "2"), ("4", "4"), ("8", "6"), ("16", "8"), ("64", "12"),
+    ]  # fmt: skip
+    assert len(re.findall(r"MB: ring [0-9.]+ ms, halving-doubling [0-9.]+ ms, swing [0-9.]+ ms", first)) == 3
+    assert "4 ranks: ran, and every element is the sum" in first
+    assert "replicas bitwise equal: True" in first
+    assert "</svg>" in (tmp_path / "swing.svg").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(330)  # three launches
+@pytest.mark.parametrize(("algorithm", "ranks"), [("torus2d", 2), ("gossip", 3)])
+def test_a_run_that_is_killed_and_resumed_ends_with_bitwise_the_weights_of_an_unbroken_one(algorithm, ranks, tmp_path):
+    def weights(folder, more):
+        options = f"--algorithm {algorithm} --steps 12 --folder {tmp_path / folder} {more}"
+        return ran("checkpoint_resume.py", options, ranks)
+
+    unbroken = [outcome.value for outcome in weights("never", "--every 100")]
+    killed = weights("some", "--every 5 --die-at 8")
+    assert killed[0].value is None
+    assert -signal.SIGKILL in {outcome.exit_code for outcome in killed}
+    resumed = [outcome.value for outcome in weights("some", "--every 5")]
+    assert resumed == [f"rank {rank}: goes on after step 5\n{value}" for rank, value in enumerate(unbroken)]
+    different = {value.split("weights ")[1] for value in unbroken}
+    assert len(different) == (ranks if algorithm == "gossip" else 1)
+
+
+@pytest.mark.processes
+def test_backup_workers_go_on_without_a_rank_that_is_killed():
+    outcomes = ran("backup_workers.py", "--steps 30 --seconds 0.05 --kill-rank 2 --at-step 10", ranks=3)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, -signal.SIGKILL]
+    first, second = outcomes[0].value, outcomes[1].value
+    counted = re.findall(r"^step \d+: ranks \((\d), (\d)\) counted, \((\d),\) did not$", first + second, re.MULTILINE)
+    assert counted
+    assert {*counted} <= {("0", "1", "2"), ("0", "2", "1"), ("1", "2", "0")}
+    assert "3 ranks, without rank 2:" in first
+    assert percent(first) > 30
 
 
 @pytest.mark.processes

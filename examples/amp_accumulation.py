@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision, accumulation, clipping and a learning rate schedule around averaged gradients, in the right order.
+
+::
+
+    torchrun --nproc-per-node 4 examples/amp_accumulation.py --accumulate 4    # or mpirun, srun, or one process
+
+bf16 on a CPU, fp16 with a ``GradScaler`` on a GPU; gradients travel in it, too. Trains a small CNN on MNIST images.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from math import ceil
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import commrt
+from commrt.cli.mnist import lenet, load
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def main() -> None:
+    """Train, then say how well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--images", type=int, default=4000, help="to train on")
+    parser.add_argument("--batch", type=int, default=16, help="images of a pass, per rank")
+    parser.add_argument("--accumulate", type=int, default=2, help="passes per step")
+    parser.add_argument("--amp", choices=DTYPES, default="fp16" if torch.cuda.is_available() else "bf16")
+    options = parser.parse_args()
+    dtype = DTYPES[options.amp]
+
+    with commrt.init() as world:
+        device = device_of(world)
+        train, test = load()
+        data = TensorDataset(train.pixels[: options.images], train.digits[: options.images])
+        sampler = DistributedSampler(data, world.size, world.rank)
+        loader = DataLoader(data, batch_size=options.batch, sampler=sampler)
+        steps = options.epochs * ceil(len(loader) / options.accumulate)
+        model = lenet(seed=0).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)  # bf16 has the range of fp32
+        replica = commrt.attach(model, optimizer, wire=dtype)
+
+        for epoch in range(options.epochs):
+            sampler.set_epoch(epoch)
+            for number, (pixels, digits) in enumerate(loader, start=1):
+                # All passes but the last of a step only add to the gradients of this rank: one exchange per step.
+                # All ranks have as many batches, so all come to the same answer here.
+                is_last = number % options.accumulate == 0 or number == len(loader)
+                with nullcontext() if is_last else replica.no_sync():
+                    with torch.autocast(device.type, dtype):
+                        loss = cross_entropy(model(pixels.to(device)), digits.to(device)) / options.accumulate
+                    scaler.scale(loss).backward()  # outside of autocast; averages what has gathered if it is the last
+                if not is_last:
+                    continue
+                # Clip what all have together, at its real size: after the exchange, so that all ranks clip alike, and
+                # after unscaling. What overflowed on one rank is infinite on all now, so all skip the same step.
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), max_norm=1.0)
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= scale:  # it becomes smaller after a step that was skipped
+                    rate.step()
+                optimizer.zero_grad()
+
+        if world.rank == 0:  # replicas are bitwise equal, so one rank can speak for all
+            with torch.no_grad():
+                right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
+            told = f"{right:.1%} of {len(test.digits):,} test images after {steps} steps"
+            print(f"{world.size} ranks, {options.amp}: {told}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small GPT that learns Python's own reference manual letter by letter, with any of the algorithms.
+
+::
+
+    torchrun --nproc-per-node 4 examples/char_gpt.py --algorithm gossip --wire bf16    # or mpirun, srun, or one process
+
+The text is that of ``help()``, 460 KB of English that comes with CPython. Says how well letters of a part that was not
+trained on are foretold (3.25 nats each for who knows only how frequent they are), then writes some text of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import commrt
+from commrt.algorithms.catalogue import by_name
+
+WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Block(nn.Module):
+    """Attention to what came before, then two linear layers; each is added to what goes past it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ask, self.answer = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width] to the same."""
+        parts = self.ask(self.first(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        heard = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.answer(heard.transpose(1, 2).flatten(-2))
+        return x + self.think(self.second(x))
+
+
+class GPT(nn.Module):
+    """Letters in, and for each place how likely each letter is to be the next one."""
+
+    def __init__(self, letters: int, length: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.length = length
+        self.letter, self.place = nn.Embedding(letters, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)), nn.LayerNorm(width))
+        self.head = nn.Linear(width, letters, bias=False)
+        self.head.weight = self.letter.weight  # tied: one gradient, which travels once
+        for embedding in (self.letter, self.place):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """[batch, length] to [batch, length, letters]."""
+        places = torch.arange(codes.shape[1], device=codes.device)
+        return self.head(self.blocks(self.letter(codes) + self.place(places)))
+
+    @torch.no_grad()
+    def write(self, codes: Tensor, count: int, draw: torch.Generator) -> Tensor:
+        """`codes` [length] with `count` letters more."""
+        for _ in range(count):
+            likely = self(codes[None, -self.length :])[0, -1].softmax(0).cpu()
+            codes = torch.cat([codes, torch.multinomial(likely, 1, generator=draw).to(codes.device)])
+        return codes
+
+
+def batch_of(text: Tensor, count: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Pieces [count, length] from anywhere in the text, and the same one letter further on."""
+    begin = torch.randint(len(text) - length, (count, 1), generator=draw)
+    pieces = text[begin + torch.arange(length + 1)]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    algorithms = ["torus2d", "ring", "halving_doubling", "gossip", "backup"]
+    add("--algorithm", choices=algorithms, default="torus2d")
+    add("--wire", choices=WIRES, default="fp32", help="what gradients, or weights, travel as")
+    add("--steps", type=int, default=500)
+    add("--batch", type=int, default=16, help="pieces of text, per rank")
+    add("--length", type=int, default=64, help="letters of a piece")
+    add("--width", type=int, default=96)
+    add("--heads", type=int, default=4)
+    add("--layers", type=int, default=3)
+    add("--lr", type=float, default=2e-3)
+    add("--write", type=int, default=300, help="letters, at the end")
+    return parser.parse_args()
+
+
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def main() -> None:
+    """Train, evaluate, write."""
+    options = parsed()
+    text = "\n".join(topics.values())
+    letters = sorted({*text})
+    number_of = {letter: number for number, letter in enumerate(letters)}
+    codes = torch.tensor([number_of[letter] for letter in text])
+    train, test = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
+
+    with commrt.init() as world:
+        device = device_of(world)
+        torch.manual_seed(0)
+        model = GPT(len(letters), options.length, options.width, options.heads, options.layers).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.95))
+        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+        replica = commrt.attach(
+            model, optimizer, by_name(options.algorithm), wire=WIRES[options.wire],
+            also=[rate],  # with backup workers, a rank that was late takes it along with the weights
+        )  # fmt: skip
+
+        draw = torch.Generator().manual_seed(world.rank)  # other pieces of text on each rank
+        while replica.step < options.steps:  # not the batches of this rank: backup workers may skip some
+            x, y = (part.to(device) for part in batch_of(train, options.batch, options.length, draw))
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            optimizer.step()
+            rate.step()
+            if replica.step % 100 == 0 and world.rank == world.members[0]:
+                print(f"step {replica.step}: {loss.item():.2f}", flush=True)
+
+        replica.consolidate()  # gossip leaves replicas a little apart, and backup workers who was late behind
+        if world.rank == world.members[0]:  # rank 0, unless it was lost on the way
+            draw = torch.Generator().manual_seed(0)
+            x, y = (part.to(device) for part in batch_of(test, 128, options.length, draw))
+            with torch.no_grad():
+                loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+            print(f"{world.size} ranks, {options.algorithm}: {loss.item():.2f} nats per letter of the test text\n")
+            written = model.write(x[0], options.write, draw)[len(x[0]) :]
+            print("".join(letters[code] for code in written.tolist()))
+
+
+if __name__ == "__main__":
+    main()

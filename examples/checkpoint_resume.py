@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints from which a killed run goes on, and ends with bitwise the weights of a run that nothing interrupted.
+
+::
+
+    torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run --die-at 50    # all are killed
+    torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run                # goes on after step 40
+
+Replicas that average gradients are equal: rank 0 saves the weights for all. Those that gossip are not, and to make them
+equal for each checkpoint would be another training: each rank saves its own. Random numbers are each rank's anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms.catalogue import by_name
+from commrt.cli.mnist import Images, lenet, load
+from commrt.state import fingerprint
+
+BATCH = 16
+
+
+class Checkpoints:
+    """A folder of them that all ranks can read; ``latest`` names the one that is whole."""
+
+    def __init__(self, folder: Path, world: commrt.World, *, each_its_own: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.latest, self.world = folder / "latest", world
+        self.writer = world.rank if each_its_own else 0
+
+    def path(self, step: int, what: str, rank: int) -> Path:
+        """One file of a checkpoint."""
+        return self.latest.with_name(f"step{step}-{what}-{rank}-of-{self.world.size}.pt")
+
+    def save(self, step: int, weights: dict[str, Any], own: dict[str, Any]) -> None:
+        """New files beside the old ones; then `latest` changes at once, so a kill at any time leaves a whole one.
+
+        To outlive a power cut as well, the files need ``os.fsync`` before that.
+        """
+        rank = self.world.rank
+        torch.save(own, self.path(step, "own", rank))
+        if rank == self.writer:
+            torch.save(weights, self.path(step, "weights", rank))
+        self.world.agree("saved", step=str(step))  # returns when all ranks have come here
+        if rank == 0 and not self.world.lost:  # gossip goes on without a rank, but its file would be missing
+            new = self.latest.with_suffix(".new")
+            new.write_text(str(step))
+            new.replace(self.latest)
+            self._drop_all_but(step)
+
+    def _drop_all_but(self, step: int) -> None:
+        for old in self.latest.parent.glob("step*.pt"):
+            if not old.name.startswith(f"step{step}-"):
+                old.unlink()
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """What `save` was given last, or None at the first start."""
+        found = self.latest.read_text() if self.latest.exists() else "none"
+        self.world.agree(f"{self.latest}, which all ranks must be able to read", found=found)
+        if found == "none":
+            return None
+        paths = self.path(int(found), "weights", self.writer), self.path(int(found), "own", self.world.rank)
+        weights, own = (torch.load(path, map_location="cpu", weights_only=True) for path in paths)
+        return weights, own
+
+
+def batch_of(train: Images, step: int, world: commrt.World) -> tuple[Tensor, Tensor]:
+    """This rank's part of the images of `step`. As it follows from the step, the order needs no saving."""
+    epoch, number = divmod(step, len(train.digits) // (BATCH * world.size))
+    order = torch.randperm(len(train.digits), generator=torch.Generator().manual_seed(epoch))
+    mine = order[number * BATCH * world.size :][world.rank : BATCH * world.size : world.size]
+    return train.pixels[mine], train.digits[mine]
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--algorithm", choices=["torus2d", "ring", "halving_doubling", "gossip"], default="torus2d")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=20, help="steps from one checkpoint to the next")
+    parser.add_argument("--die-at", type=int, help="all ranks are killed after this step")
+    return parser.parse_args()
+
+
+def device_of(world: commrt.World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks of one machine share its cores
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def main() -> None:
+    """Go on from where the latest checkpoint is, to the end."""
+    options = parsed()
+    with commrt.init() as world:
+        device = device_of(world)
+        # on a GPU, bitwise the same also needs torch.use_deterministic_algorithms(True)
+        dice = torch.cuda if device.type == "cuda" else torch.random
+
+        train, test = load()
+        model = nn.Sequential(nn.Dropout(0.1), lenet(seed=0)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+        replica = commrt.attach(model, optimizer, by_name(options.algorithm))
+        parts = {"model": model, "optimizer": optimizer, "rate": rate, "replica": replica}
+        torch.manual_seed(world.rank)  # other neurons drop out on each rank
+
+        checkpoints = Checkpoints(options.folder, world, each_its_own=options.algorithm == "gossip")
+        if (saved := checkpoints.load()) is not None:  # after attach, which makes all ranks equal
+            weights, own = saved
+            for name, part in parts.items():
+                part.load_state_dict(weights[name])
+            dice.set_rng_state(own["dice"])
+            print(f"rank {world.rank}: goes on after step {replica.step}", flush=True)
+
+        while replica.step < options.steps:
+            pixels, digits = batch_of(train, replica.step, world)
+            optimizer.zero_grad()
+            cross_entropy(model(pixels.to(device)), digits.to(device)).backward()
+            optimizer.step()
+            rate.step()
+            if replica.step % options.every == 0:
+                replica.drain()  # gossip may still be under way
+                world.wait()  # on a GPU, an exchange that failed is known only now: do not save what came of it
+                weights = {name: part.state_dict() for name, part in parts.items()}
+                checkpoints.save(replica.step, weights, {"dice": dice.get_rng_state()})
+            if replica.step == options.die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        replica.drain()
+        mark = fingerprint(model)[:16]
+        model.eval()
+        with torch.no_grad():
+            right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
+        print(f"rank {world.rank}: {right:.1%} of {len(test.digits):,} test images, weights {mark}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
