@@ -364,11 +364,17 @@ def _leave_out(why: str, options: Mapping[str, object]) -> None:
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """Say what is installed, what would break, and what to do about it."""
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Start no processes to exchange something.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, what would break or hurt, and what to do about it; ends with 1 if something would break.
+
+    Two processes exchange something here, for 4 seconds at most.
+    """
     from commrt.cli import doctor as command  # noqa: PLC0415  # commands are imported when called
 
-    if not command.run(as_json):
+    if not command.run(as_json, quick):
         raise typer.Exit(1)
 
 
