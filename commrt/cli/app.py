@@ -164,6 +164,10 @@ def train(
     trace: Annotated[
         str | None, typer.Option(help="Write what each worker did when to this file, for ui.perfetto.dev.")
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Write a page about the run and those it is compared with, DIR/report.html."),
+    ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -189,7 +193,7 @@ def train(
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
         algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
-        1 if backups is None else backups, recipe.value,
+        1 if backups is None else backups, recipe.value, report,
     )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 
