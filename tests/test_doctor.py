@@ -7,18 +7,21 @@ import json
 import os
 import re
 import resource
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from invoking import invoke
 from typer.testing import CliRunner
 
-from commrt.cli import exchange, host, libraries
+from commrt.cli import exchange, fitting, host, libraries
 from commrt.cli.app import app
 from commrt.cli.devices import gpus
+from commrt.cli.doctor import examine
 from commrt.cli.findings import Finding, guarded
 from commrt.cli.fitting import AT_LEAST, Installed, fits, installed, packages
 from commrt.cli.libraries import mapped, names_in
@@ -117,6 +120,7 @@ def test_the_tables_say_what_the_project_asks_for():
 
 def test_what_is_here_is_found():
     found = installed()
+    assert found.cuda == torch.version.cuda
     assert found.versions["torch"] == metadata.version("torch")
     assert "cupy" not in found.versions  # it is there as a wheel of another name
 
@@ -381,6 +385,22 @@ def test_what_a_check_raises_is_a_finding():
     first, second = guarded("second", check)
     assert first.verdict == "ok"
     assert (second.verdict, second.detail) == ("problem", "ValueError: unexpected")
+
+
+def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setenv("COMMRT_TRANPORT", "gloo")
+    found = [*examine()]
+    assert [each.name for each in found if "cannot be imported" in each.detail] == ["torch"]
+    assert found[-1].name == "COMMRT_TRANPORT"
+    assert "exchange" not in {each.name for each in found}
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text("__version__ = '2.14.1+cu130'\ncuda: Optional[str] = '13.0'\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(fitting, "find_spec", lambda _: spec)
+    assert fitting._cuda_of_torch() == "13.0"
 
 
 def test_doctor_ends_with_1_and_tells_all_as_json(monkeypatch):

@@ -115,13 +115,27 @@ def with_backups():
     return a_run("backup", record, lost=(0,), late={1: 2, 2: 0, 3: 2}, saved_seconds=1.5)
 
 
+def succeeded():
+    """Another process takes rank 2's place at step 4."""
+    run = with_backups()
+    late = run.record.histories[1]
+    record = replace(run.record, histories=(History(2, late.turns[4:], late.shares[4:]),))
+    return Run(run.job, replace(run.result, lost=(), record=record))
+
+
 def with_ddp():
     shares = [Share(step, tuple(range(RANKS)), (), True, 0.003, None, None) for step in range(STEPS)]
     histories = tuple(History(rank, noted(rank).turns, shares) for rank in range(RANKS))
     return a_run("ddp", Record("shared", histories, events(range(RANKS))), bytes_sent_per_step=None, comm_seconds=None)
 
 
-RUNS = {"torus2d": synchronous, "gossip": gossiping, "backup": with_backups, "ddp": with_ddp}
+RUNS = {
+    "torus2d": synchronous,
+    "gossip": gossiping,
+    "backup": with_backups,
+    "succession": succeeded,
+    "ddp": with_ddp,
+}
 FACTS = [("command", "commrt train '<script>alert(1)</script>' \"&\""), ("torch", "2.13.0")]
 
 
@@ -181,6 +195,7 @@ def test_what_comes_from_outside_is_text(of_all):
         ("backup", "rank 0 - - - - - - -"),
         ("backup", "Rank 0: step 1 was the last in which it counted"),
         ("backup", "torus 3x1: 3 ranks"),
+        ("succession", "Rank 2 was lost; another process took its place, and began with step 4"),
         ("ddp", "there is no schedule to show"),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,8 +45,13 @@ def examine(quick: bool = False) -> Iterator[Finding]:
     """Look at everything. Processes are forked before a driver or NCCL is loaded, which would not survive that."""
     yield Finding("python", "ok", platform.python_version())
     yield from guarded("versions", _versions)
-    for name, check in (("launcher", _launcher), ("deadline", _deadline), ("transport", _transport)):
+    for name, check in (("launcher", _launcher), ("deadline", _deadline)):
         yield from guarded(name, check)
+    if broken := _why_not_torch():
+        yield broken
+        yield from guarded("variables", _variables)
+        return
+    yield from guarded("transport", _transport)
     yield from guarded("host", _host)
     if not quick:
         yield from guarded("exchange", _exchange)
@@ -60,6 +66,16 @@ def _versions() -> Iterator[Finding]:
     found = fitting.installed()
     yield from fitting.packages(found)
     yield from guarded("versions", partial(fitting.fits, found))
+
+
+def _why_not_torch() -> Finding | None:
+    """Without it nothing else can be looked at."""
+    try:
+        import_module("torch")
+    except Exception as error:  # a library that it needs, or one for another machine
+        detail = f"cannot be imported: {type(error).__name__}: {error}"
+        return Finding("torch", "problem", detail, "Install it anew: pip install --force-reinstall torch.")
+    return None
 
 
 def _launcher() -> Iterator[Finding]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from commrt.cli.findings import Finding, Verdict
@@ -82,7 +84,7 @@ class Installed(NamedTuple):
 
 
 def installed() -> Installed:
-    """What `importlib.metadata` knows of the packages that matter here; imports torch."""
+    """What `importlib.metadata` knows of the packages that matter here; imports none of them."""
     versions, requirements = dict[str, str](), dict[str, Sequence[str]]()
     for name in SHOWN:
         try:
@@ -93,12 +95,18 @@ def installed() -> Installed:
                 versions[name] = SOURCE
     if find_spec("cupy") is not None and not versions.keys() & {*CUPY}:
         versions["cupy"] = SOURCE
-    if find_spec("torch") is None:
-        versions.pop("torch", None)
-        return Installed(versions, requirements, None)
-    import torch  # noqa: PLC0415  # seconds
+    return Installed(versions, requirements, _cuda_of_torch())
 
-    return Installed(versions, requirements, torch.version.cuda)
+
+def _cuda_of_torch() -> str | None:
+    """As its version.py has it: an import may be what fails."""
+    spec = find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with suppress(OSError):
+            text = Path(folder, "version.py").read_text(encoding="utf-8")
+            if cuda := re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.MULTILINE):
+                return cuda[1]
+    return None
 
 
 def packages(found: Installed) -> Iterator[Finding]:

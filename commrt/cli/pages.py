@@ -192,9 +192,16 @@ def _span(nbytes: Sequence[int]) -> str:
 
 
 def _lost(run: Run) -> Content:
-    if not run.result.lost:
-        return []
-    return tag("div", tag("h3", "Workers lost"), tag("ul", [tag("li", said) for said in _departures(run)]))
+    said = [*_departures(run), *_successions(run)]
+    return tag("div", tag("h3", "Workers lost"), tag("ul", [tag("li", each) for each in said])) if said else []
+
+
+def _successions(run: Run) -> Iterator[str]:
+    """Who began later than the run did: one that took a lost rank's place."""
+    for history in run.record.histories:
+        if history.turns and history.turns[0].step > 0:
+            step = history.turns[0].step
+            yield f"Rank {history.rank} was lost; another process took its place, and began with step {step}"
 
 
 def _departures(run: Run) -> Iterator[str]:
