@@ -19,6 +19,7 @@ from commrt.launch import chosen_transport
 from commrt.opening import init
 from commrt.proof import prove
 from commrt.schedule import Schedule
+from commrt.transport.meeting import host_identity
 from commrt.world import World
 
 __all__ = ["Exchanged", "exchange", "measure"]
@@ -48,7 +49,7 @@ def exchange() -> Iterator[Finding]:
     """Let two forked processes exchange over what ``init()`` would choose, whatever launched this one."""
     schedule = ring.all_reduce(RANKS)
     prove(schedule, all_reduce(RANKS, schedule.chunks))
-    asked = chosen_transport() or "shared"
+    asked = chosen_transport() or ("gloo" if host_identity() is None else "shared")
     try:
         first, *others = run_workers(RANKS, lambda: measure(schedule), limit_s=LIMIT_S).values()
     except (UsageError, DisagreementError) as error:

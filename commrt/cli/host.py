@@ -36,7 +36,7 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding("shared memory", "absent", detail)
         return
     try:
-        Arena().allocate(1 << 20, torch.uint8).fill_(1)
+        Arena().allocate(1 << 12, torch.uint8).fill_(1)  # so few that torch starts no threads: a fork may follow
     except (OSError, ValueError, RuntimeError) as error:
         detail = f"a segment of {SEGMENT_NBYTES >> 20} MiB cannot be made: {error}"
         yield Finding(
