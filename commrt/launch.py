@@ -21,6 +21,7 @@ from commrt.errors import UsageError
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "VARIABLES",
     "Launch",
     "announce",
     "chosen_transport",
@@ -40,6 +41,8 @@ LONGEST_TIMEOUT_S = 2e6
 """Sockets count milliseconds in 32 bits."""
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = ("shared", "gloo")
+VARIABLES = ("COMMRT_NVTX", "COMMRT_TIMEOUT_S", "COMMRT_TRANSPORT")
+"""All that are commrt's own."""
 
 
 @dataclass(frozen=True, slots=True)

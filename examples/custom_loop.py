@@ -57,8 +57,8 @@ def main() -> None:
         mine = slice(world.rank, None, world.size)
         with torch.no_grad():
             guesses = model(test.pixels[mine].to(device)).argmax(dim=1).cpu()
-        right = (guesses == test.digits[mine]).sum().view(1)
-        world.run(commrt.Ring().schedule(0, world.size), right)  # the sum over all ranks, in place
+        right = (guesses == test.digits[mine]).sum()
+        world.all_reduce(right, "sum")  # over all ranks, in place
         if world.rank == 0:
             print(f"{world.size} ranks: {right.item() / len(test.digits):.1%} of {len(test.digits):,} test images")
 

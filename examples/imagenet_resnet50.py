@@ -201,9 +201,8 @@ class Training:
 
     def _sum(self, values: Tensor) -> Tensor:
         """Of all ranks that are left."""
-        flat, members = values.flatten().contiguous(), self.world.members
-        self.world.run(commrt.HalvingDoubling().schedule(0, len(members)).over(members, self.world.size), flat)
-        return flat.view(values.shape)
+        self.world.all_reduce(values, "sum", algorithm=commrt.HalvingDoubling())
+        return values
 
     def _mine(self) -> Iterator[tuple[Tensor, Tensor]]:
         members = list(self.world.members)

@@ -259,6 +259,7 @@ def test_verify_needs_no_torch():
     assert result.stdout.endswith("False\n")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     record = json.loads(invoke("doctor", "--json").stdout)
     assert record["ok"]
@@ -275,6 +276,7 @@ def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     assert "COMMRT_TIMEOUT_S" in result.output
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
 def test_doctor_finds_half_of_a_launch(half, monkeypatch):
     monkeypatch.setenv(half, "3")

@@ -46,6 +46,13 @@ def test_the_plain_loop_learns():
 
 
 @pytest.mark.processes
+def test_ddp_is_kept_and_learns():
+    first, _ = said("keep_ddp.py", "--passes 1 --algorithm halving_doubling --bf16", ranks=2)
+    assert first.startswith("2 ranks, 125 steps: ")
+    assert percent(first) > 80
+
+
+@pytest.mark.processes
 def test_half_precision_with_accumulation_learns_in_half_as_many_steps_as_passes():
     first, _ = said("amp_accumulation.py", "--epochs 1 --images 1600 --accumulate 2 --amp fp16", ranks=2)
     assert first.endswith("after 25 steps\n")

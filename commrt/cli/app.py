@@ -164,6 +164,10 @@ def train(
     trace: Annotated[
         str | None, typer.Option(help="Write what each worker did when to this file, for ui.perfetto.dev.")
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Write a page about the run and those it is compared with, DIR/report.html."),
+    ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -189,7 +193,7 @@ def train(
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
         algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
-        1 if backups is None else backups, recipe.value,
+        1 if backups is None else backups, recipe.value, report,
     )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 
@@ -364,11 +368,17 @@ def _leave_out(why: str, options: Mapping[str, object]) -> None:
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """Say what is installed, what would break, and what to do about it."""
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Start no processes to exchange something.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, what would break or hurt, and what to do about it; ends with 1 if something would break.
+
+    Two processes exchange something here, for 4 seconds at most.
+    """
     from commrt.cli import doctor as command  # noqa: PLC0415  # commands are imported when called
 
-    if not command.run(as_json):
+    if not command.run(as_json, quick):
         raise typer.Exit(1)
 
 

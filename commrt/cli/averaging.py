@@ -8,12 +8,14 @@ from time import perf_counter
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from commrt.autograd import on_gradient
 from commrt.replica import Replica
+from commrt.report import StepReport
 
 __all__ = ["Attached", "Averaging", "Cost", "Wrapped"]
 
@@ -62,6 +64,10 @@ class Averaging(Protocol):
         """Totals so far."""
         ...
 
+    def last(self) -> StepReport | None:
+        """What the latest step was, once it is known."""
+        ...
+
     def finish(self) -> float:
         """Make all replicas equal; how far apart they were. Collective."""
         ...
@@ -96,6 +102,10 @@ class Attached:
             stats.nbytes_sent,
         )
 
+    def last(self) -> StepReport | None:
+        """See `Averaging`."""
+        return self._replica.last
+
     def finish(self) -> float:
         """See `Averaging`."""
         apart = self._replica.disagreement()
@@ -108,9 +118,11 @@ class Wrapped:
 
     def __init__(self, model: nn.Module, bucket_cap_mb: float, wire: torch.dtype | None) -> None:
         self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+        self._members = tuple(range(dist.get_world_size()))
         if wire is not None:  # DDP refuses the bf16 hook on CPUs by its name, though Gloo has learnt it since
             self.model.register_comm_hook(None, lambda group, bucket: HOOKS[wire](group, bucket))  # noqa: PLW0108
         self.step = 0
+        self._last: StepReport | None = None
         self._last_gradient_s = 0.0
         self._exposed_s = 0.0
         for param in model.parameters():
@@ -122,12 +134,18 @@ class Wrapped:
     def backward(self, loss: Tensor) -> None:
         """See `Averaging`."""
         torch.autograd.backward(loss)
-        self._exposed_s += perf_counter() - self._last_gradient_s
+        exposed_s = perf_counter() - self._last_gradient_s
+        self._exposed_s += exposed_s
+        self._last = StepReport(self.step, self._members, exposed_s, ())
         self.step += 1
 
     def cost(self) -> Cost:
         """See `Averaging`."""
         return Cost(self._exposed_s)
+
+    def last(self) -> StepReport | None:
+        """See `Averaging`."""
+        return self._last
 
     def finish(self) -> float:
         """See `Averaging`: they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["run"]
+__all__ = ["draw_typical", "run"]
 
 COLOURS = {
     "forward": "#9ecae1",
@@ -55,6 +55,12 @@ def run(file: str, step: int | None, out: str) -> None:
     save(_draw(spans, _typical([*windows.values()]) if step is None else windows[step], Path(file).name), out)
 
 
+def draw_typical(spans: Sequence[Span], name: str) -> Figure | None:
+    """A step that took as long as most; None if there is none. Raises `UsageError` for too many ranks."""
+    windows = _windows(spans)
+    return _draw(spans, _typical(windows), name) if windows else None
+
+
 def _windows(spans: Sequence[Span]) -> list[Window]:
     """Each step from where the first rank had ended the one before to where the last has ended it."""
     optimized: defaultdict[int, list[float]] = defaultdict(list)
@@ -65,6 +71,10 @@ def _windows(spans: Sequence[Span]) -> list[Window]:
     for span in spans:
         if span.name == "wait" and span.step is not None:
             ends[span.step].append(_first_after(span.end_ms, optimized[span.rank]))
+    if not ends:  # gossip and DDP wait for no step of a number: each rank's are counted
+        for its_ends_ms in optimized.values():
+            for step, end_ms in enumerate(its_ends_ms):
+                ends[step].append(end_ms)
     return [Window(step, min(ends[before]), max(ends[step])) for before, step in pairwise(sorted(ends))]
 
 
@@ -97,7 +107,8 @@ def _draw(spans: Sequence[Span], window: Window, name: str) -> Figure:
     axes.set_title(f"{name}, step {window.step}: {window.end_ms - window.begin_ms:.2f} ms", fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(handles=_handles(), loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
+    handles = _handles({span.name for span in shown})
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
     return figure
 
 
@@ -109,8 +120,9 @@ def _draw_bars(axes: Axes, top: float, bars: Sequence[Span], window: Window) -> 
         axes.broken_barh(spans, place, color=COLOURS[kind], ec="w", lw=0.2, clip_on=True)
 
 
-def _handles() -> list[Any]:
+def _handles(kinds: Collection[str]) -> list[Any]:
+    """Of the colours that are there."""
     from matplotlib.patches import Patch  # noqa: PLC0415  # heavy, and an extra
 
     words = {"bucket": "pack, unpack", "wait": "not hidden"}
-    return [Patch(color=colour, label=words.get(kind, kind)) for kind, colour in COLOURS.items()]
+    return [Patch(color=colour, label=words.get(kind, kind)) for kind, colour in COLOURS.items() if kind in kinds]

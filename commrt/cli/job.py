@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from math import inf
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, by_name
 from commrt.attaching import attach
 from commrt.cli.averaging import Attached, Averaging, Cost, Wrapped
+from commrt.cli.history import Notes, Record, gathered, noted
 from commrt.cli.inject import Fault, Injection, Kill, check
 from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.recipes import PLAIN, RECIPES, Feed, batches, images_after, require_fit, steps
@@ -67,6 +68,8 @@ class Job:
     """For backup: how many of the workers need not be waited for."""
     recipe: str = PLAIN
     """One of `RECIPES`."""
+    report: str | None = None
+    """Folder for a page about the run."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for what cannot work, before any process starts."""
@@ -152,6 +155,14 @@ class Result:
     """By rank, gradients that came too late and were dropped."""
     saved_seconds: float
     """How long all would have waited for these, added up; where two were late in a step they count twice."""
+    record: Record | None = field(default=None, repr=False, compare=False)
+    """For a report: what each step was; with the first rank that is left."""
+
+    def facts(self) -> dict[str, Any]:
+        """All but the record, for JSON."""
+        known = asdict(replace(self, record=None))
+        known.pop("record")
+        return known
 
 
 class _Stretch(NamedTuple):
@@ -181,10 +192,15 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
         rate = recipe.rate(optimizer, batches, job.epochs)
         averaging = _averaging(job, world, model, optimizer, rate)
         begin, begin_s = averaging.step, perf_counter()
-        with traced(world, job.trace):
-            _train(replace(job, inject=faults), Feed(data[0], batches), world, averaging, optimizer, rate, progress)
+        with traced(world, job.trace), noted(world, wanted=job.report is not None) as notes:
+            loop = _Loop(world, averaging, optimizer, rate, progress, notes)
+            loop.train(replace(job, inject=faults), Feed(data[0], batches))
             stretch = _Stretch(begin, job.steps(world.size), perf_counter() - begin_s)
-        return _result(job, data[1], world, averaging, model, stretch)
+        result = _result(job, data[1], world, averaging, model, stretch)
+        if notes is None:
+            return result
+        notes.share(averaging.last())  # gossip's last step has been mixed since
+        return replace(result, record=gathered(world, notes))
 
 
 @contextmanager
@@ -207,30 +223,38 @@ def _averaging(job: Job, world: World, model: nn.Module, optimizer: Optimizer, r
     return Attached(replica)
 
 
-def _train(
-    job: Job,
-    feed: Feed,
-    world: World,
-    averaging: Averaging,
-    optimizer: Optimizer,
-    rate: LRScheduler | Rate,
-    progress: Progress,
-) -> None:
-    injected = Injection(job.inject, job.seed, world.rank)
-    end, smoothing = job.steps(world.size), RECIPES[job.recipe].smoothing
-    while averaging.step < end:
-        pixels, digits = feed.batch(averaging.step)
-        injected.begin_step()
-        optimizer.zero_grad()
-        with within_range(world.recorder, "forward"):
-            loss = cross_entropy(averaging.model(pixels), digits, label_smoothing=smoothing)
-        injected.compute()
-        with within_range(world.recorder, "backward"):
-            averaging.backward(loss)
-        with within_range(world.recorder, "optimizer"):
-            optimizer.step()
-        rate.step()
-        progress(averaging.step, loss.item(), averaging.cost())
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """What trains."""
+
+    world: World
+    averaging: Averaging
+    optimizer: Optimizer
+    rate: LRScheduler | Rate
+    progress: Progress
+    notes: Notes | None
+
+    def train(self, job: Job, feed: Feed) -> None:
+        """All steps of `job`."""
+        world, averaging = self.world, self.averaging
+        injected = Injection(job.inject, job.seed, world.rank)
+        end, smoothing = job.steps(world.size), RECIPES[job.recipe].smoothing
+        while (step := averaging.step) < end:
+            pixels, digits = feed.batch(step)
+            injected.begin_step()
+            self.optimizer.zero_grad()
+            with within_range(world.recorder, "forward"):
+                outputs = averaging.model(pixels)
+                loss = cross_entropy(outputs, digits, label_smoothing=smoothing)
+            injected.compute()
+            with within_range(world.recorder, "backward"):
+                averaging.backward(loss)
+            with within_range(world.recorder, "optimizer"):
+                self.optimizer.step()
+            self.rate.step()
+            self.progress(averaging.step, loss.item(), averaging.cost())
+            if self.notes is not None:
+                self.notes.take(step, loss.item(), outputs, digits, averaging.last())
 
 
 def _result(job: Job, test: Images, world: World, averaging: Averaging, model: nn.Module, stretch: _Stretch) -> Result:

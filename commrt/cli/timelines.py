@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commrt.errors import UsageError
 
-__all__ = ["WARM_STEPS", "Span", "computing_s", "read"]
+__all__ = ["WARM_STEPS", "Span", "computing_s", "read", "spans_of"]
 
 WARM_STEPS = 3
 """At the begin, when programs are made."""
@@ -34,9 +34,14 @@ def read(file: str) -> list[Span]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from error
     try:
-        return [_span(event) for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+        return spans_of(json.loads(text)["traceEvents"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file} is no timeline of commrt train --trace: {error!r}") from error
+
+
+def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
+    """The ranges among `events`, of Chrome's format; KeyError or TypeError for something else."""
+    return [_span(event) for event in events if event["ph"] == "X"]
 
 
 def _span(event: dict[str, Any]) -> Span:

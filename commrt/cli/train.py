@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -20,28 +21,13 @@ from commrt.cli import job as running
 from commrt.cli.averaging import Cost
 from commrt.cli.job import Job, Result, work
 from commrt.cli.mnist import load, require_images
-from commrt.cli.recipes import PLAIN
+from commrt.cli.reporting import facts, prepare, write
+from commrt.cli.results import rows, title
 from commrt.cli.workers import run_workers
+from commrt.errors import CommrtError
 from commrt.launch import chosen_transport, launched
 
 __all__ = ["run"]
-
-ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
-    ("test accuracy", lambda r: f"{r.test_accuracy:.1%}"),
-    ("images/s", lambda r: f"{r.images_per_second:,.0f}"),
-    ("step time", lambda r: f"{r.step_seconds * 1e3:.2f} ms"),
-    ("communication not hidden", lambda r: f"{r.exposed_comm_seconds * 1e3:.2f} ms"),
-    ("communication in all", lambda r: "-" if r.comm_seconds is None else f"{r.comm_seconds * 1e3:.2f} ms"),
-    ("sent per rank and step", lambda r: "-" if r.bytes_sent_per_step is None else f"{r.bytes_sent_per_step:,} B"),
-    ("replicas apart by", lambda r: f"{r.disagreement:.2g}"),
-    ("replicas bitwise equal", lambda r: "yes" if r.replicas_equal else "NO"),
-)
-LATE_ROW: tuple[str, Callable[[Result], str]] = (
-    "gradients too late",
-    lambda r: ", ".join(f"rank {rank}: {late}" for rank, late in r.late.items() if late) or "none",
-)
-SAVED_ROW: tuple[str, Callable[[Result], str]] = ("not waited for them", lambda r: f"{r.saved_seconds:.1f} s")
-LOST_ROW: tuple[str, Callable[[Result], str]] = ("workers lost", lambda r: ", ".join(map(str, r.lost)) or "none")
 
 
 def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
@@ -52,10 +38,14 @@ def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
         each.check(launch.size if launch else workers)
     chosen_transport()
     require_images()
+    is_first = launch is None or launch.rank == 0
+    path = prepare(job.report) if job.report is not None and is_first else None
     with _quiet_when_stopped():
         results = _work_through(jobs) if launch else _start(jobs, workers)
-    if launch is None or launch.rank == 0:
+    if is_first:
         _report(results, as_json)
+    if path is not None:
+        _write_page(path, jobs, results)
 
 
 @contextmanager
@@ -101,7 +91,8 @@ def _run_by_workers(job: Job, workers: int) -> Result:
     finally:
         Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
     first = results[min(results)]
-    return replace(first, lost=tuple(sorted({*range(workers)} - results.keys() | {*first.lost})))
+    record = next((result.record for result in results.values() if result.record), None)
+    return replace(first, record=record, lost=tuple(sorted({*range(workers)} - results.keys() | {*first.lost})))
 
 
 @contextmanager
@@ -121,19 +112,29 @@ def _bar(job: Job, shown: bool) -> Iterator[running.Progress]:
 
 def _report(results: Sequence[Result], as_json: bool) -> None:
     if as_json:
-        first, *others = (asdict(result) for result in results)
+        first, *others = (result.facts() for result in results)
         print(json.dumps(first | {"compared": others}))
         return
-    workers = results[0].workers
-    recipe = f", recipe {results[0].recipe}" if results[0].recipe != PLAIN else ""
-    title = f"{workers} worker{'s' * (workers > 1)}, {results[0].steps} steps, {results[0].wire} wire{recipe}"
-    table = Table(title=title)
+    table = Table(title=title(results))
     table.add_column("")
     for result in results:
         table.add_column(result.algorithm, justify="right")
-    rows = [*ROWS]
-    rows += [LATE_ROW, SAVED_ROW] if any(any(result.late.values()) for result in results) else []
-    rows += [LOST_ROW] if any(result.lost for result in results) else []
-    for title, cell in rows:
-        table.add_row(title, *(cell(result) for result in results))
+    for row in rows(results):
+        table.add_row(*row)
     Console().print(table)
+
+
+def _write_page(path: Path, jobs: Sequence[Job], results: Sequence[Result]) -> None:
+    """After the table: whatever goes wrong here, that has been said. Raises `CommrtError`."""
+    from commrt.cli.pages import Run, page  # noqa: PLC0415  # pictures take a second to import
+
+    transports = [result.record.transport for result in results if result.record]
+    try:
+        runs = [Run(job, result) for job, result in zip(jobs, results, strict=True)]
+        text = page(runs, [*facts(sys.argv, transports)])
+    except Exception as error:
+        raise CommrtError(
+            f"the run is over, but its page could not be made: {type(error).__name__}: {error}"
+        ) from error
+    write(path, text)
+    Console(stderr=True).print(f"report: {path}", highlight=False, soft_wrap=True)

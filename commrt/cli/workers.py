@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -52,14 +53,18 @@ class _Worker(NamedTuple):
 
 
 def run_workers(
-    workers: int, body: Callable[[], T], may_lose: int = 0, successors: Mapping[int, float] = MappingProxyType({})
+    workers: int,
+    body: Callable[[], T],
+    may_lose: int = 0,
+    successors: Mapping[int, float] = MappingProxyType({}),
+    limit_s: float | None = None,
 ) -> dict[int, T]:
     """What `body` returned in each of so many processes, by rank; `may_lose` of them may be killed, and are left out.
 
     The place of each of the `successors` that is killed is taken by another process, so many seconds later. All find
     torchrun's variables set. Raises `CommrtError` for the first that failed, of the kind that it raised if that was bad
-    input, and `KeyboardInterrupt` for a signal that ends this process, with that signal; then all others are ended. For
-    the main thread.
+    input, or if all have not ended within `limit_s`, and `KeyboardInterrupt` for a signal that ends this process, with
+    that signal; then all others are ended. For the main thread.
     """
     crew: list[_Worker] = []
     store: Store | None = None
@@ -69,7 +74,7 @@ def run_workers(
                 crew.extend(_begin(rank, workers, listener, body) for rank in [*range(workers), *successors])
             store = hold(listener)  # not before, as it has threads
             after_s = {worker: successors[worker.rank] for worker in crew[workers:]}
-            return _Watch(crew[:workers], after_s, may_lose).values()
+            return _Watch(crew[:workers], after_s, may_lose, limit_s).values()
     finally:
         for worker in crew:
             worker.process.kill()  # also one that is stopped
@@ -162,8 +167,12 @@ def _end_with(parent: int) -> None:
 class _Watch:
     """Over workers that are told to begin now, and those that take a dead one's place so many seconds after it died."""
 
-    def __init__(self, crew: Sequence[_Worker], after_s: Mapping[_Worker, float], may_lose: int) -> None:
+    def __init__(
+        self, crew: Sequence[_Worker], after_s: Mapping[_Worker, float], may_lose: int, limit_s: float | None = None
+    ) -> None:
         self._size, self._may_lose = len(crew), may_lose
+        self._limit_s = inf if limit_s is None else limit_s
+        self._deadline = monotonic() + self._limit_s
         self._waiting = {worker.rank: (worker, seconds) for worker, seconds in after_s.items()}
         self._due: list[tuple[float, _Worker]] = []
         self._ends: _Ends[Any] = _Ends()
@@ -177,6 +186,8 @@ class _Watch:
         ends, crew = self._ends, [*self._first.values()]
         while (self._first or self._later) and len(ends.deaths) <= self._may_lose:
             ready = wait([*self._first, *self._later], self._patience_s())
+            if monotonic() >= self._deadline and not ready and not ends.failures:
+                raise self._unended()
             if not ready and (ends.failures or not self._first):
                 break
             for pipe in ready:
@@ -197,7 +208,12 @@ class _Watch:
             return CAUSE_S
         if not self._first:  # all others have ended
             return EXIT_S
-        return max(min(when for when, _ in self._due) - monotonic(), 0.0) if self._due else None
+        when = min([self._deadline, *(when for when, _ in self._due)])
+        return None if when == inf else max(when - monotonic(), 0.0)
+
+    def _unended(self) -> CommrtError:
+        silent = sorted(worker.rank for worker in (*self._first.values(), *self._later.values()))
+        return CommrtError(f"workers {silent} had not ended after {self._limit_s:g} s, and were killed")
 
     def _hear(self, pipe: Connection) -> None:
         worker = self._first.pop(pipe, None)

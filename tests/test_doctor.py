@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt doctor``: each thing that it would say, and that what it looks at cannot end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from invoking import invoke
+from typer.testing import CliRunner
+
+from commrt.cli import exchange, fitting, host, libraries
+from commrt.cli.app import app
+from commrt.cli.devices import gpus
+from commrt.cli.doctor import examine
+from commrt.cli.findings import Finding, guarded
+from commrt.cli.fitting import AT_LEAST, Installed, fits, installed, packages
+from commrt.cli.libraries import mapped, names_in
+from commrt.cli.variables import HARMS, Surroundings, harmful, misspelt
+from commrt.cli.workers import run_workers
+from commrt.errors import CommrtError
+from commrt.kernels.dispatch import TRITON_AT_LEAST
+from commrt.launch import VARIABLES, Launch, launched
+
+ROOT = Path(__file__).parent.parent
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
+
+
+def only(findings):
+    (finding,) = findings
+    return finding
+
+
+# What is installed.
+
+
+def having(cuda=None, asks=None, **versions):
+    named = {name.replace("_", "-"): version for name, version in versions.items()}
+    return Installed(named, {} if asks is None else asks, cuda)
+
+
+GOOD = {"torch": "2.14.1", "triton": "3.7.0", "cupy_cuda13x": "14.2.0", "nvidia_nccl_cu13": "2.30.7", "numpy": "2.4.6"}
+ASKS = {
+    "torch": [
+        'nvidia-nccl-cu13==2.30.7; platform_system == "Linux"',
+        'triton==3.7.0; platform_system == "Linux"',
+        'optree>=0.13.0; extra == "optree"',
+    ],
+    "cupy-cuda13x": ["numpy<2.6,>=2.0"],
+}
+
+
+def test_what_torch_and_cupy_ask_for_fits():
+    assert only(fits(having("13.0", ASKS, **GOOD))).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changed", "names", "verdict", "advice"),
+    [
+        ({"cupy_cuda12x": "14.2.0"}, "cupy-cuda13x and cupy-cuda12x", "problem", "then pip install cupy-cuda13x."),
+        ({"nvidia_nccl_cu12": "2.30.7"}, "nvidia-nccl-cu13 and nvidia-nccl-cu12", "problem", "pip install nvidia-nccl"),
+        ({"triton": "3.6.0"}, "torch and triton", "problem", "pip install 'triton==3.7.0'."),
+        ({"triton": "3.8.0"}, "torch and triton", "warning", "pip install 'triton==3.7.0'."),
+        ({"nvidia_nccl_cu13": "2.27.7"}, "torch and nvidia-nccl-cu13", "problem", "'nvidia-nccl-cu13==2.30.7'."),
+        ({"numpy": "2.6.1"}, "cupy-cuda13x and numpy", "warning", "pip install 'numpy<2.6,>=2.0'."),
+        ({"numpy": "1.26.4"}, "cupy-cuda13x and numpy", "warning", "pip install 'numpy<2.6,>=2.0'."),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_packages_that_do_not_fit_are_named_with_what_to_install(changed, names, verdict, advice):
+    wrong = [*fits(having("13.0", ASKS, **GOOD | changed))]
+    finding = next(each for each in wrong if each.name == names)
+    assert finding.verdict == verdict
+    assert advice in finding.advice
+
+
+def test_a_cupy_for_another_cuda_than_torchs_is_a_problem():
+    found = {name: version for name, version in GOOD.items() if "cu13" not in name and "cuda13" not in name}
+    finding = only(fits(having("13.0", cupy_cuda12x="14.2.0", **found)))
+    assert (finding.name, finding.verdict) == ("cupy-cuda12x", "problem")
+    assert finding.advice == "pip uninstall cupy-cuda12x, then pip install cupy-cuda13x."
+
+
+def test_a_torch_without_cuda_fits_any_cupy():
+    assert only(fits(having(None, cupy_cuda12x="14.2.0", torch="2.13.0+cpu"))).verdict == "ok"
+
+
+@pytest.mark.parametrize(("name", "old"), [("torch", "2.5.1"), ("triton", "3.2.0"), ("cupy_cuda12x", "13.6.0")])
+def test_a_version_that_is_too_old_is_a_problem(name, old):
+    row = {"cupy_cuda12x": "cupy"}.get(name, name)
+    finding = next(each for each in packages(having(**{name: old})) if each.name == row)
+    assert finding.verdict == "problem"
+    assert f">={AT_LEAST[name.replace('_', '-')]}" in finding.advice
+
+
+def test_what_is_not_installed_is_absent_but_torch_is_a_problem():
+    verdicts = {each.name: each.verdict for each in packages(having())}
+    assert verdicts.pop("torch") == "problem"
+    assert set(verdicts.values()) == {"absent"}
+
+
+def test_the_tables_say_what_the_project_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = dict(line.split(">=") for line in (*project["dependencies"], *extras["cuda12"], *extras["cuda13"]))
+    assert AT_LEAST["triton"] == TRITON_AT_LEAST
+    assert {name: AT_LEAST[name] for name in asked.keys() & AT_LEAST} == {
+        name: version for name, version in asked.items() if name in AT_LEAST
+    }
+
+
+def test_what_is_here_is_found():
+    found = installed()
+    assert found.cuda == torch.version.cuda
+    assert found.versions["torch"] == metadata.version("torch")
+    assert "cupy" not in found.versions  # it is there as a wheel of another name
+
+
+# Variables.
+
+
+def around(interfaces=("lo", "eth0"), cpus=4, launch=False, names=()):
+    return Surroundings(interfaces, cpus, launch, lambda: frozenset(names))
+
+
+def named(env, **given):
+    return {finding.name: finding for finding in harmful(env, around(**given))}
+
+
+HURTING = {
+    "NCCL_COMM_BLOCKING": "0",
+    "NCCL_GRAPH_MIXING_SUPPORT": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "COMMRT_NVTX": "off",
+}
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.name)
+def test_each_variable_of_the_table_is_found_when_it_hurts_and_not_otherwise(harm):
+    value = HURTING.get(harm.name, "1")
+    finding = named({harm.name: value})[harm.name]
+    assert harm.effect in finding.detail
+    assert bool(finding.advice) is (finding.verdict != "ok")
+    harmless = {"0": "1", "1": "0", "": "0,1", "DETAIL": "OFF", "off": "0"}[value]
+    assert harm.name not in named({harm.name: harmless}) or harm.hurts(harmless)
+
+
+def test_an_innocent_environment_has_nothing_to_say():
+    env = {"PATH": "/bin", "http_proxy": "http://x", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2", "COMMRT_NVTX": "0"}
+    assert named(env | {"COMMRT_TRANSPORT": "gloo", "NCCL_SOCKET_IFNAME": "eth"}, names=["NCCL_DEBUG"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_wrong"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", False),
+        ("GLOO_SOCKET_IFNAME", "eth", True),
+        ("GLOO_SOCKET_IFNAME", "lo,eth9", True),
+        ("NCCL_SOCKET_IFNAME", "eth", False),
+        ("NCCL_SOCKET_IFNAME", "=eth", True),
+        ("NCCL_SOCKET_IFNAME", "ib0,eth", False),
+        ("NCCL_SOCKET_IFNAME", "^docker", False),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", True),
+        ("NCCL_SOCKET_IFNAME", "^=lo,eth", False),
+        ("NCCL_SOCKET_IFNAME", "=ib0,lo", False),
+    ],
+)
+def test_an_interface_that_is_not_there_is_a_problem(variable, value, is_wrong):
+    found = named({variable: value}, names=[variable])
+    assert [finding.verdict for finding in found.values()] == ["problem"] * is_wrong
+
+
+@pytest.mark.parametrize(("value", "hurts"), [("4", False), ("5", True), ("0", True), ("all", True), ("2,1", False)])
+def test_more_threads_than_processors_are_a_warning(value, hurts):
+    assert ("OMP_NUM_THREADS" in named({"OMP_NUM_THREADS": value})) is hurts
+
+
+def test_an_address_without_ranks_is_half_a_launch():
+    env = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert "makes a world of one" in named(env)["MASTER_ADDR"].detail
+    assert named(env, launch=True) == {}
+
+
+def test_an_unknown_variable_of_ours_is_named_with_the_nearest():
+    found = named({"COMMRT_TRANPORT": "gloo", "COMMRT_TIMEOUT": "3"})
+    assert found["COMMRT_TRANPORT"].advice == "Was COMMRT_TRANSPORT meant?"
+    assert found["COMMRT_TIMEOUT"].advice == "Was COMMRT_TIMEOUT_S meant?"
+
+
+def test_the_known_variables_are_those_that_the_package_reads():
+    text = "".join(path.read_text() for path in (ROOT / "commrt").rglob("*.py") if "cli" not in path.parts)
+    assert set(re.findall(r"COMMRT_[A-Z_]+", text)) == set(VARIABLES)
+
+
+def test_a_misspelt_variable_of_nccl_is_told_from_a_plugins():
+    known = frozenset({"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"})
+    findings = [*misspelt(["NCCL_SOCKET_IFNME", "NCCL_DEBUG", "NCCL_VERSION", "NCCL_BLOCKING_WAIT"], known)]
+    assert only(findings).advice == "Was NCCL_SOCKET_IFNAME meant?"
+
+
+def test_the_names_that_a_library_reads_are_found_in_it(tmp_path):
+    library = tmp_path / "libnccl.so.2"
+    library.write_bytes(b"\x7fELF\x00NCCL_DEBUG\x00..NCCL_P2P_DISABLE\x00NCCL_not\x00")
+    assert names_in(str(library)) == {"NCCL_DEBUG", "NCCL_P2P_DISABLE"}
+
+
+def test_two_copies_of_nccl_are_seen_in_the_map_of_a_process():
+    line = "7f12-7f13 r-xp 00000000 08:01 99   {}\n"
+    maps = "".join(map(line.format, ("/a/libnccl.so.2", "/b b/libc.so.6", "/c/libnccl.so.2", "/a/libnccl.so.2")))
+    assert mapped(maps) == ["/a/libnccl.so.2", "/c/libnccl.so.2"]
+
+
+# GPUs, which a stand-in for torch.cuda has.
+
+
+class FakeCuda:
+    """Two GPUs of one kind."""
+
+    def __init__(self, capability=(9, 0), arches=("sm_80", "sm_90"), peers=True, count=2):
+        self.capability, self.arches, self.peers, self.count = capability, arches, peers, count
+
+    def is_available(self):
+        return self.count > 0
+
+    def device_count(self):
+        return self.count
+
+    def get_device_properties(self, device):
+        major, minor = self.capability
+        return SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30, major=major, minor=minor)
+
+    def can_device_access_peer(self, device, peer_device):
+        return self.peers
+
+    def get_arch_list(self):
+        return list(self.arches)
+
+
+class Broken(FakeCuda):
+    def get_device_properties(self, device):
+        raise RuntimeError("CUDA error: out of memory")
+
+    def can_device_access_peer(self, device, peer_device):
+        raise AssertionError("Invalid peer device id")
+
+
+def test_gpus_are_named_with_their_memory_and_links():
+    first, second, links = gpus(FakeCuda(), "13.0")
+    assert "NVIDIA H200, 139 GiB, compute capability 9.0" in first.detail
+    assert (first.verdict, second.name, links.verdict) == ("ok", "gpu 1", "ok")
+    assert first.facts == {"device": "NVIDIA H200", "nbytes": 139 << 30, "capability": "9.0"}
+
+
+def test_a_gpu_that_torch_has_no_kernels_for_is_a_problem():
+    first, *_ = gpus(FakeCuda((12, 0)), "13.0")
+    assert (first.verdict, "compiled for sm_80, sm_90" in first.detail) == ("problem", True)
+
+
+def test_a_gpu_older_than_our_kernels_is_a_warning():
+    first, *_ = gpus(FakeCuda((7, 5), arches=["sm_75"]), "12.8")
+    assert (first.verdict, "gpu-check" in first.advice) == ("warning", True)
+
+
+def test_gpus_without_peer_access_are_named():
+    *_, links = gpus(FakeCuda(peers=False, count=4), "13.0")
+    assert links.verdict == "warning"
+    assert "between GPUs 0 and 1, 0 and 2, 0 and 3, 1 and 2 and 2 other pairs" in links.detail
+
+
+def test_a_driver_that_fails_is_a_finding_for_each_question():
+    assert [each.verdict for each in gpus(Broken(), "13.0")] == ["problem"] * 3
+
+
+def test_without_a_gpu_the_driver_tells_whether_one_was_expected(tmp_path):
+    driver = tmp_path / "nvidiactl"
+    assert only(gpus(FakeCuda(count=0), None, driver)).advice == "commrt runs on the CPU here."
+    driver.touch()
+    assert "built without CUDA" in only(gpus(FakeCuda(count=0), None, driver)).detail
+    assert "can use no GPU" in only(gpus(FakeCuda(count=0), "13.0", driver)).detail
+
+
+# The host.
+
+
+def launch_of(size, local_size):
+    return Launch("torchrun", 0, size, 0, local_size, "127.0.0.1", 29500)
+
+
+def test_too_few_files_for_the_ranks_of_a_launch_are_a_problem(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    finding = only(host.files(launch_of(64, 8)))
+    assert (finding.verdict, finding.advice) == ("problem", "Raise it with ulimit -n 418, in this shell.")
+    assert only(host.files(launch_of(8, 8))).verdict == "ok"
+
+
+def held():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@FORKS
+def test_a_rank_holds_as_many_files_as_was_counted():
+    def body():
+        from commrt.opening import init  # noqa: PLC0415
+
+        with init(20.0):
+            return held() - inherited
+
+    inherited = held()
+    assert max(run_workers(4, body).values()) <= host.needed_files(4)
+
+
+def test_more_ranks_than_processors_are_a_warning(monkeypatch):
+    monkeypatch.setattr(host, "cpus", lambda: 4)
+    assert only(host.processors(launch_of(8, 8), 1)).verdict == "warning"
+    assert "OMP_NUM_THREADS=2" in only(host.processors(launch_of(2, 2), 4)).advice
+    assert only(host.processors(launch_of(4, 4), 1)).verdict == "ok"
+    assert only(host.processors(None, 4)).verdict == "ok"
+
+
+# The exchange.
+
+
+@FORKS
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, monkeypatch):
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+    for name, value in (variables | {"COMMRT_TRANSPORT": transport}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(exchange, "LIMIT_S", 30.0)
+    finding = only(exchange.exchange())
+    assert (finding.verdict, finding.facts["transport"]) == ("ok", transport), finding
+    assert finding.facts["latency_us"] > 0
+    assert launched().rank == 5
+
+
+@FORKS
+def test_sums_that_are_wrong_are_a_problem(monkeypatch):
+    measure = exchange.measure
+    monkeypatch.setattr(exchange, "measure", lambda schedule: measure(schedule)._replace(wrong=3))
+    monkeypatch.setattr(exchange, "LIMIT_S", 30.0)
+    finding = only(exchange.exchange())
+    assert (finding.verdict, "6 elements are wrong" in finding.detail) == ("problem", True)
+
+
+@FORKS
+def test_an_exchange_that_hangs_ends_with_its_deadline(monkeypatch):
+    def hang(_):
+        os.read(os.pipe()[0], 1)  # nobody writes
+
+    monkeypatch.setattr(exchange, "measure", hang)
+    monkeypatch.setattr(exchange, "LIMIT_S", 0.5)
+    finding = only(exchange.exchange())
+    assert finding.verdict == "problem"
+    assert "workers [0, 1] had not ended after 0.5 s" in finding.detail
+    assert "COMMRT_TRANSPORT=gloo" in finding.advice
+
+
+@FORKS
+def test_a_failure_is_told_before_the_deadline_is():
+    def fail():
+        raise CommrtError("on purpose")
+
+    with pytest.raises(CommrtError, match="on purpose"):
+        run_workers(2, fail, limit_s=60.0)
+
+
+# All of it.
+
+
+def test_what_a_check_raises_is_a_finding():
+    def check():
+        yield Finding("first", "ok", "fine")
+        raise ValueError("unexpected")
+
+    first, second = guarded("second", check)
+    assert first.verdict == "ok"
+    assert (second.verdict, second.detail) == ("problem", "ValueError: unexpected")
+
+
+def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setenv("COMMRT_TRANPORT", "gloo")
+    found = [*examine()]
+    assert [each.name for each in found if "cannot be imported" in each.detail] == ["torch"]
+    assert found[-1].name == "COMMRT_TRANPORT"
+    assert "exchange" not in {each.name for each in found}
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text("__version__ = '2.14.1+cu130'\ncuda: Optional[str] = '13.0'\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(fitting, "find_spec", lambda _: spec)
+    assert fitting._cuda_of_torch() == "13.0"
+
+
+def test_doctor_ends_with_1_and_tells_all_as_json(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense9")
+    result = invoke("doctor", "--quick", "--json")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["ok"]) == (1, False)
+    found = {finding["name"]: finding for finding in record["findings"]}
+    assert "exchange" not in found
+    assert found["GLOO_SOCKET_IFNAME"]["verdict"] == "problem"
+    assert found["open files"]["facts"]["limit"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_table_fits_80_columns():
+    env = {"COLUMNS": "80", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    output = CliRunner().invoke(app, ["doctor", "--quick"], env=env).output
+    assert max(map(len, output.splitlines())) <= 80
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in output
+
+
+# NCCL, of which a stand-in tells versions.
+
+
+def nccl_finding(monkeypatch, runtime=23007, torchs="2.30.7", files=("/a/libnccl.so.2",)):
+    binding = SimpleNamespace(get_version=lambda: runtime, get_build_version=lambda: 22707)
+    monkeypatch.setattr("commrt.transport.binding.load", lambda: binding)
+    monkeypatch.setattr(libraries, "_of_torch", lambda: torchs)
+    monkeypatch.setattr(libraries, "mapped", lambda _: [*files])
+    return only(libraries.nccl())
+
+
+def test_the_nccl_of_cupy_its_build_and_torch_are_told(monkeypatch):
+    finding = nccl_finding(monkeypatch)
+    assert (finding.verdict, finding.detail) == ("ok", "2.30.7, CuPy was built with 2.27.7, torch links 2.30.7")
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"),
+    [
+        ({"runtime": 21705, "torchs": "2.17.5"}, "problem"),
+        ({"torchs": "2.28.9"}, "warning"),
+        ({"files": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}, "warning"),
+        ({"torchs": None}, "ok"),
+    ],
+)
+def test_an_old_nccl_or_two_of_them_are_told(given, verdict, monkeypatch):
+    assert nccl_finding(monkeypatch, **given).verdict == verdict

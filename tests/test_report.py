@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt train --report``: the page of made-up runs, that of a real one, and what is refused before a run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+from invoking import invoke
+
+from commrt.cli import history, pages, train
+from commrt.cli.history import Departure, History, Notes, Record, Share, Turn
+from commrt.cli.job import Job, Result
+from commrt.cli.mnist import Images
+from commrt.cli.pages import Run, page
+from commrt.cli.reporting import prepare, write
+from commrt.cli.results import rows
+from commrt.cli.standing import contributors, met
+from commrt.errors import CommrtError, UsageError
+from commrt.recording import Timeline
+from commrt.report import Span, StepReport
+
+CHROMIUM = shutil.which("chromium")
+VOID = {"meta", "br"}
+RANKS, STEPS = 4, 6
+
+
+class Parsed(HTMLParser):
+    """Elements that are opened and closed in order, their attributes, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], Counter(), [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def events(ranks):
+    """Steps of 10 ms, without the numbers that only some ways of averaging give to their waits."""
+    made = []
+    for rank in ranks:
+        for step in range(STEPS):
+            spans = [("forward", 0, 3000), ("backward", 3000, 5000), ("optimizer", 8000, 1000)]
+            where = {"ph": "X", "pid": rank, "args": {}}
+            made += [where | {"name": name, "ts": 1e4 * step + at, "dur": dur} for name, at, dur in spans]
+    return tuple(made)
+
+
+def noted(rank, members=lambda step: tuple(range(RANKS)), heard=lambda step: ()):
+    turns = [Turn(step, 0.01 + 0.001 * rank, 2.0 / (step + 1), step / STEPS) for step in range(STEPS)]
+    shares = [
+        Share(step, members(step), heard(step), rank in members(step), 0.002, 0.004, 1000 + rank)
+        for step in range(STEPS)
+    ]
+    return History(rank, turns, shares)
+
+
+def a_run(algorithm, record, **given):
+    job = Job(algorithm, 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0)
+    late = dict.fromkeys(range(RANKS), 0)
+    facts = (algorithm, "plain", RANKS, "fp32", 1, STEPS, 0.913, 1.25e-6, False, 5123.0, 0.0125, 0.0021, 0.004, 1000)
+    return Run(job, replace(Result(*facts, "", (), late, 0.0, record), **given))
+
+
+def synchronous():
+    return a_run("torus2d", Record("shared", tuple(map(noted, range(RANKS))), events(range(RANKS))))
+
+
+def gossiping():
+    """Rank 3 dies at step 3."""
+
+    def members(step):
+        return tuple(range(RANKS if step < 3 else 3))
+
+    histories = tuple(noted(rank, members, lambda step, rank=rank: ((rank + 1) % 3,)) for rank in range(3))
+    record = Record("shared", histories, events(range(3)), (Departure(3, 3, "rank 2 found that <it> is gone"),))
+    return a_run("gossip", record, lost=(3,))
+
+
+def with_backups():
+    """Of rank 0 the others never hear after step 1, and it tells nothing."""
+
+    def members(step):
+        return (0, 1, 2) if step < 2 else (1, 2, 3)
+
+    record = Record("gloo", tuple(noted(rank, members) for rank in (1, 2, 3)), events((1, 2, 3)))
+    return a_run("backup", record, lost=(0,), late={1: 2, 2: 0, 3: 2}, saved_seconds=1.5)
+
+
+def succeeded():
+    """Another process takes rank 2's place at step 4."""
+    run = with_backups()
+    late = run.record.histories[1]
+    record = replace(run.record, histories=(History(2, late.turns[4:], late.shares[4:]),))
+    return Run(run.job, replace(run.result, lost=(), record=record))
+
+
+def with_ddp():
+    shares = [Share(step, tuple(range(RANKS)), (), True, 0.003, None, None) for step in range(STEPS)]
+    histories = tuple(History(rank, noted(rank).turns, shares) for rank in range(RANKS))
+    return a_run("ddp", Record("shared", histories, events(range(RANKS))), bytes_sent_per_step=None, comm_seconds=None)
+
+
+RUNS = {
+    "torus2d": synchronous,
+    "gossip": gossiping,
+    "backup": with_backups,
+    "succession": succeeded,
+    "ddp": with_ddp,
+}
+FACTS = [("command", "commrt train '<script>alert(1)</script>' \"&\""), ("torch", "2.13.0")]
+
+
+@pytest.fixture(scope="module")
+def of_all():
+    runs = [make() for make in RUNS.values()]
+    return runs, page(runs, FACTS)
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing(of_all):
+    _, text = of_all
+    parsed = Parsed(text)
+    for tag, name, value in parsed.attributes:
+        assert name not in {"src", "srcset", "data", "action"}, tag
+        assert not name.startswith("on"), tag
+        assert name != "href" or value.startswith("#"), value
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    assert "@import" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert parsed.tags.keys() & {"script", "link", "iframe", "img", "base", "object"} == set()
+    assert ("meta", "content", pages.POLICY) in parsed.attributes
+
+
+def test_ids_are_unique_and_references_find_them(of_all):
+    _, text = of_all
+    ids = Counter(value for _, name, value in Parsed(text).attributes if name == "id")
+    assert max(ids.values()) == 1
+    assert set(re.findall(r'(?:url\(|href=")#([^")]+)', text)) <= ids.keys()
+
+
+def test_every_figure_of_the_table_is_on_the_page(of_all):
+    runs, text = of_all
+    said = Parsed(text).text()
+    for name, *cells in rows([run.result for run in runs]):
+        assert " ".join([name, *cells]) in said
+
+
+def test_what_comes_from_outside_is_text(of_all):
+    _, text = of_all
+    parsed = Parsed(text)
+    assert FACTS[0][1] in parsed.text()
+    assert "rank 2 found that <it> is gone" in parsed.text()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("torus2d", "All 4 ranks counted in each of 6 steps."),
+        ("torus2d", "rank 2 6 6 steps 12.00 ms 2.00 ms 4.00 ms 1,002 B 6,012 B"),
+        ("torus2d", "torus 2x2: 4 ranks, 4 chunks, 4 steps"),
+        ("torus2d", "torus2d, step 4: 10.00 ms"),
+        ("gossip", "rank 1 · · 6 · "),
+        ("gossip", "Blue: it took part in the step"),
+        ("gossip", "Rank 3, from step 3 on: rank 2 found"),
+        ("backup", "rank 3, step 1: 0%"),
+        ("backup", "rank 3, step 2: 100%"),
+        ("backup", "rank 0 - - - - - - -"),
+        ("backup", "Rank 0: step 1 was the last in which it counted"),
+        ("backup", "torus 3x1: 3 ranks"),
+        ("succession", "Rank 2 was lost; another process took its place, and began with step 4"),
+        ("ddp", "there is no schedule to show"),
+    ],
+)
+def test_a_run_is_told_by_what_its_ranks_noted(name, says):
+    assert says in Parsed(page([RUNS[name]()], [])).text()
+
+
+def test_a_run_of_which_nothing_was_noted_has_a_page_too():
+    run = a_run("ring", None)
+    text = Parsed(page([run], [])).text()
+    assert "No step was recorded." in text
+    assert "No rank that was left had noted it." in text
+
+
+def test_many_steps_share_columns_and_points():
+    def repeated(its):
+        turns = [Turn(step, 0.01, 1.0, 0.5) for step in range(10_000)]
+        shares = [Share(step, (0, 1, 2), (), True, 0.0, 0.0, 0) for step in range(10_000)]
+        return replace(its, histories=(History(0, turns, shares, left_out=7),))
+
+    run = with_backups()
+    result = replace(run.result, steps=10_000, record=repeated(run.record))
+    text = page([Run(run.job, result)], [])
+    assert len(text) < 400_000
+    assert "a column is 63 steps" in text
+    assert "7 passes after those were not kept." in text
+
+
+def test_steps_that_a_rank_did_not_see_are_known_from_others():
+    record = with_backups().record
+    assert contributors(record)[4] == {1, 2, 3}
+    assert met(gossiping().record, RANKS)[2] == [6, 0, 0, 0]
+
+
+# What is refused, and what is left when writing fails.
+
+
+def foreign(folder):
+    folder.mkdir()
+    (folder / "report.html").write_text("<html>my own</html>")
+    return folder
+
+
+def a_file(path):
+    path.write_text("")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (foreign, "there is a report.html that commrt did not write"),
+        (a_file, "nothing can be written there"),
+        (lambda path: a_file(path) / "deeper", "nothing can be written there"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_trained(make, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "_start", lambda *_: pytest.fail("it trained"))
+    job = replace(synchronous().job, report=str(make(tmp_path / "out")))
+    with pytest.raises(UsageError, match=f"^--report .*{says}"):
+        train.run(job, [], 4, as_json=False)
+
+
+def test_the_missing_extra_is_named_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"matplotlib: pip install 'commrt\[draw\]'"):
+        prepare(str(tmp_path))
+
+
+def test_a_page_of_ours_is_written_over_and_folders_are_made(tmp_path):
+    path = prepare(str(tmp_path / "a" / "b"))
+    write(path, page([synchronous()], []))
+    before = path.stat().st_mode & 0o777
+    write(prepare(str(tmp_path / "a" / "b")), page([with_ddp()], []))
+    assert "there is no schedule to show" in path.read_text()
+    assert [each.name for each in path.parent.iterdir()] == ["report.html"]
+    assert before & 0o400
+
+
+@pytest.mark.parametrize("broken", ["write", "page"])
+def test_a_page_that_fails_does_not_cost_the_table(broken, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise CommrtError("the run is over, but")
+
+    run = synchronous()
+    monkeypatch.setattr(train if broken == "write" else pages, broken, fail)
+    monkeypatch.setattr(train, "_start", lambda *_: [run.result])
+    with pytest.raises(CommrtError, match="the run is over, but"):
+        train.run(replace(run.job, report=str(tmp_path)), [], 4, as_json=False)
+    assert "91.3%" in capsys.readouterr().out
+
+
+def test_the_record_is_not_in_the_json():
+    assert "record" not in synchronous().result.facts()
+
+
+# Notes.
+
+
+def notes_of(recorder=None):
+    return Notes(SimpleNamespace(rank=1, recorder=recorder))
+
+
+def pass_through(notes, step, report=None):
+    notes.take(step, 0.5, torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), report)
+
+
+def test_a_pass_is_noted_with_what_averaging_told_once():
+    notes = notes_of()
+    report = StepReport(0, (0, 1), 0.25, (Span(0, 1.0, 1.5, 64),), heard=frozenset({0}))
+    pass_through(notes, 0, report)
+    pass_through(notes, 1, report)
+    assert [(turn.step, turn.loss, turn.accuracy) for turn in notes.history.turns] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
+    assert notes.history.shares == [Share(0, (0, 1), (0,), True, 0.25, 0.5, 64)]
+    assert History.read(notes.history.text()) == notes.history
+
+
+def test_only_the_first_passes_are_recorded_as_a_timeline():
+    notes = notes_of()
+    world = notes._world
+    for step in range(history.TIMELINE_TURNS + 5):
+        if world.recorder is not None:
+            world.recorder.begin("forward", {})
+            world.recorder.end()
+        pass_through(notes, step)
+    assert world.recorder is None
+    assert len(notes.events) == history.TIMELINE_TURNS
+
+
+def test_a_timeline_that_was_asked_for_goes_on():
+    asked = Timeline(1)
+    notes = notes_of(asked)
+    for step in range(history.TIMELINE_TURNS):
+        asked.begin("forward", {})
+        asked.end()
+        pass_through(notes, step)
+    assert notes._world.recorder is asked
+    assert len(notes.events) == history.TIMELINE_TURNS
+
+
+def test_notes_end_where_memory_would(monkeypatch):
+    monkeypatch.setattr(history, "MOST_TURNS", 3)
+    notes = notes_of()
+    for step in range(5):
+        pass_through(notes, step)
+    assert (len(notes.history.turns), notes.history.left_out) == (3, 2)
+
+
+# Real ones.
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
+def test_a_run_that_loses_a_worker_ends_with_its_page(tmp_path, monkeypatch):
+    noise = Images(torch.randn(4000, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(4000) % 10)
+    monkeypatch.setattr(train, "load", lambda: (noise, Images(noise.pixels[:100], noise.digits[:100])))
+    options = ["--algorithm", "gossip", "--inject", "kill:rank=2,step=9", "--batch-size", "198", "--report", tmp_path]
+    result = invoke("train", "--workers", "3", "--epochs", "1", *options)
+    assert result.exit_code == 0, result.output
+    said = Parsed((tmp_path / "report.html").read_text()).text()
+    rows_told = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in result.stdout.splitlines()]
+    told = [" ".join(cells) for cells in rows_told if len(cells) == 2]
+    assert len(told) == 10
+    assert [cells for cells in told if cells not in said] == []
+    assert re.search(r"Rank 2, from step \d+ on: ", said)
+    assert re.search(r"rank 0 20 20 steps [\d.]+ ms", said)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH")
+def test_a_browser_has_nothing_to_complain_about(of_all, tmp_path):
+    (tmp_path / "page.html").write_text(of_all[1])
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    options += [f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    command = [CHROMIUM, *options, "--enable-logging=stderr", "--dump-dom", f"file://{tmp_path}/page.html"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Content Security Policy" not in result.stderr
+    assert "CONSOLE" not in result.stderr
+    assert Parsed(result.stdout).tags["svg"] >= 3
