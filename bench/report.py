@@ -74,21 +74,35 @@ def document(records: Sequence[Record], pictures: Sequence[str] = ()) -> str:
     return "\n".join(parts)
 
 
+SUMMARY = {
+    ("step", "4 processes"): "ResNet-50's gradients, 102 MB, averaged over 4 processes of one machine; ratio to DDP",
+    ("netlab", "exchange"): "12.8 MB over 4 hosts of 2 ranks, links of 0.025 GB/s; ratio to Gloo's all-reduce",
+}
+
+
 def summary(records: Sequence[Record]) -> str:
-    """Ratios of both wires side by side, for the README."""
-    about = {
-        ("step", "4 processes"): "4 processes of one machine, ResNet-50's gradients: of DDP's time",
-        ("netlab", "exchange"): "4 hosts of 2 ranks, links of 200 Mbit/s, 12.8 MB: of the time of Gloo's all-reduce",
-    }
-    parts = []
-    for (suite, case), title in about.items():
-        rows: dict[str, dict[str, str]] = {}
-        for one in (one for one in records if (one["suite"], one["case"]) == (suite, case)):
+    """One table with both wires side by side, and where it comes from, for the README."""
+    shown = [one for one in records if (one["suite"], one["case"]) in SUMMARY and one["variant"] != "backward alone"]
+    lines = ["| | ms | bus, GB/s | ratio | ratio with bf16 |", "|---|---|---|---|---|"]
+    for place, group in groupby(shown, key=lambda one: (one["suite"], one["case"])):
+        rows: dict[str, dict[str, Record]] = {}
+        for one in group:
             name, wire = _wire(one["variant"])
-            rows.setdefault(name, {})[wire] = _ratio(one)
-        lines = [f"| {name} | {cells.get('fp32', '')} | {cells.get('bf16', '')} |" for name, cells in rows.items()]
-        parts += ["\n".join([f"| {title} | fp32 | bf16 |", "|---|---|---|", *lines]) + "\n"] * bool(rows)
-    return "\n".join(parts)
+            rows.setdefault(name, {})[wire] = one
+        lines.append(f"| **{SUMMARY[place]}** | | | | |")
+        lines += [f"| {name} | {' | '.join(_summed(found))} |" for name, found in rows.items()]
+    commands = " and ".join(f"`{COMMANDS[suite]}`" for suite in dict.fromkeys(one["suite"] for one in shown))
+    return "\n".join([*lines, "", f"{commands}: {_origin(shown)}."]) + "\n"
+
+
+def _summed(found: dict[str, Record]) -> Iterator[str]:
+    """The cells of a row."""
+    plain, narrow = found["fp32"], found.get("bf16")
+    low, middle, high = (1e3 * plain[key] for key in ("quantile20_s", "median_s", "quantile80_s"))
+    yield f"{middle:.0f} ({low:.0f} .. {high:.0f})"
+    yield f"{plain['bus_gb_per_s']:.2g}" if "bus_gb_per_s" in plain else ""
+    yield _ratio(plain)
+    yield _ratio(narrow) if narrow else ""
 
 
 def _wire(variant: str) -> tuple[str, str]:
