@@ -206,11 +206,12 @@ def test_a_running_group_that_no_launcher_made_is_taken_over(scheme, tmp_path):
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, each) for each in expected]
 
 
+@pytest.mark.timeout(300)
 def test_ray_train_s_workers_are_a_world():
     """Ray is no test dependency: it is large. Where it is installed, its example runs."""
     pytest.importorskip("ray.train")
     example = Path(__file__).parent.parent / "examples" / "ray_train.py"
     command = [sys.executable, example, "--workers", "2"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 ranks over shared, loss" in done.stdout

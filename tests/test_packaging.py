@@ -121,15 +121,14 @@ def environment(dist, tmp_path_factory):
 
 
 def test_beside_packages_called_kernels_and_algorithms_each_finds_its_own(environment):
+    own = ["commrt/__init__.py", "commrt/kernels/pack.py", "commrt/algorithms/torus.py"]
+    modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in own]
     call = (
-        "import commrt, kernels, algorithms, commrt.kernels.pack, commrt.algorithms.torus as torus; "
-        "print(kernels.OWNER, algorithms.OWNER, commrt.__file__, commrt.kernels.pack.__file__, torus.__file__, sep='|')"
+        "import json, kernels, algorithms; from importlib.util import find_spec; "
+        f"print(json.dumps([kernels.OWNER, algorithms.OWNER, *(find_spec(name).origin for name in {modules})]))"
     )
-    *owners, package, pack, torus = run(environment.python, "-c", call, cwd=environment.home).stdout.strip().split("|")
-    assert owners == ["somebody else"] * 2
-    assert [Path(path) for path in (package, pack, torus)] == [
-        environment.site / "commrt" / name for name in ("__init__.py", "kernels/pack.py", "algorithms/torus.py")
-    ]
+    found = json.loads(run(environment.python, "-c", call, cwd=environment.home).stdout)
+    assert found == ["somebody else", "somebody else", *(str(environment.site / path) for path in own)]
 
 
 def told(environment, *args):
