@@ -7,6 +7,9 @@ anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slur
 A batch script and a shell inside a Slurm job find most of Slurm's variables set too, SLURM_PROCID=0 and the job's
 SLURM_NTASKS among them, though nobody started the other ranks. Only the variables of a step tell; and a step of
 one task is no launch, as it may be a shell (salloc, ``srun --pty bash``) from which workers are started.
+
+Where MASTER_PORT is not set, a port is derived from what tells this job from others on the same machine. MPICH's
+mpiexec leaves nothing of the kind in the environment; there it is the process that started the ranks of this host.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from commrt.errors import UsageError
 
@@ -24,6 +29,7 @@ __all__ = [
     "VARIABLES",
     "Launch",
     "announce",
+    "chosen_card",
     "chosen_transport",
     "default_timeout_s",
     "is_timeout",
@@ -61,6 +67,8 @@ class Launch:
     """The launcher itself holds the store (torchrun's agent); otherwise rank 0 does."""
     attempt: int = 0
     """How often the launcher has restarted the workers against the same store."""
+    job: str = ""
+    """What the port was derived from; empty if MASTER_PORT says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +78,32 @@ class _Launcher:
     size: str
     local_rank: str
     local_size: str
-    job: str
-    """A name that differs between jobs of one machine, to derive a port from."""
+    job: tuple[str, ...]
+    """Whose values together differ between jobs of one machine, to derive a port from."""
     sign: str
     """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of its job."""
+    starter: str = ""
+    """The name of the process that starts all ranks of a host, where no variable tells jobs apart."""
 
 
 SLURM = _Launcher(
-    "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID",
-    "SLURM_STEP_NUM_TASKS",
+    "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS",
 )  # fmt: skip
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers the steps of srun from 0; those of batch scripts and of salloc's shell are above this."""
 LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "RANK"),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",), "RANK"),
     _Launcher(
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",), "OMPI_COMM_WORLD_RANK",
     ),
-    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", "MPI_LOCALRANKID"),
+    _Launcher(
+        "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",), "MPI_LOCALRANKID",
+        starter="hydra_pmi_proxy",
+    ),
     SLURM,
-    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_JOBID", "PMI_RANK"),
+    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ("PMI_JOBID",), "PMI_RANK"),
 )  # fmt: skip
 """In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its processes find the
 variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
@@ -98,7 +111,7 @@ variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not 
 
 def launched() -> Launch | None:
     """`read_launch` of this process's environment."""
-    return read_launch(os.environ)
+    return read_launch(os.environ, _ancestor)
 
 
 def announce(launch: Launch) -> None:
@@ -125,6 +138,11 @@ def chosen_transport() -> str | None:
     return read_transport(os.environ)
 
 
+def chosen_card() -> str | None:
+    """The network card that Gloo is told to use (GLOO_SOCKET_IFNAME); None if it is told nothing."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
 def wants_nvtx() -> bool:
     """COMMRT_NVTX=1: ranges for Nsight."""
     return os.environ.get("COMMRT_NVTX", "0") not in {"", "0"}
@@ -135,8 +153,10 @@ def nccl_variable(name: str) -> str | None:
     return os.environ.get(f"NCCL_{name}")
 
 
-def read_launch(env: Mapping[str, str]) -> Launch | None:
+def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = None) -> Launch | None:
     """The launch described by `env`, or None if no launcher is recognised.
+
+    `ancestor` tells the process of a name, from which this one descends, from others of that name.
 
     Raises `UsageError` for variables that contradict each other or are no numbers.
 
@@ -157,13 +177,14 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
         raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..size-1")
     local_size = _integer(env, known.local_size, 0)
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
-    port = _integer(env, "MASTER_PORT", _port(env.get(known.job, "")))
+    job = "" if "MASTER_PORT" in env else _job(known, env, ancestor if size == local_size else None)
+    port = _integer(env, "MASTER_PORT", _port(job))
     if not 0 < port < 65536:
         raise UsageError(f"MASTER_PORT={port} is no port: choose one in 1..65535")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
     local_rank = _integer(env, known.local_rank, 0)
-    return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt)
+    return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job)
 
 
 def read_timeout_s(env: Mapping[str, str]) -> float:
@@ -238,6 +259,24 @@ def first_host(nodelist: str) -> str:
     """
     head = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
     return "".join(part for part in head.groups() if part) if head else nodelist
+
+
+def _job(launcher: _Launcher, env: Mapping[str, str], ancestor: Callable[[str], str] | None) -> str:
+    """What all ranks of a job know of it and other jobs of the same machine do not; empty if nothing is."""
+    told = ".".join(env[name] for name in launcher.job if env.get(name))
+    return told or (ancestor(launcher.starter) if ancestor and launcher.starter else "")
+
+
+def _ancestor(name: str) -> str:
+    """`name` and the number of the nearest process called so from which this one descends; empty if there is none."""
+    pid = os.getpid()
+    with suppress(OSError):  # /proc may be absent, or hide the processes of others
+        while pid > 0:
+            called, _, rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").partition("(")[2].rpartition(") ")
+            if called == name:
+                return f"{name} {pid}"
+            pid = int(rest.split()[1])
+    return ""
 
 
 def _port(job: str) -> int:

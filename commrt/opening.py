@@ -22,6 +22,7 @@ from commrt.launch import (
     DEFAULT_TIMEOUT_S,
     LOOPBACK,
     Launch,
+    chosen_card,
     chosen_transport,
     default_timeout_s,
     launched,
@@ -111,9 +112,9 @@ def _in_running_group(timeout_s: float) -> World:
 
 def _launched(launch: Launch, timeout_s: float) -> World:
     _require_not_taken((launch.address, launch.port))
-    store = PrefixStore(f"commrt/{launch.attempt}/{_opened}", meet(launch, timeout_s))
+    store = PrefixStore(f"commrt/{launch.job}/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
-    connect = _connecting(store, launch.rank, LOOPBACK if is_loopback(launch.address) else None)
+    connect = _connecting(store, launch.rank, _listens_at(launch.address))
     charter = ask(lambda: Charter.found(store), ANSWER_S, launch.rank)
     if charter is None:
         transport = connect(0, range(launch.size), timeout_s)
@@ -130,6 +131,14 @@ def _launched(launch: Launch, timeout_s: float) -> World:
         means=Means(connect, _towards(launch.address, is_near=is_near)),
         charter=charter,
     )
+
+
+def _listens_at(address: str) -> str | None:
+    """Where Gloo listens: on the way to rank 0; None for where it is told to, or the host's own name leads."""
+    if is_loopback(address):
+        return LOOPBACK
+    ours = own_address(address)
+    return None if chosen_card() or is_loopback(ours) else ours
 
 
 def _towards(address: str | None, *, is_near: bool) -> str | None:

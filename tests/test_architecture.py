@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,13 @@ def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
     algorithms, kernels = (ROOT / "docs/algorithms.md").read_text(), (ROOT / "kernels/README.md").read_text()
     assert [name for name in ALGORITHMS if f"`{name}`" not in algorithms] == []
     assert [name for name in KERNELS if f"`{name}`" not in kernels] == []
+
+
+def test_every_name_of_commrt_in_the_pages_exists():
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        names = set(re.findall(r"\bcommrt\.([A-Za-z]\w*)", page.read_text()))
+        unknown = {name for name in names - set(dir(commrt)) if find_spec(f"commrt.{name}") is None}
+        assert not unknown, page
 
 
 def test_every_decision_is_listed():

@@ -98,6 +98,22 @@ def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
     ports = [read_launch(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
     assert len(set(ports)) == 1
     assert read_launch(SLURM | nodes | {"SLURM_JOB_ID": "78"}).port != ports[0]
+    assert read_launch(SLURM | nodes | {"SLURM_STEP_ID": "1"}).port != ports[0]
+
+
+def test_mpich_tells_jobs_apart_by_the_process_that_started_all_ranks_of_this_host():
+    here = HYDRA | {"MPI_LOCALNRANKS": "4"}
+    ports = [read_launch(here, lambda name, pid=pid: f"{name} {pid}").port for pid in (70, 71, 70)]
+    assert (ports[0] == ports[2], ports[0] == ports[1]) == (True, False)
+    named = here | {"PMI_JOBID": "9"}
+    assert read_launch(named, lambda name: "another").port == read_launch(named).port
+    apart = HYDRA | {"MASTER_ADDR": "10.1.2.3"}
+    assert read_launch(apart, lambda name: "differs between hosts").port == read_launch(apart).port
+
+
+def test_a_port_that_is_given_is_all_that_ranks_need_to_share():
+    assert read_launch(SLURM | AT).job == ""
+    assert read_launch(SLURM | {"MASTER_ADDR": "10.1.2.3"}).job == "77.0"
 
 
 def test_ranks_on_one_machine_need_no_address():
@@ -153,7 +169,8 @@ def test_nothing_is_asked_for_unless_it_is():
     assert read_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
 
 
-variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size", "job")]
+variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size")]
+variables += [name for one in LAUNCHERS for name in one.job]
 others = ["MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_JOB_NODELIST", "TORCHELASTIC_RESTART_COUNT"]
 known = st.sampled_from([*variables, *others])
 

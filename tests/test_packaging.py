@@ -1,24 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shipped works outside the checkout."""
+"""What is shipped is whole, and works where nobody sees the checkout."""
 
 from __future__ import annotations
 
+import email
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import commrt
+
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEIGHBOURS = ("kernels", "algorithms")
+"""What others may call a package of theirs; Hugging Face has a `kernels`."""
+
+
+def run(*command, cwd, check=True):
+    """As a user would, who has no variable set that leads to the checkout."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=check)
+
+
+def build(source, out, *what):
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, *what, source, cwd=out)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy of what git knows, so that a build leaves nothing in the checkout."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def dist(tmp_path_factory):
+    """A source archive, the wheel that it makes, and the wheel of the tree; of a copy, so that the checkout stays."""
+    source, out, straight = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "straight"))
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -27,38 +48,140 @@ def wheel(tmp_path_factory):
     )
     subprocess.run(["tar", "--null", "-T", "-", "-cf", source / "tree.tar"], cwd=ROOT, input=tracked.stdout, check=True)
     subprocess.run(["tar", "-xf", "tree.tar"], cwd=source, check=True)
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source],
-        capture_output=True,
-        check=True,
+    build(source, out)
+    build(source, straight, "--wheel")
+    (sdist,), (wheel,), (other,) = out.glob("*.tar.gz"), out.glob("*.whl"), straight.glob("*.whl")
+    return SimpleNamespace(sdist=sdist, wheel=wheel, straight=other)
+
+
+def contents(wheel):
+    """File by file."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def package_files():
+    """As the checkout has them, under the names of the wheel."""
+    rooms = [ROOT / "commrt", ROOT / "commrt" / "kernels", ROOT / "commrt" / "algorithms"]  # glob follows no links
+    files = {path for room in rooms for kind in ("*.py", "*.toml", "py.typed") for path in room.rglob(kind)}
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_the_wheel_is_the_package_and_nothing_else(dist):
+    files = set(contents(dist.wheel))
+    assert {name for name in files if ".dist-info/" not in name} == package_files()
+    assert {"commrt/kernels/pack.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
+    assert {f"commrt/clusters/{path.name}" for path in (ROOT / "commrt" / "clusters").glob("*.toml")} <= files
+    assert f"commrt-{commrt.__version__}.dist-info/licenses/LICENSE" in files
+
+
+def test_the_source_archive_makes_the_same_wheel_as_the_checkout(dist):
+    assert contents(dist.wheel) == contents(dist.straight)
+
+
+def test_the_source_archive_has_what_a_reader_of_it_needs(dist):
+    with tarfile.open(dist.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", *package_files()} <= names
+    assert {name.split("/")[0] for name in names if "/" in name} == {"commrt", "commrt.egg-info"}
+
+
+def test_the_metadata_says_what_pyproject_says(dist):
+    files = contents(dist.wheel)
+    (said,) = (email.message_from_bytes(files[name]) for name in files if name.endswith(".dist-info/METADATA"))
+    (entry,) = (files[name].decode() for name in files if name.endswith(".dist-info/entry_points.txt"))
+    assert (said["Name"], said["Version"]) == ("commrt", commrt.__version__)
+    assert said["Requires-Python"] == PROJECT["requires-python"]
+    assert said.get_all("Provides-Extra") == list(PROJECT["optional-dependencies"])
+    assert [need for need in said.get_all("Requires-Dist") if "extra ==" not in need] == PROJECT["dependencies"]
+    assert said["License-Expression"] == "Apache-2.0"
+    assert "commrt = commrt.cli.app:main" in entry
+
+
+@pytest.fixture(scope="module")
+def environment(dist, tmp_path_factory):
+    """The wheel installed in an environment that has its dependencies and does not see the checkout.
+
+    The packages of this Python (torch and all) are put behind those of a fresh environment. The line that does this
+    adds a folder, and what an editable install leaves in that folder works only in one that Python itself calls its
+    site-packages: so commrt is there only as it was installed from the wheel. Beside it lie packages of others.
+    """
+    home = tmp_path_factory.mktemp("elsewhere")
+    run(sys.executable, "-m", "venv", "--without-pip", home / "venv", cwd=home)
+    python = home / "venv" / "bin" / "python"
+    (site,) = (home / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-compile", "--quiet"]
+    run(*pip, "--no-deps", "--force-reinstall", dist.wheel, cwd=home)
+    for name in NEIGHBOURS:
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text("OWNER = 'somebody else'\n")
+    return SimpleNamespace(home=home, site=site, python=python, commrt=python.with_name("commrt"))
+
+
+def test_beside_packages_called_kernels_and_algorithms_each_finds_its_own(environment):
+    own = ["commrt/__init__.py", "commrt/kernels/pack.py", "commrt/algorithms/torus.py"]
+    modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in own]
+    call = (
+        "import json, kernels, algorithms; from importlib.util import find_spec; "
+        f"print(json.dumps([kernels.OWNER, algorithms.OWNER, *(find_spec(name).origin for name in {modules})]))"
     )
-    return next(out.glob("*.whl"))
+    found = json.loads(run(environment.python, "-c", call, cwd=environment.home).stdout)
+    assert found == ["somebody else", "somebody else", *(str(environment.site / path) for path in own)]
 
 
-def test_the_wheel_has_one_top_level_package_with_all_rooms(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"commrt"}
-    assert {"commrt/kernels/pack.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= set(names)
+def told(environment, *args):
+    """What the installed command prints as JSON."""
+    return json.loads(run(environment.commrt, *args, "--json", cwd=environment.home).stdout)
 
 
-def test_the_wheel_works_from_elsewhere(wheel, tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel],
-        capture_output=True,
-        check=True,
+def test_the_installed_command_proves_a_schedule(environment):
+    assert told(environment, "verify", "torus2d")["ok"]
+
+
+@pytest.mark.processes
+def test_the_installed_command_trains_with_two_workers(environment):
+    record = told(environment, "train", "--workers", "2", "--epochs", "1", "--batch-size", "500")
+    assert (record["workers"], record["steps"], record["replicas_equal"]) == (2, 8, True)
+
+
+def test_the_installed_command_finds_itself_whole(environment):
+    record = told(environment, "doctor")
+    assert record["ok"]
+    assert {each["name"]: each["detail"] for each in record["findings"]}["commrt"] == commrt.__version__
+
+
+PROGRAM = """\
+import torch
+
+import commrt
+
+world = commrt.init(timeout_s=30.0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+replica: commrt.Replica = commrt.attach(model, optimizer, commrt.Torus2D())
+ranks: int = world.size
+error: str = world.size
+"""
+STRICT = """\
+[mypy]
+strict = true
+[mypy-torch.*,numpy.*,triton.*,cupy.*,rich.*,typer.*]
+follow_imports = skip
+"""
+"""Of others' packages no types are needed; reading torch takes half a minute."""
+
+
+def test_mypy_finds_the_types_of_the_installed_package(environment):
+    (environment.home / "program.py").write_text(PROGRAM)
+    (environment.home / "strict.ini").write_text(STRICT)
+    options = ["--python-executable", environment.python, "--config-file", "strict.ini", "--cache-dir", "mypy"]
+    checked = run(sys.executable, "-m", "mypy", *options, "program.py", cwd=environment.home, check=False)
+    wrong = 'Incompatible types in assignment (expression has type "int", variable has type "str")  [assignment]'
+    assert re.findall(r"^(\S+) error: (.*)$", checked.stdout, re.MULTILINE) == [("program.py:10:", wrong)], (
+        checked.stdout
     )
-    call = "import commrt; from commrt.cli.app import app; print(commrt.__file__); app(['verify', 'torus2d', '--json'])"
-    result = subprocess.run(
-        [sys.executable, "-c", call],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    where, record = result.stdout.splitlines()
-    assert where.startswith(str(tmp_path))
-    assert json.loads(record)["ok"]
 
 
 def test_importing_commrt_is_light():

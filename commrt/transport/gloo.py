@@ -102,7 +102,8 @@ class GlooTransport:
         except (RuntimeError, TransportError) as error:
             raise TransportError(
                 f"not all {ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
-                "world size, and look at the output of those that are missing",
+                "world size, and look at the output of those that are missing; between hosts, GLOO_SOCKET_IFNAME names "
+                "the network card",
                 Place(self.rank),
             ) from error
 

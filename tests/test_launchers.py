@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real launchers start real ranks, which find each other; on one host, and on two that are network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from platform import machine
+
+import pytest
+from launched import in_a_group, with_variables
+from namespaces import address, hosts, why_none
+
+from commrt.launch import LAUNCHERS, read_launch
+from commrt.testing.processes import free_port, run_processes
+
+pytestmark = pytest.mark.processes
+BIN = Path(sys.executable).parent
+TORCHRUN = BIN / "torchrun"
+WORKER = Path(__file__).with_name("launched.py")
+LIMIT_S = 110
+OF_LAUNCHERS = {getattr(one, name) for one in LAUNCHERS for name in ("rank", "size", "local_rank", "local_size")}
+
+
+def environment(**more):
+    """Without what would take a worker for one of another launcher's."""
+    kept = {name: value for name, value in os.environ.items() if name not in {*OF_LAUNCHERS, "GLOO_SOCKET_IFNAME"}}
+    return kept | {"OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture
+def here():
+    """A host of our own, where the system gives one: launchers listen on all addresses of theirs."""
+    with ExitStack() as stack:
+        yield [] if why_none() else stack.enter_context(hosts(1))[0]
+
+
+@contextmanager
+def started(*commands):
+    """All at once; what they said is shown if one fails."""
+    options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    crew = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
+    try:
+        yield crew
+    finally:
+        for process in crew:
+            process.terminate()
+            process.wait(20)
+            process.stdout.close()
+
+
+def run(*commands):
+    with started(*commands) as crew:
+        for process in crew:
+            said, _ = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, said
+
+
+def reports(folder):
+    """What each rank wrote about each of its worlds, in the order of ranks."""
+    return sorted((json.loads(path.read_text()) for path in folder.iterdir()), key=lambda each: each[0]["place"])
+
+
+def seen(folder):
+    """Of one world each: places, and what all saw alike."""
+    alone = [each for (each,) in reports(folder)]
+    places = [tuple(each["place"]) for each in alone]
+    (common,) = {(each["launcher"], each["kind"], *each["sum"]) for each in alone}
+    return places, common
+
+
+def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch_s(here, tmp_path):
+    launch = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    run([*here, *launch, WORKER, tmp_path, "1", "init", "group", "init"])
+    for rank, worlds in enumerate(reports(tmp_path)):
+        assert [world["launcher"] for world in worlds] == ["torchrun", "torch.distributed", "torchrun"]
+        assert {tuple(world["place"]) for world in worlds} == {(rank, 2, rank)}
+        assert {(world["kind"], *world["sum"]) for world in worlds} == {("shared", 3.0)}
+
+
+TWO_NODES = [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
+
+
+def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29400", "--rdzv-id", "7"]
+    agent = [*here, TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", *meet]
+    run(*[[*agent, WORKER, tmp_path, "1", "init"]] * 2)
+    assert seen(tmp_path) == (TWO_NODES, ("torchrun", "shared", 10.0))
+
+
+@pytest.mark.skipif(bool(why_none()), reason=str(why_none()))
+def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(tmp_path):
+    """Though both hosts' names lead to the loopback, as Debian's do."""
+    node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", address(0), "--master-port", "29500"]
+    with hosts(2) as both:
+        run(*([*to, *node, "--node-rank", rank, WORKER, tmp_path, "1", "init"] for rank, to in enumerate(both)))
+    assert seen(tmp_path) == (TWO_NODES, ("torchrun", "shared and gloo", 10.0))
+
+
+OPEN_MPI = ["--allow-run-as-root", "--oversubscribe"]
+
+
+def mpiruns():
+    """What commrt calls it, and the command. The wheels both bring a `mpirun`: here goes what each has alone."""
+    if (sys.platform, machine()) == ("linux", "x86_64"):  # as in pyproject.toml
+        yield pytest.param("Open MPI", [BIN / "prterun", "--personality", "ompi", *OPEN_MPI], id="Open MPI's wheel")
+        yield pytest.param("MPICH", [BIN / "mpiexec.hydra"], id="MPICH's wheel")
+    mpirun = shutil.which("mpirun")
+    if mpirun and Path(mpirun).parent != BIN:
+        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+        name, options = ("Open MPI", OPEN_MPI) if "Open MPI" in said else ("MPICH", [])
+        yield pytest.param(name, [mpirun, *options], id="the system's mpirun")
+
+
+@pytest.mark.parametrize(("name", "mpirun"), list(mpiruns()))
+def test_two_jobs_of_mpirun_at_once_on_one_machine_need_no_port_and_do_not_meet(here, tmp_path, name, mpirun):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    job = [*here, *mpirun, "-n", "2", sys.executable, WORKER]
+    run(*([*job, folder, 10 * number, "init"] for number, folder in enumerate(folders)))
+    assert [seen(folder) for folder in folders] == [
+        ([(0, 2, 0), (1, 2, 1)], (name, "shared", 1.0)),
+        ([(0, 2, 0), (1, 2, 1)], (name, "shared", 21.0)),
+    ]
+
+
+JOB = os.getpid()
+"""Tests of another process have another one, and ports of their own."""
+
+
+def task(rank, per_node="2", local_rank=None, **more):
+    """What srun tells a task of a step of four on one node, or `more`."""
+    said = {"PROCID": rank, "LOCALID": rank if local_rank is None else local_rank, "JOB_ID": JOB, "NTASKS": 4}
+    step = {"STEP_ID": 0, "STEP_NUM_TASKS": 4, "STEP_TASKS_PER_NODE": per_node, "STEP_NODELIST": "gpu4"}
+    return {f"SLURM_{name}": str(value) for name, value in {**said, **step, **more}.items()}
+
+
+def told(variables, *given):
+    """What ranks with these variables saw; no errors."""
+    outcomes = run_processes(len(variables), with_variables, variables, *given)
+    assert [outcome.error for outcome in outcomes] == [None] * len(variables)
+    return [outcome.value for outcome in outcomes]
+
+
+def world_of(size, launcher, kind, total, local_ranks=None):
+    """What its ranks see."""
+    common = {"launcher": launcher, "kind": kind, "sum": [total]}
+    return [{"place": [rank, size, local], **common} for rank, local in enumerate(local_ranks or range(size))]
+
+
+def test_the_tasks_of_a_slurm_step_on_one_host_are_a_world():
+    assert told([task(rank, "4") for rank in range(4)]) == world_of(4, "Slurm", "shared", 12.0)
+
+
+def test_the_tasks_of_a_slurm_step_on_two_hosts_meet_on_the_first_of_its_nodes():
+    places = [(0, 0), (1, 1), (2, 0), (3, 1)]
+    nodes = {"STEP_NODELIST": "127.0.0.[1-2]", "JOB_NODELIST": "no-such-host[1-9]"}
+    tasks = [task(rank, "2(x2)", local, **nodes) for rank, local in places]
+    assert told(tasks) == world_of(4, "Slurm", "shared", 12.0, [0, 1, 0, 1])
+
+
+def test_two_steps_of_one_slurm_job_at_once_do_not_meet():
+    steps = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    seen = told([task(rank, "2", STEP_ID=step, STEP_NUM_TASKS=2) for step, rank in steps])
+    assert seen == [*world_of(2, "Slurm", "shared", 2.0), *world_of(2, "Slurm", "shared", 6.0)]
+
+
+def job_at_the_port_of(variables):
+    """The number of another job for which the same port is derived."""
+    port = read_launch(variables).port
+    return next(job for job in count(JOB + 1) if read_launch(variables | {"SLURM_JOB_ID": str(job)}).port == port)
+
+
+def test_ranks_of_two_jobs_that_derive_the_same_port_are_no_world():
+    first, second = (task(rank, "2", STEP_NUM_TASKS=2) for rank in range(2))
+    stranger = second | {"SLURM_JOB_ID": str(job_at_the_port_of(second))}
+    outcomes = run_processes(2, with_variables, [first, stranger], 3)
+    assert "ranks [1] did not come within 3 s" in outcomes[0].error
+    assert outcomes[1].error is not None
+
+
+BATCH = {"STEP_ID": "4294967291"}
+SALLOC = {"STEP_ID": "4294967290", "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
+PTY = {"STEP_ID": "0", "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
+
+
+def test_a_batch_script_salloc_s_shell_and_srun_pty_s_are_worlds_of_one_process_each():
+    seen = told([task(0, **each) for each in (BATCH, SALLOC, PTY)])
+    assert seen == [
+        {"place": [0, 1, 0], "launcher": "one process", "kind": "local", "sum": [float(rank)]} for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_a_running_group_that_no_launcher_made_is_taken_over(scheme, tmp_path):
+    method = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{free_port()}"}[scheme]
+    outcomes = run_processes(2, in_a_group, method, 2)
+    expected = world_of(2, "torch.distributed", "shared", 2.0, [0, 0])
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, each) for each in expected]
+
+
+@pytest.mark.timeout(300)
+def test_ray_train_s_workers_are_a_world():
+    """Ray is no test dependency: it is large. Where it is installed, its example runs."""
+    pytest.importorskip("ray.train")
+    example = Path(__file__).parent.parent / "examples" / "ray_train.py"
+    command = [sys.executable, example, "--workers", "2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks over shared, loss" in done.stdout
