@@ -27,7 +27,7 @@ def run(out: str, workers: int, timeout_s: float) -> None:
     else:
         cluster = _measured(timeout_s)
     if launch is None or launch.rank == 0:
-        path.write_text(replace(cluster, name=path.stem).text())
+        path.write_text(replace(cluster, name=path.stem).text(), encoding="utf-8")
         print(_sentence(cluster, out))
 
 
