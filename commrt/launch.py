@@ -205,9 +205,7 @@ def require_deadlines(**limits: float | None) -> None:
             raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
-def _integer(
-    env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER
-) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER) -> int:
     text = env.get(name, "" if default is None else str(default))
     number = form.fullmatch(text)
     if number is None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager
+from time import monotonic
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from commrt.errors import CommrtError
@@ -44,7 +45,11 @@ FILES = st.binary(max_size=200)
 
 def cases(few):
     """Settings for so many cases in the suite."""
-    return settings(max_examples=few * MORE, derandomize=not THOROUGH)
+    return settings(
+        max_examples=few * MORE,
+        derandomize=not THOROUGH,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
 
 
 @contextmanager
@@ -54,13 +59,15 @@ def in_time(limit_s=LONG_S):
     def ring(*_):
         raise AssertionError(f"no end within {limit_s:g} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    before, begin_s = signal.signal(signal.SIGALRM, ring), monotonic()
+    outer_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if outer_s:  # that of pytest-timeout
+            signal.setitimer(signal.ITIMER_REAL, max(outer_s - (monotonic() - begin_s), 0.001))
 
 
 def met(call, *args, **more):

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from math import inf, isfinite
-from tempfile import TemporaryDirectory
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fuzzing import FILES, VALUES, cases, met
@@ -83,7 +83,9 @@ def test_a_file_of_any_bytes_is_a_cluster_or_is_refused_in_words(content):
         met(Cluster.named, str(path))
 
 
-@pytest.mark.parametrize("name", ["", ".", "/", "\0", "\0.toml", ".toml", "a/../b.toml", "a" * 5000 + ".toml", "é.toml"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "/", "\0", "\0.toml", ".toml", "a/../b.toml", "a" * 5000 + ".toml", "é.toml"]
+)
 def test_a_name_that_is_no_file_is_refused_in_words(name):
     with pytest.raises(UsageError, match="there are abci|cannot be read"):
         Cluster.named(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commrt.cli.outputs import require_writable, write
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def require_format(out: str) -> None:
     """Raise `UsageError` unless `out` can be made."""
     if Path(out).suffix not in FORMATS:
         raise UsageError(f"--out {out}: give a file that ends in {', '.join(FORMATS)}")
+    require_writable("--out", out, "picture.svg")
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -34,8 +36,5 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, out: str) -> None:
-    """Write it; raises `UsageError`."""
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written: {error}") from error
+    """Write it; raises `CommrtError`."""
+    write("--out", out, lambda: figure.savefig(out, dpi=150))
