@@ -287,7 +287,7 @@ class Schedule:
     def text(self, limit: int = 16) -> str:
         """The schedule as text, one line per step with at most `limit` transfers each."""
         head = f"{self.name}: {_shape(self)}"
-        return "\n".join([head, *(f"{i:3d}  {step.text(limit)}" for i, step in enumerate(self.steps()))])
+        return "\n".join([head, *(f"{i:3d}  {step.text(limit)}" for i, step in enumerate(self.played()))])
 
 
 class Algorithm(Protocol):
