@@ -195,14 +195,15 @@ def read_transport(env: Mapping[str, str]) -> str | None:
 
 def is_timeout(seconds: float) -> bool:
     """True if a wait can last `seconds`."""
-    return 0 < seconds <= LONGEST_TIMEOUT_S
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return is_number and 0 < seconds <= LONGEST_TIMEOUT_S
 
 
 def require_deadlines(**limits: float | None) -> None:
     """Raise `UsageError` for one of `limits`, by name in seconds, that is given and cannot be a deadline."""
     for name, limit in limits.items():
         if limit is not None and not is_timeout(limit):
-            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
+            raise UsageError(f"{name}={limit!r:.80} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER) -> int:

@@ -123,7 +123,7 @@ def test_steps_that_are_none_are_refused_by_all_who_look_at_them(steps, says):
             look(schedule)
     with pytest.raises(ScheduleError, match=says):
         Pricing(schedule, ABCI)
-    with pytest.raises(ScheduleError, match=says):
+    with pytest.raises(ScheduleError, match="fails|yields"):
         str(schedule.over([1, 0]).refined(2).then(schedule.refined(2)))
 
 
@@ -134,7 +134,7 @@ def test_steps_without_an_end_are_refused_before_long(monkeypatch):
         prove(schedule, all_reduce(2, 1))
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(10**6, 1), (2**31 - 1, 1), (2, 2**31 - 1), (10**5, 10**5)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(10**6, 1), (2**31 - 1, 1), (4, 2**31 - 1), (10**5, 10**5)])
 def test_a_proof_that_would_not_fit_is_refused_at_once(ranks, chunks):
     with in_time(20), pytest.raises(ScheduleError, match="too large for a proof"):
         prove(Schedule("vast", ranks, chunks, lambda: iter(())), all_reduce(ranks, chunks))
@@ -148,7 +148,7 @@ def test_a_schedule_of_anything_is_one_or_is_refused_in_words(ranks, chunks, ste
     met(Schedule, "odd", 2, chunks, lambda: iter(()))
 
 
-@cases(5)
+@cases(3)
 @given(st.lists(SANE_STEPS, max_size=3), st.integers(1, 3))
 def test_a_schedule_that_nobody_proved_runs_or_ends_in_an_error_of_ours(steps, chunks):
     def run(world):
@@ -156,7 +156,7 @@ def test_a_schedule_that_nobody_proved_runs_or_ends_in_an_error_of_ours(steps, c
         world.run(Schedule("odd", 2, chunks, lambda: (Step.of(*step) for step in steps)), buffer)
 
     def all_run():
-        run_ranks(2, run, timeout_s=5.0)
+        run_ranks(2, run, timeout_s=1.0)
 
     met(all_run)
 
