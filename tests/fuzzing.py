@@ -23,11 +23,53 @@ MORE = settings.default.max_examples // settings.get_profile("busy").max_example
 
 ODD_TEXTS = st.sampled_from(
     [
-        "", " ", "0", "1", "2", "-1", "-0", "+1", "1_000", " 3 ", "3 4", "٣", "½", "²", "1e3", "1e400", "0x10", "1.5", "nan",
-        "NaN", "inf", "-inf", "Infinity", "true", "None", "null", "[]", "{}", "1,2", "1;2", "4(x2)", "9" * 30, "9" * 5000,
-        "/", "..", "\n", "a\nb", "\t", "\x1b[31m", "é", "\u202e", "\ufeff1", "😀", "auto", "a" * 300,
+        "",
+        " ",
+        "0",
+        "1",
+        "2",
+        "-1",
+        "-0",
+        "+1",
+        "1_000",
+        " 3 ",
+        "3 4",
+        "٣",
+        "½",
+        "²",
+        "1e3",
+        "1e400",
+        "0x10",
+        "1.5",
+        "nan",
+        "NaN",
+        "inf",
+        "-inf",
+        "Infinity",
+        "true",
+        "None",
+        "null",
+        "[]",
+        "{}",
+        "1,2",
+        "1;2",
+        "4(x2)",
+        "9" * 30,
+        "9" * 5000,
+        "/",
+        "..",
+        "\n",
+        "a\nb",
+        "\t",
+        "\x1b[31m",
+        "é",
+        "\u202e",
+        "\ufeff1",
+        "😀",
+        "auto",
+        "a" * 300,
     ]
-)  # fmt: skip
+)
 TEXTS = ODD_TEXTS | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 NUMBERS = (
     st.integers(-3, 9)
@@ -76,5 +118,5 @@ def met(call, *args, **more):
         try:
             return call(*args, **more)
         except CommrtError as error:
-            assert str(error).strip(), "an error without words"
+            assert str(error).strip(), "an error without words"  # noqa: PT017
             return None

@@ -24,7 +24,7 @@ def listening():
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            links.append(os.readlink(fd))
+            links.append(str(fd.readlink()))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:

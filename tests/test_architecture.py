@@ -123,9 +123,14 @@ def test_nothing_is_unpickled(path):
 @pytest.mark.parametrize(
     "text",
     [
-        "import pickle", "import marshal as m", "from pickle import loads", "torch.load(path)", "torch.load(path, weights_only=False)",
-        "dist.broadcast_object_list(things)", "torch.distributed.all_gather_object(a, b)",
+        "import pickle",
+        "import marshal as m",
+        "from pickle import loads",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "dist.broadcast_object_list(things)",
+        "torch.distributed.all_gather_object(a, b)",
     ],
-)  # fmt: skip
+)
 def test_what_unpickles_is_noticed(text):
     assert list(unpickling(ast.parse(text)))

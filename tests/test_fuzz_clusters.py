@@ -18,24 +18,75 @@ from commrt.errors import UsageError
 from commrt.simulate import Pricing, all_reduce_bound_s
 
 KEYS = [
-    "name", "about", "gpus_per_node", "nodes", "within", "between", "racks", "reduce_gbytes_per_s", "pack_gbytes_per_s",
-    "compute", "latency_us", "gbytes_per_s", "nics", "nics_per_rank", "oversubscription", "unknown", "self", "class",
-]  # fmt: skip
+    "name",
+    "about",
+    "gpus_per_node",
+    "nodes",
+    "within",
+    "between",
+    "racks",
+    "reduce_gbytes_per_s",
+    "pack_gbytes_per_s",
+    "compute",
+    "latency_us",
+    "gbytes_per_s",
+    "nics",
+    "nics_per_rank",
+    "oversubscription",
+    "unknown",
+    "self",
+    "class",
+]
 LITERALS = st.sampled_from(
     [
-        "1", "0", "-1", "2", "4", "1.5", "nan", "inf", "-inf", "1e308", "5e-324", "9" * 30, "9" * 5000, "1_000", "0x10", "true",
-        '"4"', '""', "[]", "[1, 2]", "{}", "{ nodes = 1 }", "{ latency_us = 1, gbytes_per_s = 1 }", "1979-05-27", "07:32:00",
-        '"""\na\n"""', '"\\u0000"', "'a'",
+        "1",
+        "0",
+        "-1",
+        "2",
+        "4",
+        "1.5",
+        "nan",
+        "inf",
+        "-inf",
+        "1e308",
+        "5e-324",
+        "9" * 30,
+        "9" * 5000,
+        "1_000",
+        "0x10",
+        "true",
+        '"4"',
+        '""',
+        "[]",
+        "[1, 2]",
+        "{}",
+        "{ nodes = 1 }",
+        "{ latency_us = 1, gbytes_per_s = 1 }",
+        "1979-05-27",
+        "07:32:00",
+        '"""\na\n"""',
+        '"\\u0000"',
+        "'a'",
     ]
-)  # fmt: skip
+)
 PAIRS = st.builds("{} = {}".format, st.sampled_from(KEYS) | st.text(max_size=4), LITERALS)
 TABLES = st.builds("[{}]".format, st.sampled_from([*KEYS, "within.deeper", "[within]", "compute.resnet50"]))
 DOCUMENTS = st.lists(PAIRS | TABLES, max_size=12).map("\n".join)
 WHOLE = {
-    "about": "'two machines'", "gpus_per_node": "4", "nodes": "2", "reduce_gbytes_per_s": "200", "pack_gbytes_per_s": "90",
-    "within.latency_us": "5", "within.gbytes_per_s": "10.5", "between.latency_us": "50", "between.gbytes_per_s": "1",
-    "between.nics": "2", "racks.nodes": "1", "racks.oversubscription": "3", "compute.resnet50": "300",
-}  # fmt: skip
+    "about": "'two machines'",
+    "gpus_per_node": "4",
+    "nodes": "2",
+    "reduce_gbytes_per_s": "200",
+    "pack_gbytes_per_s": "90",
+    "within.latency_us": "5",
+    "within.gbytes_per_s": "10.5",
+    "between.latency_us": "50",
+    "between.gbytes_per_s": "1",
+    "between.nics": "2",
+    "racks.nodes": "1",
+    "racks.oversubscription": "3",
+    "compute.resnet50": "300",
+}
 
 
 def changed(changes):
@@ -87,7 +138,7 @@ def test_a_file_of_any_bytes_is_a_cluster_or_is_refused_in_words(content):
     "name", ["", ".", "/", "\0", "\0.toml", ".toml", "a/../b.toml", "a" * 5000 + ".toml", "é.toml"]
 )
 def test_a_name_that_is_no_file_is_refused_in_words(name):
-    with pytest.raises(UsageError, match="there are abci|cannot be read"):
+    with pytest.raises(UsageError, match=r"there are abci|cannot be read"):
         Cluster.named(name)
 
 
@@ -116,7 +167,7 @@ def test_a_cluster_takes_what_it_can_use_and_refuses_the_rest(values):
     def make():
         return Cluster(
             name, "", gpus, Link(1, 1), Between(1, 1), nodes, racks, reduce_speed, pack_speed, compute
-        ).text()  # fmt: skip
+        ).text()
 
     met(make)
     assert Cluster("desk", "", 1, Link(1, 1), Between(1, 1)).ranks() == inf

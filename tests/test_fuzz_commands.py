@@ -35,18 +35,30 @@ SIZE = mostly("1", "0.5", "25", "1e6", bad=BAD)
 CLUSTER = mostly("abci", "desk.toml", "/", "/dev/null", "/nowhere.toml")
 FILE = mostly("/dev/null", "/nowhere.json", "/", "..")
 SHARED = {
-    "--ranks": RANKS, "--cluster": CLUSTER, "--model": mostly("resnet50", "1e6", "1", "100"), "--wire": mostly("bf16", "fp32"),
-    "--batch": COUNT, "--compute-ms": SIZE,
-}  # fmt: skip
+    "--ranks": RANKS,
+    "--cluster": CLUSTER,
+    "--model": mostly("resnet50", "1e6", "1", "100"),
+    "--wire": mostly("bf16", "fp32"),
+    "--batch": COUNT,
+    "--compute-ms": SIZE,
+}
 SHAPES = {
-    "--grid": mostly("2x2", "4x1", "3x2", "0x4", "-2x-2", "٢x٢", "99999999999x1", "2 x 2", "2X2"), "--both-ways": None,
-    "--topology": mostly("dissemination", "hypercube"), "--within": COUNT,
-}  # fmt: skip
+    "--grid": mostly("2x2", "4x1", "3x2", "0x4", "-2x-2", "٢x٢", "99999999999x1", "2 x 2", "2X2"),
+    "--both-ways": None,
+    "--topology": mostly("dissemination", "hypercube"),
+    "--within": COUNT,
+}
 LAWS = {
-    "--steps": COUNT, "--seed": mostly("0", "7", bad=MANY), "--law": mostly("paper", "exponential", "slow"),
-    "--set": mostly("rate_per_s=2", "rate_per_s=nan", "low=inf", "rate_per_s=5e-324", "body_s=1e308", "=", "high=-1", "cap_s"),
-    "--times": FILE, "--exponent": SIZE, "--interpolation": mostly("linear", "power"),
-}  # fmt: skip
+    "--steps": COUNT,
+    "--seed": mostly("0", "7", bad=MANY),
+    "--law": mostly("paper", "exponential", "slow"),
+    "--set": mostly(
+        "rate_per_s=2", "rate_per_s=nan", "low=inf", "rate_per_s=5e-324", "body_s=1e308", "=", "high=-1", "cap_s"
+    ),
+    "--times": FILE,
+    "--exponent": SIZE,
+    "--interpolation": mostly("linear", "power"),
+}
 OPTIONS = {
     "verify": (ALGORITHM, {"--ranks": RANKS, "--backups": COUNT, "--show": None, "--json": None, **SHAPES}),
     "simulate": (
@@ -58,15 +70,28 @@ OPTIONS = {
     "train": (
         None,
         {
-            "--workers": RANKS, "--algorithm": ALGORITHM, "--backups": COUNT, "--compare": ALGORITHM, "--epochs": COUNT,
-            "--batch-size": mostly("64", "4000"), "--lr": SIZE, "--recipe": mostly("plain", "large-batch"),
-            "--seed": mostly("0", "-1"), "--wire": mostly("bf16"), "--bucket-cap-mb": SIZE, "--timeout-s": SIZE,
-            "--start-timeout-s": SIZE, "--trace": FILE, "--json": None,
-            "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2,back=1", "stop:rank=0"),
+            "--workers": RANKS,
+            "--algorithm": ALGORITHM,
+            "--backups": COUNT,
+            "--compare": ALGORITHM,
+            "--epochs": COUNT,
+            "--batch-size": mostly("64", "4000"),
+            "--lr": SIZE,
+            "--recipe": mostly("plain", "large-batch"),
+            "--seed": mostly("0", "-1"),
+            "--wire": mostly("bf16"),
+            "--bucket-cap-mb": SIZE,
+            "--timeout-s": SIZE,
+            "--start-timeout-s": SIZE,
+            "--trace": FILE,
+            "--json": None,
+            "--inject": mostly(
+                "kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2,back=1", "stop:rank=0"
+            ),
         },
     ),
     "probe": (None, {"--workers": RANKS, "--timeout-s": SIZE, "--out": mostly("a.toml", "/nowhere/a.toml", "/")}),
-}  # fmt: skip
+}
 
 
 @st.composite

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a launcher or a user left in the environment: a place in a world, or one sentence that names the variable."""
+"""Whatever a launcher or a user left in the environment: a place in a world, or one sentence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a user makes a schedule of: it is proven, priced and run, or refused in words; nothing is rounded in silence."""
+"""Whatever a user makes a schedule of: it is proven, priced and run, or refused in words; nothing is rounded."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ ROWS = (
     | st.lists(NUMBERS, max_size=3)
     | VALUES
     | st.sampled_from(
-        [np.zeros((2, 2)), np.array(["0", "1"]), np.array([0, 1], dtype=np.uint8), np.array([2**63], dtype=np.uint64)]
-        + [
+        [
+            np.zeros((2, 2)),
+            np.array(["0", "1"]),
+            np.array([0, 1], dtype=np.uint8),
+            np.array([2**63], dtype=np.uint64),
             np.array([True, False]),
             np.array([1j]),
             np.array([None, 1]),
@@ -90,13 +93,13 @@ def test_steps_of_anything_make_a_schedule_or_are_refused_in_words(steps, ranks,
     "given", [0.5, float("nan"), "1", [[0, 1]], None, 2**63, np.array([2**63], dtype=np.uint64), 1j]
 )
 def test_a_column_is_never_rounded_or_guessed(given):
-    with pytest.raises(UsageError, match="give|no row of numbers"):
+    with pytest.raises(UsageError, match=r"give|no row of numbers"):
         Step.of([0], [1], 0, given, ADD)
 
 
 @pytest.mark.parametrize("field", ["src", "dst", "lo", "hi", "combine", "weight"])
 def test_columns_of_different_lengths_are_refused(field):
-    columns = dict.fromkeys(["src", "dst", "lo", "hi", "combine", "weight"], [0, 1])
+    columns = {name: [0, 1] for name in ("src", "dst", "lo", "hi", "combine", "weight")}
     with pytest.raises(UsageError, match="need as many each"):
         Step(**columns | {field: [1]})
 
@@ -123,7 +126,7 @@ def test_steps_that_are_none_are_refused_by_all_who_look_at_them(steps, says):
             look(schedule)
     with pytest.raises(ScheduleError, match=says):
         Pricing(schedule, ABCI)
-    with pytest.raises(ScheduleError, match="fails|yields"):
+    with pytest.raises(ScheduleError, match=r"fails|yields"):
         str(schedule.over([1, 0]).refined(2).then(schedule.refined(2)))
 
 
@@ -166,7 +169,8 @@ ALGORITHMS = {
     BackupWorkers: (VALUES, VALUES | st.just(Torus2D()) | st.just(Torus2D), VALUES),
     Sliced: (VALUES | st.just(Torus2D()), VALUES),
     Gossip: (
-        st.sampled_from(["dissemination", "hypercube"]) | VALUES, VALUES, st.sampled_from(["weights", "gradients"]) | VALUES,
+        st.sampled_from(["dissemination", "hypercube"]) | VALUES, VALUES,
+        st.sampled_from(["weights", "gradients"]) | VALUES,
         st.integers(0, 1) | VALUES, st.integers(1, 2) | VALUES, st.none() | VALUES, st.integers(0, 9) | VALUES,
     ),
 }  # fmt: skip

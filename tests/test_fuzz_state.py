@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is in a checkpoint: it is taken, or refused in words before anything has changed; and nothing in it is run."""
+"""Whatever is in a checkpoint: it is taken, or refused in words before anything changes; and nothing in it is run."""
 
 from __future__ import annotations
 

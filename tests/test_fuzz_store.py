@@ -169,7 +169,7 @@ def test_a_world_that_reads_something_else_than_was_written_goes_on_or_ends_in_a
 
 def test_the_error_says_what_to_do():
     with pytest.raises(
-        DisagreementError, match="charter cannot be understood: b'junk'.*start all ranks with one version"
+        DisagreementError, match=r"charter cannot be understood: b'junk'.*start all ranks with one version"
     ):
         Charter.found(planted("charter", b"junk"))
     assert Ballot

@@ -11,9 +11,9 @@ from time import monotonic
 import meetings
 import pytest
 
+from commrt import rendezvous
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.launch import Launch
-from commrt import rendezvous
 from commrt.rendezvous import is_loopback, meet
 from commrt.testing.processes import free_port, run_processes
 
