@@ -134,7 +134,7 @@ class RingShuffle:
         """Go on where `state` was taken, on the same rank; ranks must load states that were taken together."""
         self._require_fit(state)
         self.drain()
-        self.passes, self._taken, self._used = state["passes"], state["taken"], state["used"]
+        self.passes, self._taken, self._used = state["passes"], state["taken"], state.get("used")
         for own, saved in zip(self._fields, state["samples"], strict=True):
             own.copy_(saved)
         self._past.forget()

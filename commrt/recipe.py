@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from math import ceil, inf, isfinite
+from math import ceil, inf
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
@@ -184,6 +184,10 @@ class BatchSizeControl(Sampler[list[int]]):
             self.epoch, self._done = self.epoch + 1, 0
 
 
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_COUNT
+
+
 def _require_counts(state: object, whose: str, *names: str) -> None:
     """Raise `UsageError` unless `state` has a count under each of `names`, and under steps if it has that."""
     found = state if isinstance(state, Mapping) else {}
@@ -269,7 +273,7 @@ class Rate:
         _require_counts(state, "a Rate", "updates")
         highest, done = state.get("highest"), state.get("epochs")
         rates = highest if isinstance(highest, list | tuple) else []
-        if len(rates) != len(self._highest) or not all(isinstance(one, int | float) and isfinite(one) for one in rates):
+        if len(rates) != len(self._highest) or not all(_is_rate(one) for one in rates):
             raise UsageError(
                 f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
             )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -181,3 +182,37 @@ def test_a_fault_of_any_text_is_one_or_is_refused_in_words(text):
     fault = met(parse, text)
     if fault is not None:
         met(check, fault, 4, 62)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["verify", "a\nb\x1b[31m"], r"no algorithm is called 'a\\nb\\x1b"),
+        (["verify", "9" * 5000], r"no algorithm is called '9+ \.\.\. 9+': choose one of"),
+        (["simulate", "ring", "--nbytes", "inf"], "--nbytes inf: give a number"),
+        (["simulate", "ring", "--nbytes", "1", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf: give a number"),
+        (
+            ["simulate", "ring", "--model", "1e6", "--compute-ms", "1", "--jitter", "1", "--steps", "1000000000"],
+            "1,000,000,000 steps of 4 ranks are too many: give up to --steps 2500000",
+        ),
+        (["draw", "ring", "--out", "/nowhere/a.svg"], "--out /nowhere/a.svg: there is no folder /nowhere"),
+        (["probe", "--out", "a.toml", "--timeout-s", "nan"], "--timeout-s=nan is no deadline"),
+        (["simulate", "ring", "--nbytes", "1", "--cluster", "\udcff.toml"], r"\\udcff\.toml cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(nothing_starts, monkeypatch, capsys, words, says):
+    monkeypatch.setattr(sys, "argv", ["commrt", *words])
+    with in_time(), pytest.raises(SystemExit) as end:
+        commands.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert re.fullmatch(f"commrt: .*{says}.*\n", said.err), said.err
+    assert len(said.err) < 2000
+
+
+@pytest.mark.parametrize("name", ["verify", "simulate", "plan", "draw"])
+@pytest.mark.parametrize("ranks", ["0", "-1", "1e9", "1000000000", "65537"])
+def test_numbers_of_ranks_that_nobody_has_are_refused_at_once(nothing_starts, name, ranks):
+    words = {"verify": ["ring"], "simulate": ["ring"], "plan": [], "draw": ["ring", "--out", "a.svg"]}[name]
+    with in_time(10):
+        assert CliRunner().invoke(app, [name, *words, "--ranks", ranks]).exit_code == 2

@@ -77,6 +77,7 @@ SHUFFLES = st.fixed_dictionaries(
 @cases(100)
 @given(SHUFFLES | VALUES)
 @example({"passes": 0, "taken": 0, "used": None})
+@example({"passes": 0, "taken": 0, "samples": [torch.zeros(8, 2)]})
 @example({"passes": 0, "taken": 0, "used": torch.tensor([99]), "samples": [torch.zeros(8, 2)]})
 @example({"passes": "0", "taken": 0, "used": None, "samples": [torch.zeros(8, 2)]})
 @example({"passes": 0, "taken": 0, "used": None, "samples": [None]})
@@ -106,6 +107,7 @@ COUNTS = st.integers(0, 30) | VALUES | NUMBERS
 @example({"epoch": 0, "done": 1, "steps": 0}, {"updates": 10**9, "highest": [0.1]})
 @example({"epoch": 10**30, "done": 1}, {"updates": 3, "highest": []})
 @example({"epoch": 0}, {"updates": 3, "highest": [float("nan")]})
+@example({}, {"updates": 0, "highest": [10**400]})
 @example({"epoch": 0, "done": 9, "steps": 1}, {"updates": 3, "highest": [0.1], "epochs": float("inf")})
 def test_a_recipe_takes_a_state_or_refuses_it_and_goes_on(of_batches, of_rate):
     control = BatchSizeControl(range(100), {0: 10, 2: 50})
