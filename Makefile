@@ -25,7 +25,7 @@ check: venv
 test: check
 	$(BIN)/pytest -n 3 --dist worksteal
 
-# All that comes from outside, made up: 30 times as many cases as in `make test`, in 30 to 60 minutes on two cores.
+# All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv
 	$(BIN)/pytest tests/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
 

@@ -40,11 +40,11 @@ def knock(ports, over):
     """Random bytes, half messages, silence and many connections, until it is `over`."""
     draw = random.Random(0)
     with ExitStack() as silent:
-        for _ in range(100):
+        for _ in range(30):
             for port in ports:
                 with suppress(OSError):
                     silent.enter_context(socket.create_connection(("127.0.0.1", port), 1.0))
-        while not over.is_set():
+        while not over.wait(0.02):
             for port in ports:
                 with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as line:
                     line.sendall(draw.randbytes(draw.choice([0, 1, 24, 25, 26, 5000])))

@@ -64,14 +64,14 @@ def with_file(content, read):
         return read(str(path), str(Path(folder) / "run.svg"))
 
 
-@cases(150)
+@cases(75)
 @given(DOCUMENTS)
 def test_times_of_any_file_are_times_or_are_refused_in_words(content):
     times = met(with_file, content, lambda path, _: recorded.read(path))
     assert times is None or (times.times_s > 0).all()
 
 
-@cases(150)
+@cases(75)
 @given(DOCUMENTS)
 def test_a_timeline_of_any_file_is_one_or_is_refused_in_words(content):
     spans = met(with_file, content, lambda path, _: timelines.read(path))

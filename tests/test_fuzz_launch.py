@@ -38,13 +38,13 @@ def require_whole(env):
         assert launch.address == launch.address.strip() != ""
 
 
-@cases(200)
+@cases(100)
 @given(ENVIRONMENTS)
 def test_an_environment_is_a_launch_or_is_refused_in_words(env):
     met(require_whole, env)
 
 
-@cases(200)
+@cases(100)
 @given(st.sampled_from([WHOLE, WHOLE_STEP]), st.dictionaries(st.sampled_from(NAMES), RANKS, max_size=2))
 @example(WHOLE, {"LOCAL_RANK": "-1"})
 @example(WHOLE, {"LOCAL_WORLD_SIZE": "-4"})

@@ -71,7 +71,7 @@ def looked_at(schedule):
         program(schedule, rank)
 
 
-@cases(200)
+@cases(100)
 @given(st.lists(STEPS | SANE_STEPS, max_size=3), st.integers(1, 4), st.integers(1, 4))
 @example([([0, 1], [1, 0], 0, 1.5, 1, 0.5)], 2, 1)
 @example([([0, 1], [1, 0], 0, "1", 1, 0.5)], 2, 1)
@@ -176,7 +176,7 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-@cases(150)
+@cases(100)
 @given(st.sampled_from(list(ALGORITHMS)).flatmap(lambda kind: st.tuples(st.just(kind), st.tuples(*ALGORITHMS[kind]))))
 @example((Torus2D, ((2, "2"), False)))
 @example((Torus2D, ((4,), False)))

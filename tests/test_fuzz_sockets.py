@@ -31,7 +31,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @linux
 @pytest.mark.processes
 def test_strangers_at_its_sockets_do_not_hold_up_a_world_and_none_is_open_to_other_machines():
-    for outcome in run_processes(3, train_under_knocks, 30):
+    for outcome in run_processes(3, train_under_knocks, 10):
         assert outcome.error is None
         places, ours, equal = outcome.value
         assert ours >= 2  # a doorbell and a service

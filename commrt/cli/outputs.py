@@ -16,7 +16,7 @@ def require_writable(option: str, path: str, such_as: str) -> None:
     """Raise `UsageError` if nothing can be written to `path`, which `option` named."""
     folder = Path(path).resolve().parent
     if not folder.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {folder}, make it first")
+        raise UsageError(f"{option} {path} cannot be written: there is no folder {folder}, make it first")
     if Path(path).is_dir():
         raise UsageError(f"{option} {path} is a folder: give a file, such as {Path(path) / such_as}")
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
