@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check inspect bench netlab gpu gpu-check gpu-tune clean
+.PHONY: venv demo test check fuzz inspect bench netlab gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -24,6 +24,10 @@ check: venv
 
 test: check
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
+fuzz: venv
+	$(BIN)/pytest tests/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
 
 inspect: export PYTHONPATH = $(CURDIR)
 inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores

@@ -38,6 +38,8 @@ class BackupWorkers:
             raise UsageError(f"backups={self.backups!r} is no number of ranks: give 0, 1, 2, ...")
         if isinstance(self.inner, type) or not callable(getattr(self.inner, "schedule", None)):
             raise UsageError(f"inner={self.inner!r} makes no schedules: pass an object, such as commrt.Ring()")
+        if not isinstance(self.early, bool):
+            raise UsageError(f"early={self.early!r:.80}: give True or False")
         if isinstance(self.inner, Gossip | BackupWorkers):
             raise UsageError(f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or HalvingDoubling()")
 

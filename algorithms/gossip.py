@@ -112,12 +112,18 @@ class Gossip:
     def __post_init__(self) -> None:
         _require_one_of("topology", self.topology, tuple(ROUNDS))
         _require_one_of("payload", self.payload, ("weights", "gradients"))
-        if self.staleness not in (0, 1):
-            raise UsageError(f"staleness={self.staleness}: messages may be 0 or 1 step late; two diverge")
+        if not isinstance(self.rotate, bool):
+            raise UsageError(f"rotate={self.rotate!r:.80}: give True or False")
+        if type(self.staleness) is not int or self.staleness not in (0, 1):
+            raise UsageError(f"staleness={self.staleness!r:.80}: messages may be 0 or 1 step late; two diverge")
         if self.staleness and self.payload == "gradients":
             raise UsageError("staleness=1 is for payload='weights': a late gradient belongs to weights that are gone")
-        if self.within < 1:
-            raise UsageError(f"within={self.within}: give the number of ranks in a row, such as those of a node")
+        if type(self.seed) is not int or self.seed < 0:
+            raise UsageError(f"seed={self.seed!r:.80}: give a whole number from 0 on")
+        if type(self.within) is not int or self.within < 1:
+            raise UsageError(f"within={self.within!r:.80}: give the number of ranks in a row, such as those of a node")
+        if isinstance(self.weight, bool) or not isinstance(self.share, int | float):
+            raise UsageError(f"weight={self.weight!r:.80}: give a number, or None for the one that is usual")
         if not 0 < self.share <= HALF or (self.staleness and self.share >= HALF):
             most = "below 1/2, as late messages with 1/2 swing for ever" if self.staleness else "at most 1/2"
             raise UsageError(f"weight={self.weight:g}: the share of what is received must be above 0 and {most}")
@@ -172,5 +178,5 @@ def _schedule(topology: str, rows: int, k: int, number: int, seed: int, share: f
 
 
 def _require_one_of(what: str, given: str, offered: tuple[str, ...]) -> None:
-    if given not in offered:
-        raise UsageError(f"{what}={given!r}: choose one of {', '.join(offered)}")
+    if not isinstance(given, str) or given not in offered:
+        raise UsageError(f"{what}={given!r:.80}: choose one of {', '.join(offered)}")

@@ -13,6 +13,9 @@ from commrt.schedule import Algorithm, Schedule
 __all__ = ["Sliced"]
 
 
+MOST_SLICES = 1 << 16
+
+
 @dataclass(frozen=True, slots=True)
 class Sliced:
     """`inner` on each of `slices` parts; see `Schedule.in_slices`.
@@ -33,8 +36,10 @@ class Sliced:
 
     def __post_init__(self) -> None:
         """Refuse what makes no schedule."""
-        if not isinstance(self.slices, int) or self.slices < 1:
-            raise UsageError(f"slices={self.slices!r}: a buffer can be cut in 1, 2, ... slices")
+        if type(self.slices) is not int or not 1 <= self.slices <= MOST_SLICES:
+            raise UsageError(f"slices={self.slices!r:.80}: a buffer can be cut in 1, 2, ... {MOST_SLICES} slices")
+        if isinstance(self.inner, type) or not callable(getattr(self.inner, "schedule", None)):
+            raise UsageError(f"inner={self.inner!r:.80} makes no schedules: pass an object, such as commrt.Ring()")
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """That of the inner algorithm, in slices."""

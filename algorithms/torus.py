@@ -90,6 +90,13 @@ class Torus2D:
     grid: Grid | None = None
     both_ways: bool = False
 
+    def __post_init__(self) -> None:
+        grid = (1, 1) if self.grid is None else self.grid
+        if not isinstance(grid, tuple) or [type(side) for side in grid] != [int, int]:
+            raise UsageError(f"grid={self.grid!r:.80}: give (X, Y), ranks in a row and in a column, as in grid=(4, 3)")
+        if not isinstance(self.both_ways, bool):
+            raise UsageError(f"both_ways={self.both_ways!r:.80}: give True or False")
+
     def schedule(self, step: int, ranks: int) -> Schedule:
         """The same torus in every step; raises `UsageError` if the grid does not fit `ranks`."""
         if self.grid is not None and (min(self.grid) < 1 or self.grid[0] * self.grid[1] != ranks):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from commrt.state import Stateful
 __all__ = [
     "WIRES",
     "check_cap",
+    "check_flags",
     "check_kinds",
     "check_model",
     "check_optimizers",
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_MB = 1e9
 GRADIENTS = (torch.float64, *WIRES)
 
 
@@ -44,7 +45,7 @@ def check_kinds(model: object, algorithm: object) -> None:
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
     if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
-        raise UsageError(f"algorithm={algorithm!r} makes no schedules: pass an object, such as commrt.Ring()")
+        raise UsageError(f"algorithm={algorithm!r:.200} makes no schedules: pass an object, such as commrt.Ring()")
 
 
 def listed(optimizer: object) -> list[Optimizer]:
@@ -62,14 +63,22 @@ def listed(optimizer: object) -> list[Optimizer]:
 
 def check_wire(wire: torch.dtype | None) -> None:
     """Raise `UsageError` for a dtype that cannot travel."""
-    if wire is not None and wire not in WIRES:
-        raise UsageError(f"wire={wire} cannot travel: use {_listed(WIRES)}, or None for each dtype as it is")
+    if wire is not None and not (isinstance(wire, torch.dtype) and wire in WIRES):
+        raise UsageError(f"wire={wire!s:.80} cannot travel: use {_listed(WIRES)}, or None for each dtype as it is")
 
 
 def check_cap(bucket_cap_mb: float) -> None:
     """Raise `UsageError` for a bucket that cannot be filled."""
-    if not (isinstance(bucket_cap_mb, int | float) and isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
-        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB: 25 is a good start")
+    is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
+    if not (is_number and 0 < bucket_cap_mb <= MOST_MB):
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise `UsageError` for one of `flags`, by name, that is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise UsageError(f"{name}={flag!r:.80}: give True or False")
 
 
 def check_model(model: nn.Module, params: Sequence[Named]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, ask, forget, settle
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
+from commrt.hearsay import listed, mapped, require, understood
 
 __all__ = ["agree", "tell_of_leaving"]
 
@@ -101,13 +102,12 @@ class _Question:
         if self.rank == self.members[0]:
             settle(self.shelf, "claim", json.dumps(dict(claim)))
         if self._come(["claim"], self.deadline_s):
-            self._vote(claim, json.loads(self.shelf.get("claim")))
+            self._vote(claim, understood("claim", self.shelf.get("claim"), _texts))
         if not self._come(["verdict"], self.deadline_s):
             self._give(LATE, self._whom_it_waits_for())
         if self.withdrawn.is_set():
             return [LEFT, "", ""]
-        verdict: list[str] = json.loads(self.shelf.get("verdict"))
-        return verdict
+        return understood("verdict", self.shelf.get("verdict"), _verdict)
 
     def leave(self, verdict: str) -> None:
         """The first goes last, and clears the shelf unless a rank may still come to read."""
@@ -158,6 +158,18 @@ class _Question:
         except RuntimeError:
             return False
         return True
+
+
+def _texts(said: bytes) -> Mapping[str, str]:
+    found = mapped(said)
+    require(all(isinstance(text, str) for text in found.values()))
+    return found
+
+
+def _verdict(said: bytes) -> list[str]:
+    found = listed(said, 3)
+    require(all(isinstance(text, str) for text in found) and found[0] in (AGREED, DIFFERENT, LATE, LEFT))
+    return found
 
 
 def _first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

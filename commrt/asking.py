@@ -59,7 +59,7 @@ def settle(store: Store, key: str, value: str) -> str:
     What stands is decided under a key for which nobody waits, so that who decides it is answered at once, and is copied
     by a message that has no answer. Who dies between the two leaves it to the next who settles the same.
     """
-    stands: str = store.compare_set(_decided(key), "", value).decode()
+    stands: str = store.compare_set(_decided(key), "", value).decode(errors="replace")
     store.set(key, stands)
     return stands
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from commrt.admission import (
     check_cap,
+    check_flags,
     check_kinds,
     check_model,
     check_optimizers,
@@ -107,6 +108,8 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     check_wire(wire)
     check_cap(bucket_cap_mb)
+    check_flags(broadcast_buffers=broadcast_buffers, graphs=graphs)
+    check_stateful(also, "attach(also=)")
     check_model(model, params)
     check_optimizers(optimizers, params)
     _require_unattached(params)
@@ -240,7 +243,6 @@ def _in_place(world: World, replica: Backed) -> Replica:
 
 
 def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
-    check_stateful(also, "attach(also=)")
     if not chosen.optimizers:
         raise UsageError("BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)")
     load(dump([*chosen.optimizers, *also]), [*chosen.optimizers, *also])  # raises where others could not

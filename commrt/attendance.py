@@ -18,7 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["GRACE_S", "HERE", "LEFT", "MISSED", "Attendance", "Loss", "Need", "Verdict", "birth"]
+from commrt.hearsay import listed, number, require, where
+
+__all__ = ["GRACE_S", "HERE", "LEFT", "MISSED", "Attendance", "Loss", "Need", "Verdict", "birth", "lines_of"]
 
 GRACE_S = 10.0
 """How long one that is missed may be silent: two that miss a third do not notice it at the same instant."""
@@ -64,6 +66,37 @@ class Verdict(NamedTuple):
     lost: tuple[Loss, ...]
     bells: tuple[tuple[int, str], ...] = ()
     """Of the members' processes, by rank, where they have one."""
+
+    @classmethod
+    def read(cls, said: bytes) -> Verdict:
+        """From JSON; raises `ValueError` or the like for anything else."""
+        members, step, lost, bells = listed(said, 4)
+        known = tuple((number(rank), where(bell.encode())) for rank, bell in bells)
+        return cls(tuple(map(number, members)), number(step), tuple(_loss(*loss) for loss in lost), known)
+
+
+def _loss(rank: object, step: object, why: object, in_order: object = False) -> Loss:
+    return Loss(number(rank), number(step), str(why), bool(in_order))
+
+
+def lines_of(said: bytes) -> list[list[Any]]:
+    """What the log says, line by line; raises `ValueError` or the like for what no rank would say."""
+    return [_checked(listed(line)) for line in said.splitlines()]
+
+
+def _checked(line: list[Any]) -> list[Any]:
+    kind, generation, rank, *rest = line
+    number(generation)
+    number(rank)
+    if kind == MISSED:
+        peer, why = rest
+        require(isinstance(why, str) and (peer is None or number(peer) >= 0))
+        return line
+    require(kind in (HERE, LEFT) and 1 <= len(rest) <= 3)
+    require(isinstance(rest[0], str) if kind == LEFT else number(rest[0]) >= 0)
+    if len(rest) > 1 and rest[1] is not None:
+        require(rest[1] == "0" or where(rest[1].encode()))
+    return line
 
 
 class Leave(NamedTuple):

@@ -315,6 +315,7 @@ class Backed(Replica):
         if self._is_successor:
             _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
         else:
+            self._step_in(state)  # raises before anything has changed
             self._donor.shut()
             self._arrears.forget()
             super().load_state_dict(state)

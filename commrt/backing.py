@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from time import perf_counter, time
 from typing import Any
 
@@ -19,6 +20,7 @@ from commrt.buckets import Bucket
 from commrt.engine import Cut, Engine
 from commrt.errors import UsageError
 from commrt.gate import Gate
+from commrt.hearsay import require, understood
 from commrt.lane import Result
 from commrt.quorum import Outcome, Reduce, deliberate
 from commrt.ready import LaunchOrder
@@ -196,9 +198,9 @@ class Backing:
         self._gate.drop()
 
     def _report(self, running: _Pass, outcome: Outcome, step: int, exposed_s: float) -> StepReport:
-        said = [note.split(":") for note in outcome.notes]
-        samples = [int(count) for count, _, _ in said if count]
-        closed_s = max((float(when) for _, when, _ in said), default=0.0)
+        said = [understood("note on a gradient", note, _parts) for note in outcome.notes]
+        samples = [count for count, _, _ in said if count is not None]
+        closed_s = max((when for _, when, _ in said), default=0.0)
         late_s = max(self._ready_s - closed_s, 0.0) if closed_s and not outcome.counts else 0.0
         self._late_s = 0.0 if outcome.counts else self._late_s + late_s
         return StepReport(
@@ -211,7 +213,7 @@ class Backing:
             late_s=late_s,
             samples=sum(samples) if len(samples) == len(said) > 0 else None,
             dropped=tuple(rank for rank in range(self._world.size) if outcome.members and rank not in outcome.members),
-            saved_s=max((float(late) for _, _, late in said), default=0.0),
+            saved_s=max((late for _, _, late in said), default=0.0),
         )
 
     def _hold(self, running: _Pass) -> Outcome:
@@ -295,3 +297,10 @@ class Backing:
             order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
             yield self._engine.broadcast_now(order, step)
             running.seen = order.tolist()
+
+
+def _parts(note: bytes) -> tuple[int | None, float, float]:
+    """How many samples, when all were there, and how late it had been; of what a rank says of its gradient."""
+    count, when, late = note.decode().split(":")
+    require(isfinite(float(when)) and isfinite(float(late)))
+    return int(count) if count else None, float(when), float(late)

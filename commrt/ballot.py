@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, Store
 from commrt.answer import Answer
 from commrt.asking import ANSWER_S, HOLDER, another_connection, ask, forget, settle
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
+from commrt.hearsay import GARBLED, not_understood, understood
 from commrt.presence import TRAINING, Presence
 from commrt.quorum import (
     FAILED,
@@ -33,7 +34,9 @@ from commrt.quorum import (
     Reduce,
     Settle,
     Survey,
+    Wish,
     announced,
+    checked,
     first,
     key,
 )
@@ -140,7 +143,8 @@ class Ballot:
     def _look_for_more(self, read: Read, waited_s: float, generation: int) -> None:
         """Those who have not announced."""
         written = key(read.step, read.attempt, "announced")
-        words = announced(self._asked(lambda: self._store.get(written).decode()), generation)
+        said = self._asked(lambda: self._store.get(written))
+        words = understood(written, said, lambda each: checked(announced(each.decode(), generation)))
         if len(words) >= self._terms.needed:  # the last of them died before it could say so
             self._settle(read, first(words, self._terms.needed))
         elif self._terms.is_called():
@@ -250,13 +254,20 @@ class _Clerk:
     def _next_move(self, deliberation: Deliberation, answer: object) -> Move | Outcome:
         try:
             while True:
-                wish = deliberation.send(answer)
+                wish = self._next_wish(deliberation, answer)
                 if isinstance(wish, Reduce | Again):
                     return wish
                 answer = self._answer(wish)
         except StopIteration as end:
             outcome: Outcome = end.value
             return outcome
+
+    @staticmethod
+    def _next_wish(deliberation: Deliberation, answer: object) -> Wish:
+        try:
+            return deliberation.send(answer)
+        except GARBLED as error:
+            raise not_understood("an announcement", str(answer)) from error
 
     def _answer(self, wish: Append | Settle | Survey | Read) -> object:
         store, self.asked_s = self._store, monotonic()
@@ -266,7 +277,7 @@ class _Clerk:
             case Settle():
                 return settle(store, wish.key, wish.value)
             case Survey():
-                return [said.decode() for said in store.multi_get(list(wish.keys))]
+                return [said.decode(errors="replace") for said in store.multi_get(list(wish.keys))]
             case Read():
                 return self._read(wish)
 
@@ -275,7 +286,7 @@ class _Clerk:
         try:
             while True:
                 try:
-                    return self._store.get(read.key).decode()
+                    return self._store.get(read.key).decode(errors="replace")
                 except DistNetworkError:
                     raise
                 except RuntimeError:  # a store that is not ours alone has a limit of its own

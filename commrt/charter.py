@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from torch.distributed import Store
 
 from commrt.errors import DisagreementError, UsageError
+from commrt.hearsay import mapped, number, require, understood
 
 __all__ = ["Charter"]
 
@@ -35,17 +36,18 @@ class Charter:
     transport: str | None = None
     """The one that COMMRT_TRANSPORT insists on."""
 
-    @classmethod
-    def found(cls, store: Store) -> Charter | None:
+    @staticmethod
+    def found(store: Store) -> Charter | None:
         """The one that stands on `store`; raises `UsageError` if it stands no more."""
         if not store.check([KEY]):
             return None
-        if (said := json.loads(store.get(KEY))) is None:
+        charter = understood(KEY, store.get(KEY), _read)
+        if charter is None:
             raise UsageError(
                 "this process comes to a world that has trained and ended: if it takes the place of a rank that is "
                 "gone, it comes too late; to train anew, start all ranks again"
             )
-        return cls(**said)
+        return charter
 
     def publish(self, store: Store) -> None:
         """Let it stand on `store`, by each of those who train; not again where it was withdrawn."""
@@ -88,3 +90,15 @@ class Charter:
                     f"this process takes the place of rank {rank}, and differs from those who train about {name}: "
                     f"{mine!r:.200} against {theirs!r:.200}. Start it with the same program and options"
                 )
+
+
+def _read(said: bytes) -> Charter | None:
+    """None if it was withdrawn."""
+    if json.loads(said) is None:
+        return None
+    charter = Charter(**mapped(said))
+    number(charter.size, 1)
+    number(charter.model)
+    require(isinstance(charter.host, str | None) and isinstance(charter.transport, str | None))
+    require(all(isinstance(text, str) for text in dict(charter.claim).values()))
+    return charter

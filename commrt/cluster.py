@@ -8,6 +8,7 @@ other. Bandwidths are those of one direction, in GB (10^9 bytes) per second.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -23,10 +24,15 @@ __all__ = ["Between", "Cluster", "Link", "Racks", "shipped"]
 T = TypeVar("T")
 
 
+MOST = 1e9
+"""Of all figures, and one over the least of those above 0: products of a few of them are still numbers."""
+
+
 def _require(what: str, *, least: float = 0.0, **values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < inf:
-            raise UsageError(f"{what}: {name} is {value!r}: it must be a number of at least {least:g}, and finite")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
+            must = f"it must be a number of at least {least:g}, and finite: up to {MOST:g}"
+            raise UsageError(f"{what}: {name} is {_short(value)}: {must}")
 
 
 def _require_whole(what: str, **values: float) -> None:
@@ -37,8 +43,22 @@ def _require_whole(what: str, **values: float) -> None:
 
 def _require_positive(what: str, **values: float) -> None:
     _require(what, **values)
-    if zero := [name for name, value in values.items() if not value]:
-        raise UsageError(f"{what}: {zero[0]} is 0: leave out what takes no time, and give a number above 0 otherwise")
+    if small := [name for name, value in values.items() if value < 1 / MOST]:
+        must = f"leave out what takes no time, and give a number above 0 otherwise, {1 / MOST:g} at least"
+        raise UsageError(f"{what}: {small[0]} is {values[small[0]]:g}: {must}")
+
+
+def _require_a(kind: type, what: str, value: object) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{what} is {_short(value)}: it must be a {kind.__name__}")
+
+
+def _short(value: object) -> str:
+    """As a part of a sentence."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # so Python says of whole numbers of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +133,13 @@ class Cluster:
     """Images, or what a model counts, per second and GPU, by model; where they were published or measured."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.about, str):
-            raise UsageError(f"{self.name}: about is {self.about!r}: it must be a text")
+        for what, text in {"name": self.name, "about": self.about}.items():
+            if not isinstance(text, str):
+                raise UsageError(f"{_short(self.name)}: {what} is {_short(text)}: it must be a text")
+        _require_a(Link, f"{self.name}: within", self.within)
+        _require_a(Between, f"{self.name}: between", self.between)
+        _require_a(Racks, f"{self.name}: racks", self.racks or Racks(1))
+        _require_a(Mapping, f"{self.name}: compute", self.compute)
         _require_whole(self.name, gpus_per_node=self.gpus_per_node, nodes=1 if self.nodes is None else self.nodes)
         if self.reduce_gbytes_per_s is not None:
             _require_positive(self.name, reduce_gbytes_per_s=self.reduce_gbytes_per_s)
@@ -130,18 +155,20 @@ class Cluster:
             return cls.parsed(resources.files("commrt").joinpath("clusters", f"{name}.toml").read_text(), name)
         path = Path(name)
         if path.suffix != ".toml":
-            raise UsageError(f"no cluster is called {name!r}: there are {', '.join(shipped())}, or give a .toml file")
+            known = ", ".join(shipped())
+            raise UsageError(f"no cluster is called {_short(name)}: there are {known}, or give a .toml file")
         try:
-            return cls.parsed(path.read_text(), path.stem)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{name} cannot be read: {error}") from error
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{name:.200} cannot be read: {error}") from error
+        return cls.parsed(text, path.stem)
 
     @classmethod
     def parsed(cls, text: str, name: str) -> Self:
         """That of a TOML document."""
         try:
             given = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{name} is no TOML document: {error}") from error
         kinds: dict[str, Any] = {"within": Link, "between": Between, "racks": Racks}
         parts = {key: _made(kinds[key], given[key], f"{name}: {key}") for key in kinds.keys() & given.keys()}
@@ -157,9 +184,9 @@ class Cluster:
         flat = {key: value for key, value in asdict(self).items() if value is not None and key != "name"}
         tables = {key: flat.pop(key) for key in ("within", "between", "racks", "compute") if flat.get(key)}
         flat.pop("compute", None)
-        lines = [f"{key} = {json.dumps(value)}" for key, value in flat.items()]
+        lines = [_said(*pair) for pair in flat.items()]
         for name, table in tables.items():
-            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+            lines += ["", f"[{name}]", *(_said(*pair) for pair in table.items())]
         return "\n".join([*lines, ""])
 
     def ranks(self) -> float:
@@ -198,13 +225,19 @@ class Cluster:
         return inf if self.racks is None else self.racks.nodes * self.node_bytes_per_s / self.racks.oversubscription
 
 
+def _said(key: str, value: object) -> str:
+    """A line of TOML: as in JSON, but for what is no ASCII."""
+    word, said = (json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in (key, value))
+    return f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else word} = {said}"
+
+
 def _made(kind: type[T], given: object, what: str) -> T:
     """A `kind` of the keys `given`; raises `UsageError` for those that it has not, or needs."""
     if not isinstance(given, Mapping):
-        raise UsageError(f"{what} must be a table of its own, not {given!r}")
+        raise UsageError(f"{what} must be a table of its own, not {_short(given)}")
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # all are dataclasses
     if strange := sorted(given.keys() - names):
-        raise UsageError(f"{what}: {strange[0]!r} is not known: there are {', '.join(names)}")
+        raise UsageError(f"{what}: {_short(strange[0])} is not known: there are {', '.join(names)}")
     try:
         return kind(**given)
     except TypeError as error:

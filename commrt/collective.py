@@ -30,6 +30,7 @@ __all__ = [
     "reduce_scatter",
 ]
 
+MOST_RANKS = 1 << 20
 ANYTHING = -1
 """Goal of a (rank, chunk) whose final value nobody relies on."""
 
@@ -87,14 +88,14 @@ def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
     _require_ranks([root], ranks)
     goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
     goal[root] = 0
-    return Collective("reduce", Kind.SUM, _everywhere((ranks, chunks)), goal, (tuple(range(ranks)),))
+    return Collective("reduce", Kind.SUM, _everywhere((ranks, chunks)), goal, (_all(ranks),))
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:
     """Chunk c ends summed over all ranks at its owner, rank ``c * ranks // chunks``."""
     goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
     goal[_owner(ranks, chunks), np.arange(chunks)] = 0
-    return Collective("reduce_scatter", Kind.SUM, _everywhere((ranks, chunks)), goal, (tuple(range(ranks)),))
+    return Collective("reduce_scatter", Kind.SUM, _everywhere((ranks, chunks)), goal, (_all(ranks),))
 
 
 def all_gather(ranks: int, chunks: int) -> Collective:
@@ -103,7 +104,7 @@ def all_gather(ranks: int, chunks: int) -> Collective:
     defined = np.zeros((ranks, chunks), dtype=bool)
     defined[owner, np.arange(chunks)] = True
     goal = np.broadcast_to(owner, (ranks, chunks))
-    return Collective("all_gather", Kind.SUM, defined, goal, tuple((rank,) for rank in range(ranks)))
+    return Collective("all_gather", Kind.SUM, defined, goal, tuple((rank,) for rank in _all(ranks)))
 
 
 def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
@@ -115,7 +116,7 @@ def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
 
 def _over_members(name: str, kind: Kind, shape: tuple[int, int], members: Sequence[int] | None) -> Collective:
     if members is None:
-        return Collective(name, kind, _everywhere(shape), _constant(0, shape), (tuple(range(shape[0])),))
+        return Collective(name, kind, _everywhere(shape), _constant(0, shape), (_all(shape[0]),))
     _require_ranks(members, shape[0])
     goal = np.full(shape, ANYTHING, dtype=np.int64)
     goal[list(members)] = 0
@@ -126,6 +127,12 @@ def _require_ranks(members: Sequence[int], ranks: int) -> None:
     strangers = sorted({rank for rank in members if not 0 <= rank < ranks})
     if strangers or len(set(members)) != len(members) or not len(members):
         raise ScheduleError(f"members {list(members)} must be different ranks out of 0..{ranks - 1}, at least one")
+
+
+def _all(ranks: int) -> tuple[int, ...]:
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ScheduleError(f"a promise over {ranks:,} ranks: give 1 to {MOST_RANKS:,}; more are too large for a proof")
+    return tuple(range(ranks))
 
 
 def _owner(ranks: int, chunks: int) -> IntArray:

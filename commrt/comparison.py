@@ -123,7 +123,7 @@ class Comparison:
 def _traits(schedule: Schedule) -> _Traits:
     players: set[int] = set()
     combines: set[int] = set()
-    for step in schedule.steps():
+    for step in schedule.played():
         moved = step.canonical()
         players.update(chain(moved.src.tolist(), moved.dst.tolist()))
         combines.update(moved.combine.tolist())

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, Store
 from commrt.agreement import agree
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DisagreementError, TransportError, UsageError
+from commrt.hearsay import understood
 from commrt.launch import chosen_transport, launched
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.media import Queueing
@@ -65,7 +66,7 @@ def _require_one_host(here: str, store: Store, rank: int, members: Sequence[int]
 def _hosts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> list[str]:
     """Of each member."""
     said = ask(lambda: store.multi_get([f"host/{peer}" for peer in members]), timeout_s + ANSWER_S, rank)
-    return [its.decode() for its in said]
+    return [understood("host", its, bytes.decode) for its in said]
 
 
 def gpu(device: torch.device | str) -> torch.device:

@@ -48,6 +48,6 @@ def gossip_efficiency(times_s: Times, algorithm: Gossip, message_s: float = 0.0)
 def _sources(algorithm: Gossip, step: int, ranks: int) -> IntArray:
     """[ranks]: whose message each one gets; its own if nobody's."""
     found = np.arange(ranks)
-    for moved in algorithm.schedule(step, ranks).steps():
+    for moved in algorithm.schedule(step, ranks).played():
         found[moved.dst] = moved.src
     return found

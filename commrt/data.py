@@ -132,14 +132,34 @@ class RingShuffle:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, on the same rank; ranks must load states that were taken together."""
-        kinds = [(field.dtype, field.shape) for field in state["samples"]]
-        if kinds != [(field.dtype, field.shape) for field in self._fields]:
-            raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
+        self._require_fit(state)
         self.drain()
-        self.passes, self._taken, self._used = state["passes"], state["taken"], state["used"]
+        self.passes, self._taken, self._used = state["passes"], state["taken"], state.get("used")
         for own, saved in zip(self._fields, state["samples"], strict=True):
             own.copy_(saved)
         self._past.forget()
+
+    def _require_fit(self, state: object) -> None:
+        found = state if isinstance(state, Mapping) else {}
+        samples, used = found.get("samples"), found.get("used")
+        kinds = [_kind(field) for field in samples] if isinstance(samples, list | tuple) else None
+        if kinds != [_kind(field) for field in self._fields]:
+            raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
+        counts = [found.get("passes"), found.get("taken")]
+        are_counts = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
+        places = torch.empty(0, dtype=torch.int64) if used is None else used
+        if (
+            not are_counts
+            or found["taken"] > len(self)
+            or _kind(places)[0] != torch.int64
+            or (places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(self._fields[0]))
+            or places.dim() != 1
+        ):
+            raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned")
+
+
+def _kind(field: object) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    return (field.dtype, tuple(field.shape)) if isinstance(field, Tensor) else (None, ())
 
 
 def _stacked(samples: _Indexed | Iterable[Any]) -> tuple[list[Tensor], int | None]:

@@ -17,6 +17,7 @@ from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import TransportError
+from commrt.hearsay import GARBLED, mapped, number
 
 __all__ = ["diagnose", "leave_report", "linger"]
 
@@ -58,9 +59,9 @@ def _trail(store: Store, rank: int, peer: int | None) -> Iterator[str]:
         except RuntimeError:
             yield f"Rank {peer} reported nothing: look there first"
             return
-        report = json.loads(store.get(_shelf(peer)))
-        yield f"Rank {peer} saw {report['saw']}"
-        peer = report["peer"]
+        report = mapped(store.get(_shelf(peer)))
+        yield f"Rank {peer} saw {report['saw']!s:.1000}"
+        peer = None if report["peer"] is None else number(report["peer"])
 
 
 def _count(store: Store, size: int) -> None:
@@ -74,6 +75,6 @@ def _shelf(rank: int) -> str:
 
 def _answered(question: Callable[[], T], limit_s: float) -> T | None:
     """The store's answer, or None: this rank has failed already, and a lost store is no news beside that."""
-    with suppress(RuntimeError, TransportError):
+    with suppress(RuntimeError, TransportError, *GARBLED):
         return ask(question, limit_s)
     return None

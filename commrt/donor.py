@@ -12,6 +12,7 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
+from pickle import UnpicklingError
 from threading import Condition
 from time import monotonic
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from commrt.hearsay import require, understood
 from commrt.imprint import Imprint
 from commrt.state import Stateful, dump, flatten, load, restore, unread_buffers
 
@@ -245,6 +247,15 @@ def packed(gift: Gift) -> bytes:
 
 
 def unpacked(said: bytes) -> Gift:
-    """What was `packed`; never runs what came with it."""
-    edition, *tensors = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
+    """What was `packed`; never runs what came with it. Raises `DisagreementError` for anything else."""
+    return understood("state of another rank", said, _gift)
+
+
+def _gift(said: bytes) -> Gift:
+    try:
+        edition, *tensors = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
+    except (UnpicklingError, EOFError, RuntimeError) as error:  # what torch says of other bytes
+        raise ValueError(str(error)) from error
+    require(len(edition) == len(Edition._fields) and len(tensors) == len(Gift._fields) - 1)
+    require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
     return Gift(Edition(*edition), *tensors)

@@ -90,6 +90,11 @@ SLURM = _Launcher(
     "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS",
 )  # fmt: skip
+STEP = re.compile(r"[0-9]{1,10}")
+NUMBER = re.compile(r"\s*(-?[0-9]{1,18})\s*", re.ASCII)
+COUNT = re.compile(r"\s*([0-9]{1,18})(\(x[0-9]+\))?(,[0-9(),x]*)?\s*", re.ASCII)
+"""Slurm writes those of several nodes as 4(x2),3."""
+HOST = re.compile(r"[^\s\[\]]+")
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers the steps of srun from 0; those of batch scripts and of salloc's shell are above this."""
 LAUNCHERS = (
@@ -175,8 +180,10 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     rank, size = _integer(env, known.rank), _integer(env, known.size)
     if size < 1 or not 0 <= rank < size:
         raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..size-1")
-    local_size = _integer(env, known.local_size, 0)
+    local_size = _integer(env, known.local_size, 0, COUNT)
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
+    if not HOST.fullmatch(address):
+        raise UsageError(f"MASTER_ADDR={address!r:.80} is no address: set it to the name or number of rank 0's host")
     job = "" if "MASTER_PORT" in env else _job(known, env, ancestor if size == local_size else None)
     port = _integer(env, "MASTER_PORT", _port(job))
     if not 0 < port < 65536:
@@ -184,6 +191,9 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
     local_rank = _integer(env, known.local_rank, 0)
+    for name, number in {known.local_rank: local_rank, "TORCHELASTIC_RESTART_COUNT": attempt}.items():
+        if number < 0:
+            raise UsageError(f"{name}={number} is below 0: the launcher must set it to 0, 1, 2, ...")
     return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job)
 
 
@@ -209,22 +219,23 @@ def read_transport(env: Mapping[str, str]) -> str | None:
 
 def is_timeout(seconds: float) -> bool:
     """True if a wait can last `seconds`."""
-    return 0 < seconds <= LONGEST_TIMEOUT_S
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return is_number and 0 < seconds <= LONGEST_TIMEOUT_S
 
 
 def require_deadlines(**limits: float | None) -> None:
     """Raise `UsageError` for one of `limits`, by name in seconds, that is given and cannot be a deadline."""
     for name, limit in limits.items():
         if limit is not None and not is_timeout(limit):
-            raise UsageError(f"{name}={limit} is no deadline: give seconds, above 0 and up to 2,000,000")
+            raise UsageError(f"{name}={limit!r:.80} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER) -> int:
     text = env.get(name, "" if default is None else str(default))
-    leading = re.match(r"\s*(-?\d+)", text)  # Slurm writes counts such as 4(x2)
-    if leading is None:
-        raise UsageError(f"{name}={text!r} is no number: the launcher must set it to one")
-    return int(leading[1])
+    number = form.fullmatch(text)
+    if number is None:
+        raise UsageError(f"{name}={text!r:.80} is no number: the launcher must set it to a whole one")
+    return int(number[1])
 
 
 def _recognised(env: Mapping[str, str]) -> _Launcher | None:
@@ -236,7 +247,7 @@ def _recognised(env: Mapping[str, str]) -> _Launcher | None:
 def _is_step_of_several(env: Mapping[str, str]) -> bool:
     """True in a step that srun started with more than one task."""
     step = env.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and _integer(env, SLURM.size) != 1
+    return STEP.fullmatch(step) is not None and int(step) < FIRST_SPECIAL_STEP and _integer(env, SLURM.size) != 1
 
 
 def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size: int) -> str:
@@ -252,13 +263,16 @@ def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
+    """The first host of a Slurm node list; raises `UsageError` if that is none.
 
-    >>> first_host("gpu[003-007,9],login1"), first_host("a1,a2")
-    ('gpu003', 'a1')
+    >>> first_host("gpu[003-007,9],login1"), first_host("a1,a2"), first_host("r[1-2]n[03,05]")
+    ('gpu003', 'a1', 'r1n03')
     """
-    head = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
-    return "".join(part for part in head.groups() if part) if head else nodelist
+    head = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])*", nodelist)
+    first = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", head[0]) if head else ""
+    if not HOST.fullmatch(first):
+        raise UsageError(f"Slurm's node list {nodelist!r:.80} begins with no host: set MASTER_ADDR to that of rank 0")
+    return first
 
 
 def _job(launcher: _Launcher, env: Mapping[str, str], ancestor: Callable[[str], str] | None) -> str:

@@ -20,9 +20,10 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.asking import ANSWER_S, another_connection, ask
-from commrt.attendance import HERE, LEFT, MISSED, Attendance, Loss, Need, Verdict, birth
+from commrt.attendance import HERE, LEFT, MISSED, Attendance, Loss, Need, Verdict, birth, lines_of
 from commrt.doorbell import Doorbell, answers, is_gone
 from commrt.errors import LeftBehind, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.hearsay import understood, where
 
 __all__ = ["Membership"]
 
@@ -90,7 +91,7 @@ class Membership:
         old = self._predecessor
         self._bell = bell = f"{0 if old is None else birth(old) + 1} {doorbell.address}"
         key = f"bell/{self._page}/{self._rank}"
-        if self._asked(lambda: self._store.compare_set(key, old or "", bell).decode()) != bell:
+        if self._asked(lambda: self._store.compare_set(key, old or "", bell)) != bell.encode():
             self._is_in = False
             doorbell.close()
             raise UsageError(
@@ -177,13 +178,12 @@ class Membership:
         said = self._asked(lambda: self._store.get(key) if self._store.check([key]) else None)
         if said is None:
             return None
-        members, step, lost, bells = json.loads(said)
-        known = tuple((rank, bell) for rank, bell in bells)
-        return Verdict(tuple(members), step, tuple(Loss(*loss) for loss in lost), known)
+        return understood(key, said, Verdict.read)
 
     def _attendance(self) -> Attendance:
-        said = self._asked(lambda: self._store.get(f"log {self._page}")).decode().splitlines()
-        return Attendance.of(map(json.loads, said), self.generation, may_return=self._need is not None)
+        said = self._asked(lambda: self._store.get(f"log {self._page}"))
+        lines = understood("log of members", said, lines_of)
+        return Attendance.of(lines, self.generation, may_return=self._need is not None)
 
     def _propose(self, verdict: Verdict) -> None:
         self._asked(lambda: self._store.compare_set(f"verdict {self.generation}", "", json.dumps(verdict)))
@@ -234,7 +234,8 @@ class Membership:
 
     def _address(self, rank: int, page: int | None = None) -> str | None:
         key = f"bell/{self._page if page is None else page}/{rank}"
-        return self._asked(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        said = self._asked(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if said is None else understood(key, said, where)
 
     def _asked(self, question: Callable[[], T]) -> T:
         return ask(question, self._timeout_s() + ANSWER_S, self._rank)

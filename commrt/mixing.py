@@ -67,7 +67,7 @@ def meetings(algorithm: Algorithm, ranks: int, most: int) -> int | None:
             return step
         if step == most:
             return None
-        for hop in algorithm.schedule(step, ranks).steps():
+        for hop in algorithm.schedule(step, ranks).played():
             met[hop.dst, hop.src] = True
     raise AssertionError("counting ends")
 
@@ -75,7 +75,7 @@ def meetings(algorithm: Algorithm, ranks: int, most: int) -> int | None:
 def _shares(schedule: Schedule) -> Shares:
     ranks, chunks = schedule.ranks, schedule.chunks
     shares = np.repeat(np.eye(ranks)[:, None, :], chunks, axis=1)
-    for step in schedule.steps():
+    for step in schedule.played():
         _apply(step, shares)
     return shares
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
+from commrt.hearsay import understood
 
 __all__ = ["TRAINING", "Doing", "Presence"]
 
@@ -65,9 +66,10 @@ class Presence:
         """What each of `ranks` said last; None for one whose process is gone without a word."""
         keys = [_key(rank) for rank in ranks]
         words = self._asked(lambda: self._store.multi_get(keys)) if keys else []
-        said = {rank: word.decode() for rank, word in zip(ranks, words, strict=True)}
+        pairs = zip(ranks, words, strict=True)
+        said = {rank: understood(_key(rank), word, lambda each: Doing(each.decode())) for rank, word in pairs}
         gone = self._gone([rank for rank, doing in said.items() if doing != Doing.LEFT and rank != self._rank])
-        return {rank: None if rank in gone else Doing(doing) for rank, doing in said.items()}
+        return {rank: None if rank in gone else doing for rank, doing in said.items()}
 
     def outlast(self, others: Callable[[Doing | None], bool], needed: int | None = None) -> bool:
         """Wait until what each other rank does is what `others` says, but no longer than a deadline; True if it is.

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from commrt.flaws import require_sound
 from commrt.schedule import COPY, Combine, Schedule, Step
 
 __all__ = ["Hop", "Leg", "Program", "Waits", "among", "program", "spans", "waits_of"]
@@ -66,14 +67,14 @@ class Program:
 
 
 def program(schedule: Schedule, rank: int) -> Program:
-    """The program of `rank`; O(transfers of the whole schedule).
+    """The program of `rank`; O(transfers of the whole schedule). Raises `ScheduleError` for what none can do.
 
     >>> from commrt.schedule import ADD
     >>> swap = Schedule("swap", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, ADD)]))
     >>> program(swap, 0).hops[0].sends
     (Leg(peer=1, lo=0, hi=1, combine=<Combine.ADD: 1>, weight=0.0),)
     """
-    hops = tuple(_hop(step.canonical(), rank) for step in schedule.steps())
+    hops = tuple(_hop(require_sound(step, schedule).canonical(), rank) for step in schedule.played())
     return Program(rank, schedule.ranks, schedule.chunks, hops)
 
 

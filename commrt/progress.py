@@ -11,6 +11,7 @@ from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place
+from commrt.hearsay import require, understood
 
 __all__ = ["Progress"]
 
@@ -80,4 +81,11 @@ class Progress:
     def _all(self, what: str) -> dict[int, str]:
         keys = {rank: f"{what}/{rank}" for rank in self._members()}
         limit_s = self._timeout_s + ANSWER_S
-        return ask(lambda: {rank: self._store.get(key).decode() for rank, key in keys.items()}, limit_s, self._rank)
+        said = ask(lambda: {rank: self._store.get(key) for rank, key in keys.items()}, limit_s, self._rank)
+        return {rank: understood(keys[rank], word, _word) for rank, word in said.items()}
+
+
+def _word(said: bytes) -> str:
+    word = said.decode()
+    require(word == RUNNING or int(word) >= 0)
+    return word

@@ -26,6 +26,7 @@ import numpy as np
 
 from commrt.collective import ANYTHING, Collective, Kind
 from commrt.errors import ScheduleError
+from commrt.flaws import flaws
 from commrt.program import Program
 from commrt.schedule import ADD, COPY, MIX, Schedule, Traffic, traffic
 from commrt.symbols import Cells, Masks, Weights, select
@@ -34,6 +35,8 @@ __all__ = ["CounterExample", "Proof", "check_pairing", "prove", "verify"]
 
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this."""
+
+MOST_RANKS, MOST_CELLS = 1 << 17, 1 << 32
 
 State = Masks | Weights
 
@@ -78,6 +81,7 @@ class _Refuted(Exception):
 def verify(schedule: Schedule, collective: Collective) -> Proof:
     """Replay `schedule` and check it against `collective`; never raises for a wrong schedule, says where it is wrong.
 
+    Raises `ScheduleError` for what is none: steps that are no steps, or do not end, or too many ranks for the memory.
     Cost: O(chunks carried x ranks / 64); a 32 x 32 torus takes about half a second.
 
     >>> from commrt.collective import all_reduce
@@ -131,23 +135,24 @@ def check_pairing(programs: Sequence[Program]) -> CounterExample | None:
 def _check_form(schedule: Schedule, collective: Collective) -> None:
     if collective.shape != (schedule.ranks, schedule.chunks):
         raise _Refuted(CounterExample(f"has {schedule.ranks} ranks x {schedule.chunks} chunks, not {collective.shape}"))
-    for number, step in enumerate(schedule.steps()):
-        ranks_ok = (np.minimum(step.src, step.dst) >= 0) & (np.maximum(step.src, step.dst) < schedule.ranks)
-        chunks_ok = (step.lo >= 0) & (step.lo <= step.hi) & (step.hi <= schedule.chunks)
-        for ok, what in (
-            (ranks_ok, f"names a rank outside 0..{schedule.ranks - 1}"),
-            (chunks_ok, f"carries chunks outside 0..{schedule.chunks - 1} or a range that ends before it starts"),
-            (step.src != step.dst, "is from a rank to itself; leave it out"),
-            ((step.combine >= COPY) & (step.combine <= MIX), "has an unknown way to combine"),
-            (np.isfinite(step.weight) | (step.combine != MIX), "mixes with a weight that is no number"),
-        ):
-            if not ok.all():
-                at = step.rows(np.flatnonzero(~ok)[:1])
-                raise _Refuted(CounterExample(f"the transfer {at.text()} {what}", number))
+    _require_room(schedule)
+    for number, step in enumerate(schedule.played()):
+        for at, what in flaws(step, schedule.ranks, schedule.chunks):
+            raise _Refuted(CounterExample(f"the transfer {at.text()} {what}", number))
+
+
+def _require_room(schedule: Schedule) -> None:
+    """Raise `ScheduleError` for what would end with the memory, or after days."""
+    ranks, chunks = schedule.ranks, schedule.chunks
+    if ranks > MOST_RANKS or ranks * chunks > MOST_CELLS:
+        raise ScheduleError(
+            f"{schedule.name} of {ranks:,} ranks and {chunks:,} chunks is too large for a proof, which takes ranks x "
+            f"chunks x ranks / 8 bytes: prove it with fewer, at most {MOST_RANKS:,} ranks and {MOST_CELLS:,} of both"
+        )
 
 
 def _needs_weights(schedule: Schedule, collective: Collective) -> bool:
-    return collective.kind is not Kind.SUM or any((step.combine == MIX).any() for step in schedule.steps())
+    return collective.kind is not Kind.SUM or any((step.combine == MIX).any() for step in schedule.played())
 
 
 def _blocks(schedule: Schedule, weights: bool) -> Iterator[tuple[int, int]]:
@@ -161,7 +166,7 @@ def _blocks(schedule: Schedule, weights: bool) -> Iterator[tuple[int, int]]:
 def _replay(schedule: Schedule, collective: Collective, state: State, lo: int, hi: int) -> None:
     """Replay the chunks [lo, hi) alone: chunks never influence each other."""
     hazards = _Hazards(schedule.ranks * (hi - lo))
-    for number, step in enumerate(schedule.steps()):
+    for number, step in enumerate(schedule.played()):
 
         def refute(what: str, cell: int, number: int = number) -> None:
             rank, chunk = divmod(cell, hi - lo)

@@ -29,6 +29,7 @@ __all__ = [
     "Survey",
     "Wish",
     "announced",
+    "checked",
     "deliberate",
     "first",
     "key",
@@ -156,6 +157,13 @@ def announced(said: str, generation: int) -> list[Announcement]:
     return [Announcement(word) for word in said.split() if infix in word]
 
 
+def checked(words: list[Announcement]) -> list[Announcement]:
+    """The same; raises `ValueError` if one names no rank or no generation."""
+    if any(word.rank < 0 or word.generation < 0 for word in words):
+        raise ValueError("ranks and generations are numbers from 0 on")
+    return words
+
+
 def first(words: list[Announcement], needed: int) -> str:
     """The members, by rank, as they are settled.
 
@@ -182,7 +190,7 @@ def deliberate(rank: int, generation: int, needed: int, step: int, attempt: int 
         floor, said = yield Survey((FLOOR, written))
         if step < int(floor):
             return Outcome((), counts=False, attempt=attempt)
-        order = announced(said, generation)
+        order = checked(announced(said, generation))
         settled = yield from _settled(order, needed, step, attempt)
         if settled is None:
             return Outcome((), counts=False, attempt=attempt)
@@ -209,7 +217,7 @@ def _settled(
     """Empty if it came to nothing, None if that is forgotten."""
     members = key(step, attempt, "members")
     said = yield Settle(members, first(order, needed)) if len(order) >= needed else Read(members, step, attempt)
-    return None if not said else [] if said == VOID else [Announcement(word) for word in said.split()]
+    return None if not said else [] if said == VOID else checked([Announcement(word) for word in said.split()])
 
 
 def _outcome(

@@ -21,6 +21,7 @@ from commrt.errors import UsageError
 
 __all__ = ["BatchSizeControl", "Part", "Rate", "lars"]
 
+MOST_COUNT = 1_000_000_000
 Rule = Literal["keep", "sqrt", "linear"]
 RULES: Mapping[str, float] = {"keep": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The power of a batch's growth by which the rate grows."""
@@ -103,9 +104,11 @@ class BatchSizeControl(Sampler[list[int]]):
         >>> [control.epochs_after(updates) for updates in (5, 20, 21, 26)]
         [0.5, 2.0, 2.5, 5.0]
         """
-        epoch = 0
-        while (steps := self.steps_in(epoch)) <= updates and steps:
+        epoch, last = 0, max(self._sizes)
+        while (steps := self.steps_in(epoch)) <= updates and steps and epoch < last:
             epoch, updates = epoch + 1, updates - steps
+        if steps:  # from the last size on, all epochs have as many
+            epoch, updates = epoch + updates // steps, updates % steps
         return epoch + (updates / steps if steps else 0.0)
 
     def updates_after(self, epochs: float) -> int:
@@ -115,8 +118,9 @@ class BatchSizeControl(Sampler[list[int]]):
         >>> [control.updates_after(epochs) for epochs in (0.5, 2.0, 2.5, 5.0)]
         [5, 20, 21, 26]
         """
-        whole = int(epochs)
-        return sum(map(self.steps_in, range(whole))) + round((epochs - whole) * self.steps_in(whole))
+        whole, last = int(epochs), max(self._sizes)
+        later = max(whole - last, 0) * self.steps_in(last)
+        return sum(map(self.steps_in, range(min(whole, last)))) + later + round((epochs - whole) * self.steps_in(whole))
 
     @property
     def parts(self) -> int:
@@ -173,10 +177,26 @@ class BatchSizeControl(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Be there again, or nearly if there are other numbers of ranks; before the epoch's loader is asked."""
+        _require_counts(state, "a BatchSizeControl", "epoch", "done")
         self.epoch, self._given = state["epoch"], 0
         self._done = round(state["done"] * self.steps / state.get("steps", self.steps)) if state["done"] else 0
         if self._done and self._done >= self.steps:
             self.epoch, self._done = self.epoch + 1, 0
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_COUNT
+
+
+def _require_counts(state: object, whose: str, *names: str) -> None:
+    """Raise `UsageError` unless `state` has a count under each of `names`, and under steps if it has that."""
+    found = state if isinstance(state, Mapping) else {}
+    counts = [found.get(name) for name in names] + ([found["steps"]] if "steps" in found else [])
+    are_counts = [
+        isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MOST_COUNT for count in counts
+    ]
+    if not all(are_counts) or found.get("steps") == 0:
+        raise UsageError(f"{state!r:.200} is no state of {whose}: pass what its state_dict() returned")
 
 
 def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
@@ -250,8 +270,17 @@ class Rate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Be there again; with another number of ranks, as far in the training after other numbers of updates."""
-        self._highest, self._updates = list(state["highest"]), state["updates"]
-        if (done := state.get("epochs")) is not None and self._control.epochs_after(self._updates) != done:
+        _require_counts(state, "a Rate", "updates")
+        highest, done = state.get("highest"), state.get("epochs")
+        rates = highest if isinstance(highest, list | tuple) else []
+        if len(rates) != len(self._highest) or not all(_is_rate(one) for one in rates):
+            raise UsageError(
+                f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
+            )
+        if done is not None and not (isinstance(done, int | float) and 0 <= done < MOST_COUNT):
+            raise UsageError(f"a state of {done!r:.80} epochs: pass what state_dict() returned")
+        self._highest, self._updates = list(rates), state["updates"]
+        if done is not None and self._control.epochs_after(self._updates) != done:
             self._updates = self._control.updates_after(done)
         self._set()
 

@@ -14,6 +14,7 @@ from torch.distributed import Store
 from commrt.asking import ANSWER_S, ask
 from commrt.donor import Donor, Gift, Has, unpacked
 from commrt.errors import DeadlineExceeded, Place, QuorumLost, TransportClosed
+from commrt.hearsay import understood
 from commrt.service import Service, asked
 from commrt.world import World
 
@@ -93,7 +94,7 @@ class Relief:
         address = self._address(rank)
         said = None if address is None else asked(address, READY, version, WAIT_S + PATIENCE_S)
         if address is None or said != Has.IT.value:
-            return Has(said or b"")
+            return understood("answer of a service", said or b"", Has)
         return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
 
     def _require_hope(self, due: Due, end_s: float) -> set[int]:
@@ -113,7 +114,8 @@ class Relief:
 
     def _address(self, rank: int) -> str | None:
         key = _key(rank)
-        return self._ask(lambda: self._shelf.get(key).decode() if self._shelf.check([key]) else None)
+        said = self._ask(lambda: self._shelf.get(key) if self._shelf.check([key]) else None)
+        return None if said is None else understood(key, said, bytes.decode)
 
     def _ask(self, question: Callable[[], T]) -> T:
         return ask(question, self._world.timeout_s + ANSWER_S, self._world.rank)

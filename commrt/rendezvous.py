@@ -43,13 +43,22 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def _is_number(address: str) -> bool:
+    """False for a name, which this host may know as another address than the others do."""
+    try:
+        ip_address(_numeric(address))
+    except ValueError:
+        return False
+    return True
+
+
 def _numeric(address: str) -> str:
     return LOOPBACK if address.lower() == "localhost" else address
 
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
-    listener = _loopback_listener(launch) if holds_it and is_loopback(launch.address) else None
+    listener = _listener(launch) if holds_it and _is_number(launch.address) else None
     try:
         return ask(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + ANSWER_S, launch.rank)
     except DeadlineExceeded as error:
@@ -82,10 +91,11 @@ def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | Non
     )
 
 
-def _loopback_listener(launch: Launch) -> int | None:
-    """A listening socket that only this machine can reach; left to itself, torch listens on all addresses.
+def _listener(launch: Launch) -> int | None:
+    """A socket that listens on the launch's address alone; left to itself, torch listens on all.
 
-    None if the port is taken: perhaps by a store of this process, which torch will share.
+    None if the port is taken: perhaps by a store of this process, which torch will share. And if the address is none of
+    this machine's own, as behind a translation of addresses.
     """
     with suppress(OSError):
         return listen(_numeric(launch.address), launch.port).detach()

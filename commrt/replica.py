@@ -27,6 +27,8 @@ from commrt.world import World
 
 __all__ = ["Replica", "attached", "attached_to"]
 
+MOST_STEPS = 1 << 53
+
 
 class Replica(ABC):
     """One rank's model, attached; made by `attach`.
@@ -167,12 +169,17 @@ class Replica(ABC):
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load different steps."""
-        step = state.get("step") if isinstance(state, Mapping) else None
-        if not isinstance(step, int) or step < 0:
-            raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
+        step = self._step_in(state)
         with self._lane.world.gathered("load_state_dict()"):
             self._lane.world.agree("load_state_dict", step=str(step))
             self._go_on_at(step)
+
+    @staticmethod
+    def _step_in(state: object) -> int:
+        step = state.get("step") if isinstance(state, Mapping) else None
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST_STEPS:
+            raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
+        return step
 
     def detach(self) -> None:
         """Remove every hook; the model is a plain model again. Not collective."""

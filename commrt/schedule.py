@@ -22,7 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from commrt.errors import ScheduleError
+from commrt.columns import row, whole
+from commrt.errors import CommrtError, ScheduleError, UsageError
 
 __all__ = [
     "ADD",
@@ -55,6 +56,8 @@ class Combine(IntEnum):
 
 
 COPY, ADD, MIX = Combine.COPY, Combine.ADD, Combine.MIX
+MOST_STEPS = 1 << 18
+"""Of a schedule, and 16 more for each rank: who yields more does not end."""
 VERBS = {int(combine): combine.name.lower() for combine in Combine}
 
 
@@ -75,22 +78,33 @@ class Step:
     def __post_init__(self) -> None:
         """Two steps that move the same have the same bytes, whatever they were made from: digests compare those."""
         for name in ("src", "dst", "lo", "hi", "combine"):
-            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
-        read = np.where(self.combine == MIX, self.weight, 0.0)
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        weight = row("weight", self.weight)
+        if len({len(column) for column in (*self.columns[:5], weight)}) > 1:
+            lengths = ", ".join(str(len(column)) for column in (*self.columns[:5], weight))
+            raise UsageError(f"columns of {lengths} transfers: src, dst, lo, hi, combine and weight need as many each")
+        read = np.where(self.combine == MIX, weight, 0.0)
         object.__setattr__(self, "weight", np.asarray(read, dtype=np.float64))
 
     @classmethod
     def of(
         cls, src: ArrayLike, dst: ArrayLike, lo: ArrayLike, hi: ArrayLike, combine: Combine, weight: float = 0.5
     ) -> Step:
-        """Build a step from scalars or arrays of any shape, broadcast against each other: a transfer for each entry.
+        """Build a step from scalars or arrays of any shape, broadcast against each other; raises `UsageError`.
+
+        There is a transfer for each entry.
 
         >>> print(Step.of(src=[0, 1], dst=[1, 0], lo=0, hi=2, combine=ADD))
         add  0->1 [0:2)  1->0 [0:2)
         >>> print(Step.of(src=0, dst=[[1], [2]], lo=[0, 3], hi=[1, 4], combine=COPY))
         copy  0->1 [0:1)  0->1 [3:4)  0->2 [0:1)  0->2 [3:4)
         """
-        wide = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
+        try:
+            wide = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
+        except ValueError as error:
+            raise UsageError(
+                f"columns that do not fit together: {error}; give scalars, or arrays that broadcast"
+            ) from error
         return cls.from_columns([column.reshape(-1) for column in wide])
 
     @classmethod
@@ -164,6 +178,35 @@ class Schedule:
     """The buffer is cut in this many; sizes that do not divide are the business of whoever binds it."""
     steps: Callable[[], Iterator[Step]]
 
+    def __post_init__(self) -> None:
+        for what, number in {"ranks": self.ranks, "chunks": self.chunks}.items():
+            if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 1 <= number < 2**31:
+                raise UsageError(f"{self.name}: {what}={number!r:.80}: give a whole number from 1 on")
+        if not callable(self.steps):
+            raise UsageError(
+                f"{self.name}: steps is a {type(self.steps).__name__}: give a function that yields all anew"
+            )
+
+    def played(self) -> Iterator[Step]:
+        """What `steps` yields, for who looks at all of it; raises `ScheduleError` for no step, and without an end."""
+        number, steps = 0, self._made()
+        for number, step in enumerate(steps):
+            if not isinstance(step, Step):
+                raise ScheduleError(f"{self.name}: steps() yields {step!r:.80} as step {number}: yield Step.of(...)")
+            if number >= MOST_STEPS + 16 * self.ranks:
+                raise ScheduleError(f"{self.name}: steps() has yielded {number:,} steps: does it end?")
+            yield step
+
+    def _made(self) -> Iterator[Step]:
+        try:
+            yield from self.steps()
+        except CommrtError:
+            raise
+        except Exception as error:
+            raise ScheduleError(
+                f"{self.name}: steps() fails: {type(error).__name__}: {error!s:.200}; it must yield each Step anew"
+            ) from error
+
     def then(self, after: Schedule, name: str | None = None) -> Schedule:
         """This schedule, then `after`, on the same buffer."""
         _require_same_shape(self, after)
@@ -235,7 +278,7 @@ class Schedule:
     def digest(self) -> str:
         """A hash of all that moves (not of the name): equal on two ranks exactly if they run the same schedule."""
         seen = hashlib.sha256(f"{self.ranks} {self.chunks}".encode())
-        for step in self.steps():
+        for step in self.played():
             canonical = step.canonical()
             seen.update(len(canonical).to_bytes(8, "little"))
             for column in canonical.columns:
@@ -248,7 +291,7 @@ class Schedule:
     def text(self, limit: int = 16) -> str:
         """The schedule as text, one line per step with at most `limit` transfers each."""
         head = f"{self.name}: {_shape(self)}"
-        return "\n".join([head, *(f"{i:3d}  {step.text(limit)}" for i, step in enumerate(self.steps()))])
+        return "\n".join([head, *(f"{i:3d}  {step.text(limit)}" for i, step in enumerate(self.played()))])
 
 
 class Algorithm(Protocol):
@@ -280,7 +323,7 @@ def traffic(schedule: Schedule) -> Traffic:
     """Count steps, transfers, bytes and peers of `schedule`; one pass, O(transfers)."""
     sent = np.zeros(schedule.ranks, dtype=np.int64)
     steps = transfers = peers = 0
-    for step in map(Step.canonical, schedule.steps()):
+    for step in map(Step.canonical, schedule.played()):
         steps += 1
         transfers += len(step)
         np.add.at(sent, step.src, step.hi - step.lo)

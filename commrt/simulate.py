@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from commrt.cluster import Cluster
 from commrt.errors import UsageError
+from commrt.flaws import require_sound
 from commrt.schedule import ADD, MIX, IntArray, Schedule, Step
 
 __all__ = ["Phase", "Price", "Pricing", "Seconds", "all_reduce_bound_s", "exchange_bound_s"]
@@ -162,12 +163,12 @@ def _patterns(schedule: Schedule, cluster: Cluster) -> Iterator[_Pattern]:
     known: dict[tuple[bytes, ...], _Pattern] = {}
     latest: tuple[IntArray, ...] = ()
     pattern = None
-    for step in schedule.steps():
+    for step in schedule.played():
         traits = step.src, step.dst, step.hi - step.lo, step.combine
         if pattern is None or not all(map(np.array_equal, traits, latest)):  # it seldom changes
             key = tuple(column.tobytes() for column in traits)
             if key not in known:
-                known[key] = _pattern(step, step.hi - step.lo, cluster, schedule.ranks)
+                known[key] = _pattern(require_sound(step, schedule), step.hi - step.lo, cluster, schedule.ranks)
             latest, pattern = traits, known[key]
         yield pattern
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from commrt.errors import UsageError
+from commrt.hearsay import GARBLED
 
 __all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore", "unread_buffers"]
 
@@ -94,19 +95,34 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
 
 @torch.inference_mode(False)  # or what is loaded cannot be stepped later
 def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
-    """Give `owners` what `dump` took from others like them; raises `UsageError` if that is more than plain values."""
+    """Give `owners` what `dump` took from others like them; raises `UsageError` if that is more than plain values.
+
+    Nothing of it is run. Raises `UsageError`, too, for what an owner does not take.
+    """
     try:
         states = torch.load(io.BytesIO(flat.numpy().data), map_location="cpu", weights_only=True)
-    except (UnpicklingError, EOFError) as error:
+    except (UnpicklingError, EOFError, RuntimeError, *GARBLED) as error:
         kinds = ", ".join(type(owner).__name__ for owner in owners)
         raise UsageError(
             f"the state of {kinds} cannot be sent to other ranks: state_dict() must hold numbers, strings, tensors and "
             "lists, tuples or dicts of these only"
         ) from error
+    if not isinstance(states, list) or len(states) != len(owners):
+        raise UsageError(f"another rank sent no states of {len(owners)} owners: start all ranks with the same program")
     for owner, state in zip(owners, states, strict=True):
-        owner.load_state_dict(_with_objects(state, owner))
-        if isinstance(owner, Optimizer):
-            _keep_dtypes(owner, state)
+        try:
+            _take(state, owner)
+        except UsageError:
+            raise
+        except GARBLED as error:
+            what = f"{type(owner).__name__} does not take the state that another rank sent: {error!r:.200}"
+            raise UsageError(f"{what}; make it of the same parameters and options on all ranks") from error
+
+
+def _take(state: dict[str, Any], owner: Stateful) -> None:
+    owner.load_state_dict(_with_objects(state, owner))
+    if isinstance(owner, Optimizer):
+        _keep_dtypes(owner, state)
 
 
 def _keep_dtypes(optimizer: Optimizer, sent: dict[str, Any]) -> None:

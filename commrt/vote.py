@@ -17,6 +17,7 @@ from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import TransportError
+from commrt.hearsay import understood
 
 __all__ = ["Vote"]
 
@@ -66,7 +67,7 @@ class Vote:
                 self._settle(LOST)
             else:
                 Event().wait(next(looks))
-        return self._asked(lambda: self.shelf.get("outcome").decode())
+        return self._asked(lambda: self.shelf.get("outcome")).decode(errors="replace")
 
     def _leave(self) -> None:
         self._append("read")
@@ -87,7 +88,7 @@ class Vote:
 
     def _said(self, list_name: str) -> set[int]:
         found = self._asked(lambda: self.shelf.get(list_name) if self.shelf.check([list_name]) else b"")
-        return set(map(int, found.split()))
+        return understood(list_name, found, lambda said: set(map(int, said.split())))
 
     def _asked(self, question: Callable[[], T]) -> T:
         return ask(question, self.timeout_s + ANSWER_S, self.rank)

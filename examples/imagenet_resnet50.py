@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,10 +229,24 @@ class Training:
         self.world.agree(f"checkpoint {path}, which all ranks must be able to read", found=str(path.exists()))
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.device)
-        for name in ("model", "optimizer", "rate", "scaler", "batches", "replica"):
+        names = ("model", "optimizer", "rate", "scaler", "batches", "replica")
+        state = checkpoint(path, {*names, "epoch"}, self.device)
+        for name in names:
             getattr(self, name).load_state_dict(state[name])
         self.epoch = state["epoch"]
+
+
+def checkpoint(path: Path, names: set[str], device: torch.device) -> dict[str, Any]:
+    """What is saved there under `names`; nothing in the file is run."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch says it in many ways
+        raise SystemExit(
+            f"{path} cannot be read as a checkpoint: {error!s:.300}; take another, or remove it"
+        ) from error
+    if not isinstance(state, dict) or not names <= state.keys():
+        raise SystemExit(f"{path} is no checkpoint of this program: it must hold {', '.join(sorted(names))}; remove it")
+    return state
 
 
 def growth(text: str) -> tuple[int, int]:

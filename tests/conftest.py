@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)  # make fuzz
 settings.load_profile("busy")
 
 collect_ignore = ["launch_report.py", "c_launch_report.py"]  # programs of their own, in which Triton compiles

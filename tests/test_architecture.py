@@ -92,3 +92,54 @@ def test_every_decision_is_listed():
     page = (ROOT / "docs/architecture.md").read_text()
     for record in (ROOT / "docs/decisions").glob("*.md"):
         assert record.name in page
+
+
+UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+ALLOWED = {
+    "commrt/state.py": "the names of what torch.save and torch.load raise",
+    "commrt/donor.py": "the name of what torch.load raises",
+}
+PIPES = {
+    "commrt/cli/workers.py": "pipes between a process and the workers that it has forked",
+    "commrt/testing/processes.py": "the same, for tests",
+}
+
+
+def unpickling(tree):
+    """What in a module turns bytes into objects that may run code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
+            yield from (alias.name for alias in node.names if not alias.name.endswith("Error"))
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if called == "torch.load" and words.get("weights_only") != "True":
+                yield "torch.load without weights_only=True"
+            if "_object" in called.rpartition(".")[2] and called.startswith(("dist.", "torch.distributed.")):
+                yield called
+
+
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "examples").glob("*.py"))], ids=named)
+def test_nothing_is_unpickled(path):
+    text = path.read_text()
+    assert list(unpickling(ast.parse(text))) == []
+    assert "pickle import" not in text or named(path) in ALLOWED
+    assert "multiprocessing.connection" not in text or named(path) in PIPES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import marshal as m",
+        "from pickle import loads",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "dist.broadcast_object_list(things)",
+        "torch.distributed.all_gather_object(a, b)",
+    ],
+)
+def test_what_unpickles_is_noticed(text):
+    assert list(unpickling(ast.parse(text)))

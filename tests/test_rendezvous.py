@@ -11,6 +11,7 @@ from time import monotonic
 import meetings
 import pytest
 
+from commrt import rendezvous
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.launch import Launch
 from commrt.rendezvous import is_loopback, meet
@@ -130,3 +131,18 @@ def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, 
     ends = str(tmp_path / "ends")
     outcomes = run_processes(2, meetings.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ORDERS[order])] * 2
+
+
+@pytest.mark.parametrize(("address", "asked"), [("10.1.2.3", "10.1.2.3"), ("::1", "::1"), ("localhost", "127.0.0.1")])
+def test_a_store_listens_on_the_address_of_its_launch_alone(monkeypatch, address, asked):
+    hosts = []
+
+    def listen(host, port):
+        hosts.append(host)
+        raise OSError("none of this machine's own")
+
+    monkeypatch.setattr(rendezvous, "listen", listen)
+    assert rendezvous._is_number(address)
+    assert rendezvous._listener(Launch("torchrun", 0, 2, 0, 2, address, 29500)) is None
+    assert hosts == [asked]
+    assert not rendezvous._is_number("node1")

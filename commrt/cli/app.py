@@ -12,7 +12,7 @@ import typer
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "in_one_line", "main"]
 
 app = typer.Typer(
     help="Collectives as schedules that are proven, then run.",
@@ -20,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+LONGEST_LINE = 1500
+"""Of an error, in characters."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 
@@ -387,8 +390,15 @@ def main() -> None:
 
     Exit codes: 2 for bad input, 1 for bad luck, 130 for Ctrl-C.
     """
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be any bytes
     try:
         app()
     except CommrtError as error:
-        print(f"commrt: {error}", file=sys.stderr)
+        print(f"commrt: {in_one_line(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError | ScheduleError | DisagreementError) else 1)
+
+
+def in_one_line(error: CommrtError) -> str:
+    """What it says, where what was typed may hold anything, of any length: nothing in there moves the cursor."""
+    said = "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(error))
+    return said if len(said) <= LONGEST_LINE else f"{said[: LONGEST_LINE // 2]} ... {said[-LONGEST_LINE // 2 :]}"

@@ -42,6 +42,7 @@ RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 def run(algorithm: Algorithm | None, case: Case, out: str) -> None:
     """Draw how all scale, or the schedule of `algorithm`, or with a model a step with it; raises `UsageError`."""
     require_format(out)
+    case.check_numbers()
     if algorithm is None:
         figure = draw_scaling(case)
     elif case.model is None:
@@ -72,7 +73,7 @@ def _phases(steps: Sequence[Step]) -> Iterator[_Phase]:
 
 def draw_schedule(schedule: Schedule) -> Figure:
     """Who sends what to whom: a line per rank, a column per step, an arrow per transfer in its first chunk's colour."""
-    steps = [step.canonical() for step in schedule.steps()]
+    steps = [step.canonical() for step in schedule.played()]
     if schedule.ranks > MOST_RANKS or len(steps) > MOST_STEPS:
         raise UsageError(
             f"{schedule.name} has {schedule.ranks} ranks and {len(steps)} steps: a picture can show {MOST_RANKS} ranks "

@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commrt.cli.outputs import require_writable, write
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def require_format(out: str) -> None:
     """Raise `UsageError` unless `out` can be made."""
     if Path(out).suffix not in FORMATS:
         raise UsageError(f"--out {out}: give a file that ends in {', '.join(FORMATS)}")
+    require_writable("--out", out, "picture.svg")
 
 
 def require_matplotlib(what: str) -> None:
@@ -46,11 +48,8 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, out: str) -> None:
-    """Write it; raises `UsageError`."""
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written: {error}") from error
+    """Write it; raises `CommrtError`."""
+    write("--out", out, lambda: figure.savefig(out, dpi=150))
 
 
 def inline(figure: Figure, prefix: str, colours: Mapping[str, str]) -> str:

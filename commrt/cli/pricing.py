@@ -32,6 +32,9 @@ MOST = 1e9
 CLUSTER = "abci"
 STEPS = 50
 MOST_PARAMETERS = 10**15
+MOST_NBYTES = 1e18
+MOST_TIMES = 10_000_000
+"""Of ranks in steps that vary: each step is played."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,22 @@ class Case:
         of_a_step = {"--batch": self.batch, "--compute-ms": self.compute_ms, "--jitter": self.jitter}
         if self.model is None and (given := [name for name, value in of_a_step.items() if value is not None]):
             raise UsageError(f"{given[0]} is of a training step: give --model too")
+        self.check_numbers()
+        if self.batch is not None and self.compute_ms is not None:
+            raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
+
+    def check_numbers(self) -> None:
+        """Raise `UsageError` for those that cannot be computed with."""
         for name, value in {"--compute-ms": self.compute_ms, "--jitter": self.jitter}.items():
             if value is not None and not 0 <= value < MOST:
                 raise UsageError(f"{name} {value:g}: give a number from 0 to {MOST:g}")
-        if self.batch is not None and self.compute_ms is not None:
-            raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
+        if not 0 < self.bucket_cap_mb < MOST:
+            raise UsageError(f"--bucket-cap-mb {self.bucket_cap_mb:g}: give a number above 0, up to {MOST:g}")
+        if self.nbytes is not None and not 0 <= self.nbytes < MOST_NBYTES:
+            raise UsageError(f"--nbytes {self.nbytes:g}: give a number from 0 to {MOST_NBYTES:g}")
+        steps, most = self.steps or STEPS, MOST_TIMES // self.ranks
+        if steps > most:
+            raise UsageError(f"{steps:,} steps of {self.ranks:,} ranks are too many: give up to --steps {most}")
 
 
 @dataclass(frozen=True)

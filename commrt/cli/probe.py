@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from commrt.cli.outputs import require_writable, write
 from commrt.cli.workers import run_workers
 from commrt.cluster import Cluster
 from commrt.errors import UsageError
-from commrt.launch import launched
+from commrt.launch import launched, require_deadlines
 from commrt.opening import init
 from commrt.probing import probe
 
@@ -21,13 +22,16 @@ def run(out: str, workers: int, timeout_s: float) -> None:
     path = Path(out)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise UsageError(f"--out {out}: give a .toml file in a folder that exists")
+    require_writable("--out", out, "mine.toml")
+    require_deadlines(**{"--timeout-s": timeout_s})
     launch = launched()
     if launch is None or launch.size == 1:
         cluster = run_workers(workers, lambda: _measured(timeout_s))[0]
     else:
         cluster = _measured(timeout_s)
     if launch is None or launch.rank == 0:
-        path.write_text(replace(cluster, name=path.stem).text())
+        text = replace(cluster, name=path.stem).text()
+        write("--out", out, lambda: path.write_text(text, encoding="utf-8"))
         print(_sentence(cluster, out))
 
 

@@ -28,7 +28,7 @@ MOST_S = 1e9
 def read(path: str) -> Recorded:
     """The times in `path`, JSON or CSV; raises `UsageError` that names the place of what is wrong."""
     text = _text(path)
-    steps = _from_json(path, text) if text.startswith(("[", "{")) else _from_csv(text)
+    steps = _from_json(path, text) if text.startswith(("[", "{")) else _from_csv(path, text)
     if not steps:
         raise UsageError(f"{path} holds no step: {FORM}")
     return Recorded(np.array([_times(path, number, step, len(steps[0])) for number, step in enumerate(steps)]))
@@ -37,7 +37,7 @@ def read(path: str) -> Recorded:
 def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
 
 
@@ -53,9 +53,12 @@ def _from_json(path: str, text: str) -> list[Sequence[object]]:
     return steps
 
 
-def _from_csv(text: str) -> list[Sequence[object]]:
+def _from_csv(path: str, text: str) -> list[Sequence[object]]:
     """Without the first line if nothing in it is a number: the names of the columns."""
-    lines = [[_as_number(cell) for cell in line] for line in csv.reader(text.splitlines()) if line]
+    try:
+        lines = [[_as_number(cell) for cell in line] for line in csv.reader(text.splitlines()) if line]
+    except csv.Error as error:
+        raise UsageError(f"{path} is no CSV: {error}; {FORM}") from error
     is_header = bool(lines) and all(isinstance(cell, str) for cell in lines[0])
     return list(lines[is_header:])
 
@@ -77,4 +80,4 @@ def _times(path: str, number: int, step: Sequence[object], ranks: int) -> list[f
 def _time(place: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST_S:
         return float(value)
-    raise UsageError(f"{place}: {value!r} is no number of seconds above 0 and below {MOST_S:g}")
+    raise UsageError(f"{place}: {value!r:.80} is no number of seconds above 0 and below {MOST_S:g}")

@@ -15,6 +15,8 @@ __all__ = ["WARM_STEPS", "Span", "computing_s", "read", "spans_of"]
 
 WARM_STEPS = 3
 """At the begin, when programs are made."""
+MOST = 1e15
+"""Of microseconds: thirty years; and of all that is counted."""
 
 
 class Span(NamedTuple):
@@ -31,12 +33,12 @@ def read(file: str) -> list[Span]:
     """All ranges in `file`; raises `UsageError`."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from error
     try:
         return spans_of(json.loads(text)["traceEvents"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file} is no timeline of commrt train --trace: {error!r}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{file} is no timeline of commrt train --trace: {error!r:.200}") from error
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
@@ -45,8 +47,24 @@ def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def _span(event: dict[str, Any]) -> Span:
-    begin_ms = event["ts"] / 1e3
-    return Span(event["pid"], event["name"], begin_ms, begin_ms + event["dur"] / 1e3, event["args"].get("step"))
+    args = event["args"]
+    if not isinstance(args, dict):
+        raise TypeError("args must be an object")
+    step = args.get("step")
+    if not (isinstance(event["name"], str) and _is_count(event["pid"]) and (step is None or _is_count(step))):
+        raise TypeError("name must be a text, and pid and step must be whole numbers from 0 on")
+    begin_ms = _ms(event["ts"])
+    return Span(event["pid"], event["name"], begin_ms, begin_ms + _ms(event["dur"]), step)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+
+
+def _ms(time_us: object) -> float:
+    if isinstance(time_us, bool) or not isinstance(time_us, int | float) or not 0 <= time_us < MOST:
+        raise TypeError(f"ts and dur must be microseconds from 0 to {MOST:g}")
+    return time_us / 1e3
 
 
 def computing_s(spans: Sequence[Span]) -> list[list[float]]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commrt.errors import UsageError
+from commrt.cli.outputs import require_writable, write
 from commrt.recording import Timeline, chrome_trace
 from commrt.world import World
 
@@ -20,10 +20,7 @@ __all__ = ["check_file", "traced"]
 
 def check_file(path: str) -> None:
     """Raise `UsageError` if nothing can be written there."""
-    if not Path(path).resolve().parent.is_dir():
-        raise UsageError(f"--trace {path}: there is no folder {Path(path).resolve().parent}, make it first")
-    if Path(path).is_dir():
-        raise UsageError(f"--trace {path} is a folder: give a file, such as {Path(path) / 'trace.json'}")
+    require_writable("--trace", path, "trace.json")
 
 
 @contextmanager
@@ -39,5 +36,6 @@ def traced(world: World, path: str | None) -> Iterator[None]:
     world.agree("trace")
     if world.rank == world.members[0]:
         events = [event for rank in world.members for event in json.loads(world.store.get(f"timeline/{rank}"))]
-        Path(path).write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+        text = json.dumps(chrome_trace(events))
+        write("--trace", path, lambda: Path(path).write_text(text, encoding="utf-8"))
     world.agree("trace written")  # rank 0 may hold the store

@@ -17,6 +17,7 @@ from torch.distributed import Store
 
 from commrt.asking import within
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.hearsay import listed, number, require, understood
 from commrt.launch import nccl_variable
 from commrt.streams import Streams
 from commrt.transport.binding import Binding, Communicator
@@ -78,14 +79,14 @@ def _number(store: Store, rank: int, first: int, timeout_s: float, binding: Bind
             raise
     try:
         store.wait(["id"], timedelta(seconds=timeout_s))
-        said = store.get("id").decode()
+        said = store.get("id")
     except RuntimeError as error:
         raise DeadlineExceeded(
             f"no word from rank {first} within {timeout_s:g} s: look at its output", Place(rank, first)
         ) from error
-    if said == NONE:
+    if said == NONE.encode():
         raise PeerLost(f"rank {first} could not make a communicator: look at its output", Place(rank, first))
-    return bytes.fromhex(said)
+    return understood("id", said, lambda each: bytes.fromhex(each.decode()))
 
 
 def _unique_id(binding: Binding) -> bytes:
@@ -117,7 +118,13 @@ def _claims(store: Store, rank: int, members: Sequence[int], timeout_s: float, o
             "look at the output of those that are missing",
             Place(rank, next(iter(missing), None)),
         ) from error
-    return {peer: _Claim(*json.loads(store.get(key))) for peer, key in keys.items()}
+    return {peer: understood(key, store.get(key), _claim) for peer, key in keys.items()}
+
+
+def _claim(said: bytes) -> _Claim:
+    nccl, gpu = listed(said, 2)
+    require(isinstance(gpu, str | None))
+    return _Claim(number(nccl), gpu)
 
 
 def _require_one_version(claims: Mapping[int, _Claim]) -> None:

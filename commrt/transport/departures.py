@@ -16,6 +16,7 @@ from torch.distributed import Store
 from commrt.answer import Answer
 from commrt.asking import ANSWER_S, another_connection, ask, begun
 from commrt.errors import TransportError
+from commrt.hearsay import GARBLED, mapped, number
 
 __all__ = ["Departures"]
 
@@ -48,7 +49,7 @@ class Departures:
                 self._again_s = monotonic() + AGAIN_S
                 self._question = begun(lambda: self._read(peers))
         elif self._question.given:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, *GARBLED):  # of what is no word of theirs nothing is known
                 self._known |= self._question.result()
             self._question = None
         return {peer: self._known[peer] for peer in peers if peer in self._known}
@@ -59,5 +60,7 @@ class Departures:
 
 
 def _counts(said: bytes) -> Counts:
-    counts = json.loads(said)
-    return None if counts is None else {int(peer): count for peer, count in counts.items()}
+    if json.loads(said) is None:
+        return None
+    counts = mapped(said)
+    return {int(peer): number(count) for peer, count in counts.items()}

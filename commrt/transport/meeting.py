@@ -21,6 +21,7 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
+from commrt.hearsay import require, understood
 
 __all__ = ["host_identity", "meet"]
 
@@ -54,7 +55,7 @@ def meet(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> d
     try:
         with _socket() as listener:
             listener.bind(_address(name))
-            listener.listen(len(members))
+            listener.listen(socket.SOMAXCONN)  # strangers may call too
             store.set(str(rank), f"{name} {password.hex()}")
             _wait_for_addresses(store, rank, below, timeout_s)
             for peer in below:
@@ -78,12 +79,12 @@ def _wait_for_addresses(store: Store, rank: int, below: Collection[int], timeout
 
 def _call(store: Store, rank: int, peer: int) -> socket.socket:
     """Connect to a rank that listens already; the kernel takes the call even if that process is busy."""
-    name, password = store.get(str(peer)).decode().split()
+    name, password = understood(f"address of rank {peer}", store.get(str(peer)), _told)
     end = _socket()
     try:
         end.setblocking(False)  # so many callers as there are ranks fit in the queue
         end.connect(_address(name))
-        end.send(RANK.pack(rank) + bytes.fromhex(password))
+        end.send(RANK.pack(rank) + password)
     except OSError as error:
         end.close()
         raise PeerLost(
@@ -91,6 +92,12 @@ def _call(store: Store, rank: int, peer: int) -> socket.socket:
             Place(rank, peer),
         ) from error
     return end
+
+
+def _told(said: bytes) -> tuple[str, bytes]:
+    name, password = said.decode().split()
+    require(len(name) == 2 * PASSWORD_NBYTES and bytes.fromhex(name))
+    return name, bytes.fromhex(password)
 
 
 def _callers(

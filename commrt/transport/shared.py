@@ -22,6 +22,7 @@ from torch.distributed import Store
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
+from commrt.hearsay import GARBLED
 from commrt.transport.links import Link, Offer, packets
 from commrt.transport.meeting import meet
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self
@@ -227,6 +228,11 @@ class SharedTransport:
         except OSError as error:
             self._refuse_if_over(place(deal))
             what = f"the peer's memory cannot be used here ({error}): is there a limit on open files or on memory"
+            raise TransportError(what, place(deal)) from error
+        except GARBLED as error:
+            what = (
+                "the peer says what cannot be understood: is it of another version of commrt? Start all ranks with one"
+            )
             raise TransportError(what, place(deal)) from error
         if quarrel := deal.quarrel():
             raise SizeMismatch(f"{quarrel}: the ranks run different programs", place(deal))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is in a file that a command reads back: times, a picture, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from fuzzing import FILES, NUMBERS, VALUES, cases, met
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commrt.cli import draw_run, recorded, timelines
+
+pytest.importorskip("matplotlib")
+
+RANGES = ["forward", "backward", "wait", "optimizer", "bucket", "hop", "combine", "other"]
+
+
+def event(name, rank, begin, duration, step, **more):
+    return {"ph": "X", "name": name, "pid": rank, "ts": begin, "dur": duration, "args": {"step": step}} | more
+
+
+TIMES = st.integers(0, 10_000) | NUMBERS
+EVENTS = st.builds(
+    event, st.sampled_from(RANGES), st.integers(0, 2) | VALUES, TIMES, TIMES, st.none() | st.integers(0, 5) | VALUES
+)
+TRACES = st.fixed_dictionaries({"traceEvents": st.lists(EVENTS | VALUES, max_size=12) | VALUES})
+
+
+def whole(steps=6, ranks=2):
+    """What a run records."""
+    for step in range(steps):
+        for rank in range(ranks):
+            begin = 1000 * step + 10 * rank
+            for number, name in enumerate(["forward", "backward", "wait", "optimizer"]):
+                yield event(name, rank, begin + 100 * number, 90, step)
+
+
+@st.composite
+def changed_runs(draw):
+    """A whole run in which a few values are others."""
+    events = [*whole()]
+    for _ in range(draw(st.integers(1, 3))):
+        place, key = (
+            draw(st.integers(0, len(events) - 1)),
+            draw(st.sampled_from(["name", "pid", "ts", "dur", "args", "ph"])),
+        )
+        events[place] = events[place] | {key: draw(VALUES | NUMBERS)}
+    return {"traceEvents": events}
+
+
+DOCUMENTS = st.one_of(
+    (TRACES | changed_runs() | VALUES | st.lists(st.lists(NUMBERS, max_size=3), max_size=4)).map(json.dumps), FILES
+)
+
+
+def with_file(content, read):
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.json"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read(str(path), str(Path(folder) / "run.svg"))
+
+
+@cases(75)
+@given(DOCUMENTS)
+def test_times_of_any_file_are_times_or_are_refused_in_words(content):
+    times = met(with_file, content, lambda path, _: recorded.read(path))
+    assert times is None or (times.times_s > 0).all()
+
+
+@cases(75)
+@given(DOCUMENTS)
+def test_a_timeline_of_any_file_is_one_or_is_refused_in_words(content):
+    spans = met(with_file, content, lambda path, _: timelines.read(path))
+    if spans is not None:
+        met(timelines.computing_s, spans)
+
+
+@cases(10)
+@given(changed_runs().map(json.dumps) | DOCUMENTS, st.none() | st.integers(-1, 7))
+def test_a_picture_of_any_run_is_drawn_or_refused_in_words(content, step):
+    met(with_file, content, lambda path, out: draw_run.run(path, step, out))

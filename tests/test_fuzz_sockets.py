@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever knocks at a world's sockets: it goes on; and from another machine nobody can, where the launch is local."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from ipaddress import ip_address
+
+import pytest
+from fuzzing import FILES, cases, in_time, met
+from hypothesis import example, given
+from hypothesis import strategies as st
+from junk import train_under_knocks, where_gloo_listens
+from torch.distributed import HashStore
+
+from commrt import service
+from commrt.doorbell import Doorbell, answers, is_gone
+from commrt.service import ANSWER, Service, asked
+from commrt.testing.processes import run_processes
+from commrt.transport import meeting
+
+LOOPBACK = "127.0.0.1"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux
+@pytest.mark.processes
+def test_strangers_at_its_sockets_do_not_hold_up_a_world_and_none_is_open_to_other_machines():
+    for outcome in run_processes(3, train_under_knocks, 10):
+        assert outcome.error is None
+        places, ours, equal = outcome.value
+        assert ours >= 2  # a doorbell and a service
+        assert [place for place in places if not ip_address(place[0]).is_loopback] == []
+        assert equal
+
+
+@linux
+@pytest.mark.processes
+def test_over_sockets_none_is_open_to_other_machines(monkeypatch):
+    monkeypatch.setenv("COMMRT_TRANSPORT", "gloo")
+    for outcome in run_processes(2, where_gloo_listens):
+        assert outcome.error is None
+        assert outcome.value
+        assert [place for place in outcome.value if not ip_address(place[0]).is_loopback] == []
+
+
+@pytest.fixture
+def open_service():
+    served = Service(LOOPBACK, {b"R": lambda number: str(number).encode()})
+    yield served
+    served.close()
+
+
+@cases(20)
+@given(said=FILES)
+@example(said=b"\0" * service.QUESTION.size)
+@example(said=b"\0" * (service.QUESTION.size - 1))
+def test_a_service_goes_on_after_any_bytes(open_service, said):
+    host, port, _ = open_service.address.split()
+    with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
+        line.sendall(said)
+        line.shutdown(socket.SHUT_WR)
+        assert line.recv(100) == b""
+    assert asked(open_service.address, b"R", 7, 5.0) == b"7"
+
+
+def test_a_service_lets_silent_strangers_wait_for_a_short_time_and_takes_no_more_than_it_has_room_for(monkeypatch):
+    monkeypatch.setattr(service, "QUESTION_S", 0.5)
+    monkeypatch.setattr(service, "MOST_CALLERS", 4)
+    served = Service(LOOPBACK, {b"R": lambda number: b"yes"})
+    host, port, _ = served.address.split()
+    lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]
+    assert [line.recv(1) for line in lines] == [b""] * 20  # shown out, at once or soon
+    assert asked(served.address, b"R", 7, 5.0) == b"yes"
+    for line in lines:
+        line.close()
+    served.close()
+
+
+@cases(20)
+@given(said=FILES | st.integers(0, 2**64 - 1).map(lambda nbytes: ANSWER.pack(True, nbytes) + b"ab"))
+@example(said=struct.pack("<?Q", True, 2**63))
+@example(said=struct.pack("<?Q", True, 2**50) + b"a")
+def test_who_asks_a_stranger_gets_some_bytes_or_nothing(said):
+    with socket.create_server((LOOPBACK, 0)) as listener:
+
+        def answer():
+            with suppress(OSError), listener.accept()[0] as line:
+                line.recv(100)
+                line.sendall(said)
+
+        stranger = threading.Thread(target=answer, daemon=True)
+        stranger.start()
+        address = f"{LOOPBACK} {listener.getsockname()[1]} {'00' * 16}"
+        found = met(asked, address, b"R", 7, 5.0)
+        stranger.join()
+        assert found is None or len(found) <= len(said)
+
+
+@cases(20)
+@given(said=FILES)
+def test_a_doorbell_goes_on_after_any_bytes(said):
+    bell = Doorbell(LOOPBACK)
+    host, port = bell.address.split()
+    with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
+        line.sendall(said)
+    assert answers(bell.address)
+    assert not is_gone(bell.address)
+    bell.close()
+
+
+@linux
+@cases(10)
+@given(said=FILES)
+@example(said=b"")
+@example(said=b"\1\0\0\0")
+def test_strangers_who_know_the_name_but_not_the_password_are_shown_out(said):
+    """Names in the abstract namespace are for all on the host to read."""
+    store = HashStore()
+    ends, strangers = {}, []
+
+    def rank(number):
+        ends[number] = meeting.meet(store, number, [0, 1], 20.0)
+
+    first = threading.Thread(target=rank, args=(0,))
+    first.start()
+    store.wait(["0"])
+    name, _ = store.get("0").decode().split()
+    for _ in range(3):
+        line = meeting._socket()
+        line.connect(meeting._address(name))
+        with suppress(OSError):
+            line.send(said)
+        strangers.append(line)
+    rank(1)
+    first.join(20.0)
+    assert [sorted(ends[number]) for number in (0, 1)] == [[1], [0]]
+    for line in [*strangers, *ends[0].values(), *ends[1].values()]:
+        line.close()
+    assert os.getpid()

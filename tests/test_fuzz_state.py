@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is in a checkpoint: it is taken, or refused in words before anything changes; and nothing in it is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from fuzzing import FILES, NUMBERS, VALUES, cases, met
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+import commrt
+from commrt.data import RingShuffle
+from commrt.donor import Edition, Gift, packed, unpacked
+from commrt.errors import CommrtError, DisagreementError, UsageError
+from commrt.recipe import BatchSizeControl, Rate
+from commrt.state import dump, load
+from commrt.testing.ranks import local_worlds
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")
+EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"
+STATES = VALUES | st.dictionaries(st.sampled_from(["step", "algorithm"]), VALUES | NUMBERS)
+GIFT = packed(Gift(Edition(3, 0, 3, None, 1, True), *[torch.zeros(4, dtype=torch.uint8)] * 4))
+
+
+class Evil:
+    def __reduce__(self):
+        return os._exit, (66,)
+
+
+def changed(whole):
+    """`whole` with a piece of it cut out, or other bytes put in."""
+    places = st.integers(0, len(whole))
+    return st.builds(lambda at, skip, new: whole[:at] + new + whole[at + skip :], places, places, st.binary(max_size=8))
+
+
+@pytest.fixture(
+    scope="module", params=[commrt.Ring(), commrt.Gossip(), commrt.BackupWorkers(0)], ids=["ring", "gossip", "backup"]
+)
+def replica(request):
+    (world,) = local_worlds(1)
+    model = nn.Linear(2, 2)
+    with world:
+        yield commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), request.param, world=world)
+
+
+@cases(40)
+@given(state=STATES)
+@example(state={"step": True})
+@example(state={"step": 10**30})
+@example(state={"step": -1})
+@example(state={})
+def test_a_replica_takes_a_state_or_refuses_it_and_goes_on(replica, state):
+    before = replica.step
+    if met(lambda: (replica.load_state_dict(state), True)) is None:
+        assert replica.step == before
+    replica.load_state_dict(replica.state_dict())
+
+
+SHUFFLES = st.fixed_dictionaries(
+    {},
+    optional={
+        "passes": st.integers(0, 2) | VALUES,
+        "taken": st.integers(0, 9) | VALUES,
+        "used": VALUES | st.lists(st.integers(-1, 9), max_size=3).map(lambda it: torch.tensor(it, dtype=torch.int64)),
+        "samples": VALUES | st.just([torch.zeros(8, 2)]) | st.just([torch.zeros(8)]) | st.just((torch.zeros(8, 2),)),
+    },
+)
+
+
+@cases(100)
+@given(SHUFFLES | VALUES)
+@example({"passes": 0, "taken": 0, "used": None})
+@example({"passes": 0, "taken": 0, "samples": [torch.zeros(8, 2)]})
+@example({"passes": 0, "taken": 0, "used": torch.tensor([99]), "samples": [torch.zeros(8, 2)]})
+@example({"passes": "0", "taken": 0, "used": None, "samples": [torch.zeros(8, 2)]})
+@example({"passes": 0, "taken": 0, "used": None, "samples": [None]})
+def test_a_ring_shuffle_takes_a_state_or_refuses_it_and_goes_on(state):
+    (world,) = local_worlds(1)
+    with world:
+        shuffle = RingShuffle([torch.ones(8, 2)], batch_size=2, world=world)
+        before = shuffle.state_dict()["samples"][0]
+        if met(lambda: (shuffle.load_state_dict(state), True)) is None:
+            assert torch.equal(shuffle.state_dict()["samples"][0], before)
+        for _ in shuffle:
+            pass
+
+
+COUNTS = st.integers(0, 30) | VALUES | NUMBERS
+
+
+@cases(100)
+@given(
+    VALUES | st.fixed_dictionaries({}, optional=dict.fromkeys(["epoch", "done", "steps"], COUNTS)),
+    VALUES
+    | st.fixed_dictionaries(
+        {},
+        optional={"updates": COUNTS, "epochs": COUNTS, "highest": VALUES | st.lists(NUMBERS, min_size=1, max_size=1)},
+    ),
+)
+@example({"epoch": 0, "done": 1, "steps": 0}, {"updates": 10**9, "highest": [0.1]})
+@example({"epoch": 10**30, "done": 1}, {"updates": 3, "highest": []})
+@example({"epoch": 0}, {"updates": 3, "highest": [float("nan")]})
+@example({}, {"updates": 0, "highest": [10**400]})
+@example({"epoch": 0, "done": 9, "steps": 1}, {"updates": 3, "highest": [0.1], "epochs": float("inf")})
+def test_a_recipe_takes_a_state_or_refuses_it_and_goes_on(of_batches, of_rate):
+    control = BatchSizeControl(range(100), {0: 10, 2: 50})
+    rate = Rate(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), control, epochs=4, warmup_epochs=0)
+    met(control.load_state_dict, of_batches)
+    met(rate.load_state_dict, of_rate)
+    assert len(list(control)) in range(11)
+    rate.step()
+
+
+def owner():
+    param = torch.ones(2, requires_grad=True)
+    adam = torch.optim.Adam([param])
+    param.sum().backward()
+    adam.step()
+    return adam
+
+
+STATE = bytes(dump([owner()]).tolist())
+
+
+@cases(60)
+@given(changed(STATE) | FILES)
+@example(pickle.dumps(Evil()))
+@example(b"")
+def test_what_another_rank_sends_of_its_optimizers_is_taken_or_refused_and_never_run(said):
+    met(lambda: load(torch.tensor(list(said), dtype=torch.uint8), [owner()]))
+
+
+@cases(60)
+@given(changed(GIFT) | FILES)
+@example(pickle.dumps(Evil()))
+@example(pickle.dumps([1, 2]))
+@example(b"")
+def test_what_another_rank_gives_as_its_state_is_taken_or_refused_and_never_run(said):
+    met(unpacked, said)
+    assert unpacked(GIFT).edition.version == 3
+
+
+def saved(path, thing):
+    torch.save(thing, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(pickle.dumps(Evil())),
+        lambda path: saved(path, Evil()),
+        lambda path: saved(path, {"model": 1}),
+        lambda path: saved(path, [1]),
+        lambda path: path.write_bytes(saved(path, {"model": torch.ones(99)}).read_bytes()[:-50]),
+        Path.mkdir,
+    ],
+    ids=["empty", "evil", "evil in torch's way", "other", "list", "cut", "folder"],
+)
+def test_the_example_refuses_what_is_no_checkpoint_in_one_line(tmp_path, write):
+    pytest.importorskip("PIL")
+    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    path = tmp_path / "last.pt"
+    write(path)
+    with pytest.raises(SystemExit, match=r"last\.pt (cannot be read as a|is no) checkpoint"):
+        program.checkpoint(path, {"model", "epoch"}, torch.device("cpu"))
+
+
+def test_the_errors_are_ours():
+    for said, kind in ((b"nothing", DisagreementError), (pickle.dumps(Evil()), DisagreementError)):
+        with pytest.raises(kind, match="cannot be understood"):
+            unpacked(said)
+    assert issubclass(UsageError, CommrtError)

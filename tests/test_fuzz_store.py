@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever another program writes to the store: the world goes on, or ends in an error of ours by its deadline."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from fuzzing import FILES, VALUES, cases, in_time, met
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import HashStore, PrefixStore, Store
+
+import commrt
+from commrt.agreement import agree
+from commrt.attendance import Attendance, Verdict, lines_of
+from commrt.ballot import Ballot
+from commrt.charter import Charter
+from commrt.diagnosis import diagnose
+from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
+from commrt.hearsay import where
+from commrt.membership import Membership
+from commrt.presence import Presence
+from commrt.progress import Progress
+from commrt.quorum import announced, checked
+from commrt.service import asked
+from commrt.testing.ranks import run_ranks
+from commrt.transport import clique, meeting
+from commrt.transport.departures import Departures
+from commrt.vote import Vote
+
+JUNK = st.one_of(
+    FILES, VALUES.map(json.dumps).map(str.encode), st.sampled_from([b"null", b"{}", b"[]", b"0", b"x" * 10**6])
+)
+LINES = st.lists(st.lists(st.sampled_from(["here", "left", "missed"]) | VALUES, max_size=6).map(json.dumps), max_size=3)
+WORDS = st.lists(st.sampled_from(["0@0@a", "@0@", "x@0@", "-1@0@", "1@0@1:2:3", "0@x@", "1@1@"]), max_size=4)
+
+
+def planted(key, said):
+    store = HashStore()
+    store.set(key, said)
+    return store
+
+
+@cases(60)
+@given(JUNK)
+@example(json.dumps({"size": "2", "host": None, "model": 1, "claim": {}}).encode())
+@example(b'{"size": 2}')
+@example(b"\xff")
+def test_a_charter_is_one_or_is_refused_in_words(said):
+    met(Charter.found, planted("charter", said))
+
+
+@cases(40)
+@given(JUNK, st.sampled_from(["claim", "verdict"]))
+@example(b"[1, 2]", "claim")
+@example(b'["agreed"]', "verdict")
+@example(b'["yes", "", ""]', "verdict")
+def test_a_question_with_a_foreign_answer_ends(said, key):
+    store = HashStore()
+    shelf = PrefixStore("topic", store)
+    shelf.set(f"{key}/decided", said)
+    shelf.set(key, said)
+    met(agree, store, 0, [0], "topic", {"a": "b"}, 1.0)
+
+
+@cases(60)
+@given(JUNK | LINES.map("\n".join).map(str.encode))
+@example(b'["here"]')
+@example(b'["left", 0, 1, 5, "bell"]')
+@example(b'["here", 0, 1, 5, "2 localhost 99999"]')
+@example(b'["missed", 0, [1], 2, "why"]')
+def test_what_members_said_is_understood_or_refused_in_words(said):
+    membership = Membership(HashStore(), 0, [0, 1])
+    membership._store.set("log 0", said)
+    attendance = met(membership._attendance)
+    if isinstance(attendance, Attendance):
+        met(attendance.verdict, [0, 1], 0.0, 1.0)
+    for read, key in ((membership._standing, "verdict 0"), (lambda: membership._address(1), "bell/0/1")):
+        membership._store.set(key, said)
+        met(read)
+
+
+def test_what_is_said_in_order_is_understood():
+    said = b'["here", 0, 1, 5, "0 127.0.0.1 80"]\n["missed", 1, 0, null, "why"]\n["left", 0, 2, "why", null, true]\n'
+    assert len(lines_of(said)) == 3
+    assert where(b"3 fe80::1%eth0 65535")
+    assert Verdict.read(b'[[0, 1], 3, [[2, 3, "why"]], [[0, "0 ::1 80"]]]').members == (0, 1)
+
+
+@cases(20)
+@given(JUNK | WORDS.map(" ".join).map(str.encode))
+@example(b"\xff 1")
+@example(b"one")
+def test_words_of_ranks_are_understood_or_refused_in_words(said):
+    store = HashStore()
+    for key in ("through", "read", "doing/1", "ended/1", "begun/1", "report/1", "left/1", "ready/1", "id", "1"):
+        store.set(key, said)
+    vote = Vote(store, 0, [0, 1], 0.5, lambda _: True)
+    met(vote._said, "through")
+    met(Presence(store, 0, [0, 1], lambda: 1.0, lambda _: ()).of, [1])
+    progress = Progress(store, 0, lambda: [0, 1], 1.0, lambda _: True)
+    progress._set("ended", "1")
+    met(progress.last)
+    met(lambda: list(progress.outlast(0)))
+    met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
+    met(lambda: met(clique._claims, store, 0, [1], 1.0, clique._Claim(1, None)))
+    met(clique._number, store, 1, 0, 1.0, None)
+    met(meeting._call, store, 2, 1)
+    departures = Departures(store, 0)
+    departures.known([1])
+    departures._question.error(5.0)
+    departures.known([1])
+    met(asked, said[:99].decode(errors="replace"), b"R", 1, 0.5)
+
+
+@cases(60)
+@given(WORDS.map(" ".join) | JUNK.map(lambda said: said.decode(errors="replace")))
+@example("x@0@")
+def test_announcements_are_read_or_are_a_value_error(said):
+    try:
+        checked(announced(said, 0))
+    except ValueError:
+        return
+
+
+ALGORITHMS = [commrt.Ring(), commrt.Gossip(), commrt.BackupWorkers(1)]
+
+
+def trained(world, algorithm):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replica.close()
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:the process ends after")
+@cases(4)
+@given(st.sampled_from(ALGORITHMS), st.integers(0, 60), FILES | st.sampled_from([b"null", b"[]", b"7"]))
+def test_a_world_that_reads_something_else_than_was_written_goes_on_or_ends_in_an_error_of_ours(algorithm, place, said):
+    read, write, lock, reads = Store.get, Store.multi_get, threading.Lock(), [0]
+
+    def garbled(whole):
+        def get(self, key):
+            found = whole(self, key)
+            with lock:
+                reads[0] += 1
+                is_struck = reads[0] == place
+            return (said if isinstance(key, str) else [said] * len(key)) if is_struck else found
+
+        return get
+
+    with pytest.MonkeyPatch.context() as patch, in_time(60):
+        patch.setattr(Store, "get", garbled(read))
+        patch.setattr(Store, "multi_get", garbled(write))
+        try:
+            assert all(run_ranks(3, lambda world: trained(world, algorithm), timeout_s=2.0))
+        except CommrtError as error:
+            assert str(error).strip()  # noqa: PT017  # or it went on
+
+
+def test_the_error_says_what_to_do():
+    with pytest.raises(
+        DisagreementError, match=r"charter cannot be understood: b'junk'.*start all ranks with one version"
+    ):
+        Charter.found(planted("charter", b"junk"))
+    assert Ballot
