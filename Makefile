@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check inspect bench netlab gpu gpu-check gpu-tune clean
+.PHONY: venv demo test check docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -24,6 +24,12 @@ check: venv
 
 test: check
 	$(BIN)/pytest -n 3 --dist worksteal
+
+docs: venv  # the site, in build/site; python3 -m http.server -d build/site shows it, with its search
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: venv  # of schedules; those of measurements are made by what measures
+	$(BIN)/python docs/site/pictures.py
 
 inspect: export PYTHONPATH = $(CURDIR)
 inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores

@@ -54,7 +54,12 @@ class Combine(IntEnum):
     """Move its own value towards the received one: ``own += weight * (received - own)``."""
 
 
-COPY, ADD, MIX = Combine.COPY, Combine.ADD, Combine.MIX
+COPY = Combine.COPY
+"""Overwrite what the receiver has."""
+ADD = Combine.ADD
+"""Add to what the receiver has."""
+MIX = Combine.MIX
+"""Move what the receiver has towards what arrives, by a step's `weight`."""
 VERBS = {int(combine): combine.name.lower() for combine in Combine}
 
 

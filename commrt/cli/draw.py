@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SCALING", "run"]
+__all__ = ["SCALING", "draw_schedule", "run"]
 
 SCALING = "scaling"
 
