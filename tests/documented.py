@@ -232,8 +232,8 @@ def run_commands(page):
         process.join(timeout=2)
         process.kill()
         process.join()
-    if isinstance(outcome, str):
-        raise RuntimeError(outcome)
+    if isinstance(outcome, RuntimeError):
+        raise outcome
     return outcome
 
 
@@ -252,7 +252,7 @@ def _run_commands(pipe: Connection, name, environment):
         pipe.send(ran)
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _run_lines(block):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of code in the documentation does what it says; see tests/documented.py for how pages say what they need."""
+"""Every block of code in the documentation does what it says; see tests/documented.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page):
             assert (block.line in printed) is block.is_executed, f"{block.place} was not executed"
             before = block
         elif block.is_executed:
-            assert is_like(block.body, printed[before.line]), f"{block.place} is not what was printed:\n{printed[before.line]}"
+            assert is_like(block.body, printed[before.line]), (
+                f"{block.place} is not what was printed:\n{printed[before.line]}"
+            )
         if block.language == "python":
             documented.require_python(block)
 
@@ -49,7 +51,9 @@ def page_of(tmp_path, text):
     return page
 
 
-@pytest.mark.parametrize("text", ["```\nls\n```\n", "```bash\nls\n```\n", "~~~python\n1\n~~~\n", "```python x\n1\n```\n"])
+@pytest.mark.parametrize(
+    "text", ["```\nls\n```\n", "```bash\nls\n```\n", "~~~python\n1\n~~~\n", "```python x\n1\n```\n"]
+)
 def test_a_block_that_would_escape_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setattr(documented, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="a block of"):
@@ -65,7 +69,9 @@ def test_a_block_is_only_left_out_for_a_stated_reason(tmp_path, monkeypatch):
 
 
 def test_blocks_are_found_with_their_lines_comments_and_indentation(tmp_path):
-    page = page_of(tmp_path, "<!-- raises: E -->\n<!-- with: x -->\n```python\n1\n```\n- so:\n\n    ```toml\n    a = 1\n    ```\n")
+    page = page_of(
+        tmp_path, "<!-- raises: E -->\n<!-- with: x -->\n```python\n1\n```\n- so:\n\n    ```toml\n    a = 1\n    ```\n"
+    )
     assert blocks(page) == [
         Block(page, 4, "python", "1\n", (("with", "x"), ("raises", "E"))),
         Block(page, 9, "toml", "a = 1\n", ()),

@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links lead to pages of the site; what is no page of it, such as a program, is only named."""
     here = page.file.src_uri
     source = next((source for source, other in ELSEWHERE.items() if other == here != "index.md"), f"docs/{here}")
@@ -61,8 +61,9 @@ def command_page() -> str:
     parts = ["# The command", f"`commrt COMMAND --help` says the same. {codes}"]
     for function in sorted((command.callback for command in app.registered_commands), key=lambda each: each.__name__):
         hints = get_type_hints(function, include_extras=True)
-        rows = (_row(each, hints[each.name]) for each in signature(function).parameters.values())
-        parts += [f"## commrt {function.__name__}", getdoc(function), "| option | default | |\n|---|---|---|\n" + "\n".join(rows)]
+        rows = [_row(each, hints[each.name]) for each in signature(function).parameters.values()]
+        table = "\n".join(["| option | default | |", "|---|---|---|", *rows])
+        parts += [f"## commrt {function.__name__}", getdoc(function) or "", table]
     return "\n\n".join(parts) + "\n"
 
 
@@ -70,10 +71,16 @@ def _row(parameter: Parameter, hint: Any) -> str:
     """Of its table."""
     kind, info = get_args(hint)
     kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type)]
-    is_argument = isinstance(info, typer.models.ArgumentInfo)
-    name = parameter.name.upper() if is_argument else (info.param_decls or [f"--{parameter.name.replace('_', '-')}"])[0]
     offered = [str(one.value) for each in kinds if issubclass(each, Enum) for one in each]
     told = (info.help or "").replace("|", "\\|") + (f" One of {', '.join(offered)}." if offered else "")
     default = info.show_default if isinstance(info.show_default, str) else parameter.default
     shown = "" if default in (None, False, Parameter.empty) else str(getattr(default, "value", default))
-    return f"| `{name}` | {shown} | {told} |"
+    return f"| `{_name(parameter, info)}` | {shown} | {told} |"
+
+
+def _name(parameter: Parameter, info: Any) -> str:
+    """As it is typed; typer takes the first name that is declared for a default."""
+    if isinstance(info, typer.models.ArgumentInfo):
+        return parameter.name.upper()
+    declared = (one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str))
+    return next((one for one in declared if one.startswith("--")), f"--{parameter.name.replace('_', '-')}")
