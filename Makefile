@@ -26,7 +26,7 @@ test: check
 	$(BIN)/pytest -n 3 --dist worksteal
 
 docs: venv  # the site, in build/site; python3 -m http.server -d build/site shows it, with its search
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: venv  # of schedules; those of measurements are made by what measures
 	$(BIN)/python docs/site/pictures.py

@@ -22,7 +22,7 @@ IMPORTED = re.compile(r"@import|url\([\"']?(?:https?:)?//")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONSAFEPATH": "1"}
     done = subprocess.run(build, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
