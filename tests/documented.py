@@ -164,6 +164,9 @@ GIVEN = {
 
 def run_python(tell, name):
     """In a process of its own: the Python blocks of a page; returns (line, what it printed) for each."""
+    import torch  # noqa: PLC0415  # the process that runs pages has it
+
+    torch.set_num_threads(1)  # several ranks share the cores
     page = Path(name)
     module = sys.modules["page"] = ModuleType("page")
     with tempfile.TemporaryDirectory() as folder:
