@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check fuzz inspect bench netlab gpu gpu-check gpu-tune clean
+.PHONY: venv demo test check fuzz docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -28,6 +28,12 @@ test: check
 # All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv
 	$(BIN)/pytest tests/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
+
+docs: venv  # the site, in build/site; python3 -m http.server -d build/site shows it, with its search
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: venv  # of schedules; those of measurements are made by what measures
+	$(BIN)/python docs/site/pictures.py
 
 inspect: export PYTHONPATH = $(CURDIR)
 inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores

@@ -88,15 +88,19 @@ def attach(  # noqa: PLR0913  # each says one thing, and has its default
     refuses gradients that were never averaged, settings are compared between ranks, now and in each step, and
     state that is there already is overwritten with rank 0's.
 
-    `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
-    to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
-    `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
-    other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
-    not read them). With `graphs`, not yet tried on a GPU (docs/nccl.md), a device remembers what it does for a bucket
-    after two steps with a schedule, and repeats it by one launch; `Replica.why_not_graphs` says where it does not.
-    With `BackupWorkers` a rank that was late takes the state of another: name in `also` what goes along with the
-    optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
+    - `wire` is the dtype that travels (bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded
+      to the wire at each hop; replicas stay bitwise equal); gradients of no wider dtype travel as they are.
+    - `bucket_cap_mb` is the size of a bucket in MiB: gradients that travel together.
+    - `broadcast_buffers` sends rank 0's buffers to all at the end of each synchronous step; a graph that was built with
+      other values and has not run backward yet then ends in torch's own error (not BatchNorm's in training, which does
+      not read them).
+    - With `graphs`, not yet tried on a GPU (docs/nccl.md), a device remembers what it does for a bucket after two steps
+      with a schedule, and repeats it by one launch; `Replica.why_not_graphs` says where it does not.
+    - With `BackupWorkers` a rank that was late takes the state of another: name in `also` what goes along with the
+      optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
+
     Collective. The hooks live as long as the model, or until `Replica.detach`.
+
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
     """

@@ -55,7 +55,12 @@ class Combine(IntEnum):
     """Move its own value towards the received one: ``own += weight * (received - own)``."""
 
 
-COPY, ADD, MIX = Combine.COPY, Combine.ADD, Combine.MIX
+COPY = Combine.COPY
+"""Overwrite what the receiver has."""
+ADD = Combine.ADD
+"""Add to what the receiver has."""
+MIX = Combine.MIX
+"""Move what the receiver has towards what arrives, by a step's `weight`."""
 MOST_STEPS = 1 << 18
 """Of a schedule, and 16 more for each rank: who yields more does not end."""
 VERBS = {int(combine): combine.name.lower() for combine in Combine}

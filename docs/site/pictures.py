@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the pictures of the pages anew: ``make pictures``. Those of measurements are drawn by what measures."""
+
+from __future__ import annotations
+
+import re
+from contextlib import redirect_stdout
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rcParams
+from matplotlib.figure import Figure
+
+from commrt.algorithms import halving_doubling, ring, torus, tree
+from commrt.algorithms.gossip import Gossip
+from commrt.cli.draw import draw_schedule
+from commrt.cli.figures import new_figure
+from commrt.schedule import Schedule
+
+PICTURES = Path(__file__).parent.parent / "pictures"
+
+
+def period(algorithm: Gossip, ranks: int, steps: int) -> Schedule:
+    """So many steps of gossip as one schedule."""
+    parts = [algorithm.schedule(step, ranks) for step in range(steps)]
+    return reduce(lambda one, other: one.then(other), parts).named(f"gossip, {steps} training steps")
+
+
+def of_the_tutorial(ranks: int) -> Schedule:
+    """The schedule that docs/own_schedule.md writes, as its first blocks write it."""
+    names: dict[str, Any] = {}
+    page = (PICTURES.parent / "own_schedule.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:3]:
+        with redirect_stdout(None):
+            exec(block, names)  # noqa: S102  # it is ours
+    schedule: Schedule = names["swing"](ranks)
+    return schedule
+
+
+def first_of(arrivals_s: np.ndarray, backups: int) -> Figure:
+    """When each rank has its gradient, and who makes the step."""
+    needed = len(arrivals_s) - backups
+    order = np.argsort(arrivals_s, kind="stable")
+    counted = set(order[:needed].tolist())
+    figure, axes = new_figure(7.0, 2.9)
+    for rank, seconds in enumerate(arrivals_s.tolist()):
+        axes.barh(rank, seconds, 0.62, color="#4292c6" if rank in counted else "#fdae6b")
+    end = float(arrivals_s[order[needed - 1]])
+    axes.axvline(end, color="#cb181d", lw=1.5)
+    axes.text(end + 0.03, -0.75, f"the step is made by the first {needed}", color="#cb181d", fontsize=9, va="center")
+    axes.set_yticks(range(len(arrivals_s)), [f"rank {rank}" for rank in range(len(arrivals_s))], fontsize=8)
+    axes.set_ylim(len(arrivals_s) - 0.4, -1.3)
+    axes.set_xlabel("s until the gradient is ready")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return figure
+
+
+def main() -> None:
+    """Write all of them."""
+    rcParams.update({"svg.hashsalt": "commrt", "svg.fonttype": "none", "font.family": "sans-serif"})
+    drawn = {
+        "ring": draw_schedule(ring.all_reduce(4)),
+        "halving_doubling": draw_schedule(halving_doubling.all_reduce(8)),
+        "torus": draw_schedule(torus.all_reduce(4, 3)),
+        "gossip": draw_schedule(period(Gossip(), 8, 6)),
+        "swing": draw_schedule(of_the_tutorial(8)),
+        "broadcast": draw_schedule(tree.broadcast(8)),
+        "backup_workers": first_of(np.array([1.02, 0.97, 1.05, 2.61, 0.99, 1.04, 1.01, 1.08]), backups=1),
+    }
+    for name, figure in drawn.items():
+        file = PICTURES / f"{name}.svg"
+        figure.savefig(file, metadata={"Date": None})
+        print(f"{file.name}: {file.stat().st_size / 1000:.0f} KB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of code in the documentation does what it says; see tests/documented.py."""
+
+from __future__ import annotations
+
+import tomllib
+
+import documented
+import pytest
+from documented import PAGES, ROOT, Block, blocks, is_like, ranks, run_commands, run_python
+
+from commrt.testing.processes import run_processes
+
+
+def named(page):
+    return str(page.relative_to(ROOT))
+
+
+def run(page):
+    """What each executed block printed, by its line."""
+    printed = dict(run_commands(page))
+    if any(block.language == "python" and block.is_executed for block in blocks(page)):
+        outcomes = run_processes(ranks(page), run_python, str(page), limit_s=documented.LIMIT_S)
+        assert [outcome.error for outcome in outcomes if outcome.error] == []
+        assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
+        printed |= outcomes[0].value
+    for block in blocks(page):
+        if block.language == "toml" and block.is_executed:
+            printed[block.line] = str(tomllib.loads(block.body))
+    return printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page):
+    printed, before = run(page), None
+    for block in blocks(page):
+        if block.language != "text":
+            assert (block.line in printed) is block.is_executed, f"{block.place} was not executed"
+            before = block
+        elif block.is_executed:
+            assert is_like(block.body, printed[before.line]), (
+                f"{block.place} is not what was printed:\n{printed[before.line]}"
+            )
+        if block.language == "python":
+            documented.require_python(block)
+
+
+def page_of(tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    return page
+
+
+@pytest.mark.parametrize(
+    "text", ["```\nls\n```\n", "```bash\nls\n```\n", "~~~python\n1\n~~~\n", "```python x\n1\n```\n"]
+)
+def test_a_block_that_would_escape_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(documented, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="a block of"):
+        blocks(page_of(tmp_path, text))
+
+
+def test_a_block_is_only_left_out_for_a_stated_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(documented, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="no reason"):
+        blocks(page_of(tmp_path, "<!-- not run -->\n```sh\nls\n```\n"))
+    with pytest.raises(ValueError, match="a comment says 'skip'"):
+        blocks(page_of(tmp_path, "<!-- skip: it fails -->\n```sh\nls\n```\n"))
+
+
+def test_blocks_are_found_with_their_lines_comments_and_indentation(tmp_path):
+    page = page_of(
+        tmp_path, "<!-- raises: E -->\n<!-- with: x -->\n```python\n1\n```\n- so:\n\n    ```toml\n    a = 1\n    ```\n"
+    )
+    assert blocks(page) == [
+        Block(page, 4, "python", "1\n", (("with", "x"), ("raises", "E"))),
+        Block(page, 9, "toml", "a = 1\n", ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("make nonsense", "no target"),
+        ("pip install '.[nonsense]'", "no extra"),
+        ("sudo python bench/nonsense.py", "no file"),
+        ("torchrun nonsense.py", "no file"),
+        ("torchrun --no-python commrt train --nonsense", "[Nn]o such option"),
+        ("commrt verify nonsense", "no algorithm"),
+        ("ls && make test", "no command"),
+    ],
+)
+def test_a_command_that_names_what_does_not_exist_is_refused(command, complaint):
+    with pytest.raises(Exception, match=complaint):
+        [documented.run_command(words) for words in documented.commands(command)]
+
+
+def test_what_stands_for_other_names_and_programs_of_yours_is_taken():
+    for line in ("make venv PYTHON=python3 && cd commrt", "COMMRT_NVTX=1 torchrun --nproc-per-node 2 train.py  # so"):
+        assert [documented.run_command(words) for words in documented.commands(line)]
+
+
+def test_what_was_printed_is_compared_but_for_white_space_and_left_out_lines():
+    assert is_like("a  b\n...\nd\n", "a b\nc\nd\n")
+    assert is_like("a\n...\n", "a\n")
+    assert is_like("a ... c\n", "a b c\n")
+    assert not is_like("a\nb\n", "a\nc\n")
+    assert not is_like("a\n...\nd\n", "a\nc\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "note", "complaint"),
+    [("1 / 0\n", (), "1: ZeroDivisionError"), ("1\n", (("raises", "OSError"),), "no OSError was raised")],
+)
+def test_a_block_that_does_not_do_what_it_says_fails_and_names_the_line(tmp_path, monkeypatch, body, note, complaint):
+    monkeypatch.setattr(documented, "ROOT", tmp_path)
+    with pytest.raises(RuntimeError, match=complaint):
+        documented._run_block(Block(tmp_path / "page.md", 1, "python", body, note), {})
