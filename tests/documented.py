@@ -287,7 +287,18 @@ def run_command(words):
         _require_all([word for word in rest if "=" not in word], _targets(), "no target of the Makefile")
     elif first == "pip":
         _require_extras(rest)
-    elif first in {"python", "python3", "torchrun", "mpirun", "srun", "nsys", "ncu", ".venv/bin/pytest", "pytest"}:
+    elif first in {
+        "python",
+        "python3",
+        "torchrun",
+        "mpirun",
+        "mpiexec",
+        "srun",
+        "nsys",
+        "ncu",
+        ".venv/bin/pytest",
+        "pytest",
+    }:
         _require_files(rest)
         if "commrt" in rest:
             parsed(rest[rest.index("commrt") + 1 :])
