@@ -36,5 +36,5 @@ def require_sound(step: Step, schedule: Schedule) -> Step:
     """`step`, of `schedule`; raises `ScheduleError` for a transfer of ranks or chunks that there are not."""
     for at, what in flaws(step, schedule.ranks, schedule.chunks):
         if not what.startswith("is from a rank to itself"):
-            raise ScheduleError(f"{schedule.name}: the transfer {at.text()} {what}")
+            raise ScheduleError(f"{schedule.name} cannot run: the transfer {at.text()} {what}")
     return step
