@@ -19,6 +19,7 @@ from commrt.state import Stateful
 
 __all__ = [
     "WIRES",
+    "check_algorithm",
     "check_cap",
     "check_flags",
     "check_kinds",
@@ -44,6 +45,11 @@ def check_kinds(model: object, algorithm: object) -> None:
         raise UsageError(
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
+    check_algorithm(algorithm)
+
+
+def check_algorithm(algorithm: object) -> None:
+    """Raise `UsageError` unless `algorithm` could be one."""
     if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
         raise UsageError(f"algorithm={algorithm!r:.200} makes no schedules: pass an object, such as commrt.Ring()")
 

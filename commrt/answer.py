@@ -8,6 +8,7 @@ the result waits for ever (Python 3.11: in 76 of 20,000 interrupted calls of ``r
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,8 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar, cast
 
 __all__ = ["Answer", "Pending"]
+
+_log = logging.getLogger("commrt")
 
 SLICE_S = 1.0
 
@@ -63,15 +66,26 @@ class Answer(Generic[T]):
         self._call_back()
 
     def when_given(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, which never raises, once: on the thread that gives the answer, or now if it was given."""
+        """Call `callback` once: on the thread that gives the answer, or now if it was given; its errors are logged."""
         self._then.append(callback)
         if self._given:
             self._call_back()
 
     def _call_back(self) -> None:
+        while (callback := self._next()) is not None:
+            try:
+                callback()
+            except Exception:  # of whoever asked to be called
+                _log.exception("commrt: what was to be called at the end of a transfer failed")
+
+    def _next(self) -> Callable[[], None] | None:
         with suppress(IndexError):  # one thread takes the last, and the other finds none
-            while True:
-                self._then.pop()()
+            return self._then.pop()
+        return None
+
+    def drop_callbacks(self) -> None:
+        """Call nobody: this process is not the one that they were meant for."""
+        self._then.clear()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the answer, and return or raise it; raises `TimeoutError` if it does not come in time."""

@@ -30,6 +30,9 @@ __all__ = ["KEPT", "Comparison"]
 
 Submit = Callable[[Callable[[], list[str]]], Pending[list[str]]]
 """Runs a task on the lane."""
+Once = Callable[[str, int, torch.dtype], None]
+Among = dict[tuple[int, tuple[int, ...]], Once]
+"""By generation and players."""
 KEPT = 256
 """Comparisons that are remembered for each set of players, of those used last."""
 SCHEDULES_KEPT = 16
@@ -55,8 +58,8 @@ class Comparison:
         # Keeps the schedules: a new one cannot come to lie at the address of one that is remembered.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._movable = lru_cache(KEPT)(self._require_movable)
-        self._generation = 0
-        self._among: dict[tuple[int, ...], Callable[[str, int, torch.dtype], None]] = {}
+        self._among: Among = {}
+        self._among_now: Among = {}
 
     def require(self, schedule: Schedule, buffer: Tensor, generation: int = 0) -> None:
         """Raise `UsageError` if `schedule` cannot run on `buffer`, `DisagreementError` if its players differ.
@@ -67,30 +70,39 @@ class Comparison:
         traits = self._traits(schedule)
         self._movable(buffer.device, buffer.dtype, traits.combines)
         if self._transport.rank in traits.players:
-            self._compare_once(traits.digest, traits.players, buffer.numel(), buffer.dtype, generation)
+            compare = self._once(self._among, self._compare, traits.players, generation)
+            compare(traits.digest, buffer.numel(), buffer.dtype)
 
-    def require_same(
-        self, schedule: Schedule, players: Sequence[int], numel: int, dtype: torch.dtype, generation: int
+    def require_same_buffers_now(
+        self, schedule: Schedule, players: tuple[int, ...], numel: int, dtype: torch.dtype, generation: int
     ) -> None:
-        """Raise `DisagreementError` if `players`, all of them, differ about what they run on; see `require`."""
-        self._compare_once(self._traits(schedule).digest, tuple(players), numel, dtype, generation)
+        """As `require` of all `players`, on the lane."""
+        self._once(self._among_now, self._compare_now, players, generation)(self.digest(schedule), numel, dtype)
+
+    def digest(self, schedule: Schedule) -> str:
+        """`Schedule.digest`, remembered."""
+        return self._traits(schedule).digest
 
     def _require_movable(self, device: torch.device, dtype: torch.dtype, combines: frozenset[int]) -> None:
         self._transport.allocate(0, dtype, device)  # refuses what it cannot move
         _require_arithmetic(dtype, combines)
 
-    def _compare_once(
-        self, digest: str, players: tuple[int, ...], numel: int, dtype: torch.dtype, generation: int
-    ) -> None:
-        if generation != self._generation:
-            self._generation, self._among = generation, {}
-        if players not in self._among:
-            self._among[players] = lru_cache(KEPT)(partial(self._compare, players))
-        self._among[players](digest, numel, dtype)
+    def _once(self, among: Among, compare: Callable[..., None], players: tuple[int, ...], generation: int) -> Once:
+        """`compare`, which remembers what those `players` agreed about in this `generation`."""
+        if (generation, players) not in among:
+            for other in [key for key in among if key[0] != generation]:
+                among.pop(other, None)
+            among[generation, players] = lru_cache(KEPT)(partial(compare, players))
+        return among[generation, players]
 
     def _compare(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
         claim = f"{digest} {numel} {dtype}"
-        claims = self._submit(lambda: self._gather(claim, players)).result()
+        self._require_equal(players, self._submit(lambda: self._gather(claim, players)).result())
+
+    def _compare_now(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
+        self._require_equal(players, self._gather(f"{digest} {numel} {dtype}", players))
+
+    def _require_equal(self, players: Sequence[int], claims: Sequence[str]) -> None:
         if difference := _difference(players, claims):
             raise DisagreementError(
                 f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "

@@ -2,18 +2,23 @@
 """The door for those who keep DistributedDataParallel: its buckets travel along a schedule."""
 # Annotations are objects here: DDP compares those of a hook with its own types.
 
+import gc
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
+from commrt.admission import check_wire
 from commrt.algorithms.torus import Torus2D
 from commrt.autograd import at_end_of_backward, current_pass
+from commrt.errors import UsageError
 from commrt.opening import init
 from commrt.schedule import Algorithm
-from commrt.summing import check_algorithm
+from commrt.summing import check_all_reduce
 from commrt.transport.protocol import Moment
 from commrt.work import Work
 from commrt.world import World
@@ -30,7 +35,8 @@ class DDPState:
 
     `algorithm` and `wire` are as for `attach`; gossip and backup workers need more than gradients, so `attach` instead.
     `world` is by default the one that is open when the first gradients leave, or `init`'s, through DDP's own group. DDP
-    must span all of its ranks. Raises `UsageError` for an algorithm that is no all-reduce.
+    must span all of its ranks, and each model needs a state of its own. Raises `UsageError` for what cannot work, some
+    of it in the first ``backward()``.
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
@@ -38,19 +44,28 @@ class DDPState:
     world: World | None = None
     step: int = field(default=-1, init=False)
     """Of the gradients that leave; for errors and traces."""
+    number: int = field(default=0, init=False)
+    """Among what is attached to the world."""
 
     def __post_init__(self) -> None:
-        check_algorithm(self.algorithm)
+        check_all_reduce(self.algorithm)
+        check_wire(self.wire)
+        if not isinstance(self.world, World | None):
+            raise UsageError(f"world={self.world!r:.80} is no world: pass what commrt.init() returned, or leave it out")
 
     def begin(self, bucket: GradBucket) -> Work:
         """Send `bucket` on its way."""
-        if self.world is None:
-            self.world = init()
+        world = self._opened() if self.world is None or not self.number else self.world
         self.step += bucket.index() == 0
-        moment = Moment(self.step, bucket.index())
-        return self.world.all_reduce(
-            bucket.buffer(), algorithm=self.algorithm, wire=self.wire, async_op=True, moment=moment
-        )
+        moment = Moment(self.step, f"{bucket.index()} of DDP model {self.number}")
+        return world.all_reduce(bucket.buffer(), algorithm=self.algorithm, wire=self.wire, async_op=True, moment=moment)
+
+    def _opened(self) -> World:
+        world = init() if self.world is None else self.world
+        _require_whole(world, _owner(self))
+        world.attached += 1
+        self.world, self.number = world, world.attached
+        return world
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
@@ -59,7 +74,28 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
     What ends a transfer is raised by ``backward()``. Cost: the schedule's steps and bytes, and a copy to and from a
     wire buffer of the largest bucket's size.
     """
+    if not isinstance(state, DDPState):
+        raise UsageError(
+            f"the hook's state is {state!r:.80}: call model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)"
+        )
     work = state.begin(bucket)
     if current_pass() != OUTSIDE:  # a rank that is in DDP's join() has none
         at_end_of_backward(work.wait)  # before DDP waits, which makes of any error a RuntimeError
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _owner(state: DDPState) -> DistributedDataParallel | None:
+    """The model with which `state` was registered; a hook is not told, so this looks at all objects, once."""
+    ours = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return next((model for model in ours if any(state is known for _, known in model._comm_hooks)), None)  # noqa: SLF001  # nothing else tells
+
+
+def _require_whole(world: World, model: DistributedDataParallel | None) -> None:
+    """Raise `UsageError` if gradients would be averaged over other ranks than those of DDP."""
+    group = None if model is None else model.process_group
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if model is not None and (rank, size) != (world.rank, world.size):
+        raise UsageError(
+            f"DDP has rank {rank} of {size}, and commrt's world rank {world.rank} of {world.size}: call "
+            "init_process_group() before commrt.init(), and make DDP over all ranks"
+        )

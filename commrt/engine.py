@@ -71,7 +71,12 @@ class Engine:
 
     def schedule(self, step: int) -> Schedule:
         """What training step `step` runs when as many take part as should; proven."""
-        return self._proven(self.algorithm.schedule(step, self._players))
+        schedule = self.algorithm.schedule(step, self._players)
+        if not isinstance(schedule, Schedule) or schedule.ranks != self._players:
+            raise UsageError(
+                f"{self.algorithm} made {schedule!r:.80} for {self._players} ranks: no schedule of as many"
+            )
+        return self._proven(schedule)
 
     def _prove(self, schedule: Schedule) -> Schedule:
         prove(schedule, self._promise(schedule))

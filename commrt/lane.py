@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 import torch
 
 from commrt.answer import Answer
-from commrt.errors import TransportClosed, TransportError
+from commrt.errors import TransportClosed, TransportError, UsageError
 from commrt.streams import DONE, HostStreams, Mark, Streams
 
 __all__ = ["Lane", "Result"]
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
+ON_LANE = (
+    "a callback of a future runs on the thread that communicates, so it can neither wait for a transfer nor close the "
+    "world: do that where the transfer was begun"
+)
 INHERITED = (
     "this world belongs to the process that opened it, and a forked child cannot use it: communicate in that process "
     "only, or start this one with multiprocessing's spawn or a launcher and call init() in it"
@@ -29,14 +33,15 @@ T = TypeVar("T")
 class Result(Answer[T]):
     """A task's; on a GPU it may still be queued, and then the current stream of who takes it waits in their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: threading.Thread | None = None) -> None:
         super().__init__()
+        self._lane = lane
         self._streams: Streams = HostStreams()
         self._end = DONE
 
-    def give_queued(self, value: T, streams: Streams) -> None:
-        """Answer with `value`, which is there when all that is queued on the calling thread's stream is done."""
-        self._streams, self._end = streams, streams.mark()
+    def give_queued(self, value: T, streams: Streams, end: Mark) -> None:
+        """Answer with `value`, which is there at the `end` of what is queued on `streams`."""
+        self._streams, self._end = streams, end
         self.give(value)
 
     @property
@@ -45,7 +50,9 @@ class Result(Answer[T]):
         return self._given and self._end.query()
 
     def result(self, timeout_s: float | None = None) -> T:
-        """See `Answer.result`."""
+        """See `Answer.result`; raises `UsageError` on the thread that would have to give it."""
+        if not self._given and threading.current_thread() is self._lane:
+            raise UsageError(ON_LANE)
         value = super().result(timeout_s)
         self._streams.follow(self._end)
         return value
@@ -69,7 +76,8 @@ class Lane:
         self.streams: Streams = HostStreams()
         """Where tasks queue their work."""
         self._ended: Answer[None] = Answer()  # Thread.join takes a thread for ended once Ctrl-C interrupts it (3.11)
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, task: Callable[[], T]) -> Result[T]:
         """Run `task` after all earlier ones, and behind what the caller has queued; ``result()`` raises its error.
@@ -77,7 +85,7 @@ class Lane:
         Raises `TransportClosed` after `close`, and in a forked child.
         """
         self.require_open()
-        answer: Result[T] = Result()
+        answer: Result[T] = Result(self._thread)
         before = self.streams.mark()
         self._pending.add(answer)
         self._tasks.put(lambda: self._run(task, answer, before))
@@ -89,6 +97,11 @@ class Lane:
         """Raise `TransportClosed` if this lane takes no more."""
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
+
+    def require_elsewhere(self) -> None:
+        """Raise `UsageError` on the lane's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise UsageError(ON_LANE)
 
     def require_unbroken(self) -> None:
         """Raise `TransportClosed` if a task would get no further than this."""
@@ -114,10 +127,12 @@ class Lane:
     def _run(self, task: Callable[[], T], answer: Result[T], before: Mark) -> None:
         try:
             self.streams.follow(before)
-            answer.give_queued(self._attempt(task), self.streams)
+            value, end = self._attempt(task), self.streams.mark()
         except BaseException as failure:  # whoever waits for the answer raises it
             self._fail(failure)
             answer.fail(failure)
+        else:
+            answer.give_queued(value, self.streams, end)
         self._pending.discard(answer)
 
     def _attempt(self, task: Callable[[], T]) -> T:
@@ -148,6 +163,7 @@ class Lane:
 
     def close(self) -> None:
         """Finish what was submitted and take no more. Safe to call twice, also after Ctrl-C in the first call."""
+        self.require_elsewhere()
         self._refusal = CLOSED
         self._tasks.put(None)
         self._ended.result()
@@ -156,6 +172,7 @@ class Lane:
         """In a forked child, where the thread does not exist: take no more, and let nobody wait for an answer."""
         self._refusal = INHERITED
         for answer in self._pending:
+            answer.drop_callbacks()
             if not answer.given:
                 answer.fail(TransportClosed(INHERITED))
         if not self._ended.given:

@@ -8,20 +8,20 @@ The tensor is written to when its sum is whole, so that after the loss of a rank
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from commrt.admission import check_wire
+from commrt.admission import check_algorithm, check_wire
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets import is_expanded
 from commrt.collective import all_reduce
 from commrt.comparison import Comparison
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.executor import BoundProgram, bind, scratch_numel
 from commrt.kernels.dispatch import GPU_DTYPES, packing
 from commrt.kernels.layout import layout_of
@@ -36,7 +36,7 @@ from commrt.survival import Survival
 from commrt.transport.media import Media
 from commrt.transport.protocol import Moment
 
-__all__ = ["Sum", "Summing", "check_algorithm", "checked"]
+__all__ = ["Sum", "Summing", "check_all_reduce", "checked"]
 
 KEPT = 256
 """Bound programs, of the tensors seen last."""
@@ -44,6 +44,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """In narrower ones flags of many ranks would overflow."""
 OPS = ("mean", "sum")
+UNCONFIRMED = 64
+"""Latest calls on a GPU whose stamps may still come to light as disputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ class Kind:
     device: torch.device
 
     def __str__(self) -> str:
-        return f"{str(self.dtype)[6:]}{list(self.shape)} with strides {list(self.strides)}"
+        """What must be the same on all ranks: strides as far as they matter."""
+        strides = [stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)]
+        dtypes = " as ".join(str(one)[6:] for one in dict.fromkeys((self.dtype, self.wire)))
+        return f"{dtypes}{list(self.shape)} with strides {strides}"
 
     def empty(self, device: torch.device | str) -> Tensor:
         """A tensor of this kind."""
@@ -73,37 +78,36 @@ class Sum:
     kind: Kind
     op: str
     algorithm: Algorithm
+    moment: Moment
+    """When it happens, for errors and traces; the same on all ranks."""
 
     def scale(self, members: int) -> float:
         """By which each rank's values count."""
         return 1 / members if self.op == "mean" else 1  # an integer, for integers
 
-    @property
-    def text(self) -> str:
-        """What must be the same on all ranks."""
-        return f"the {self.op} of {self.kind}"
-
-    @property
-    def seal(self) -> int:
-        """`text` as a stamp."""
-        return sealed(zlib.crc32(self.text.encode()))
+    def __str__(self) -> str:
+        return f"the {self.op} of {self.kind}, at step {self.moment.step}, as {self.moment.bucket}"
 
 
-def checked(tensor: Tensor, op: str, algorithm: Algorithm, wire: torch.dtype | None) -> Sum:
+def checked(tensor: Tensor, op: str, algorithm: Algorithm, wire: torch.dtype | None, moment: Moment) -> Sum:
     """The `Sum` of these; raises `UsageError` for what cannot be summed."""
     _check_tensor(tensor)
     _check_arithmetic(tensor.dtype, op)
     check_wire(wire)
-    check_algorithm(algorithm)
+    check_all_reduce(algorithm)
+    if not isinstance(moment, Moment):
+        raise UsageError(f"moment={moment!r:.80}: give a commrt.Moment(step, bucket), or leave it out")
     narrower = wire is not None and tensor.is_floating_point() and wire.itemsize < tensor.dtype.itemsize
     travels = wire if wire is not None and narrower else tensor.dtype
     like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
-    return Sum(tensor, Kind(like.shape, like.stride(), like.dtype, travels, tensor.device), op, algorithm)
+    kind = Kind(like.shape, like.stride(), like.dtype, travels, tensor.device)
+    return Sum(tensor, kind, op, algorithm, moment)
 
 
-def check_algorithm(algorithm: Algorithm) -> None:
-    """Raise `UsageError` for one that is known to be no all-reduce."""
-    if isinstance(algorithm, Gossip | BackupWorkers) or not hasattr(algorithm, "schedule"):
+def check_all_reduce(algorithm: Algorithm) -> None:
+    """Raise `UsageError` for an algorithm that is known to be no all-reduce."""
+    check_algorithm(algorithm)
+    if isinstance(algorithm, Gossip | BackupWorkers):
         raise UsageError(
             f"algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "
             "HalvingDoubling() here, and attach() for gossip and backup workers"
@@ -113,24 +117,23 @@ def check_algorithm(algorithm: Algorithm) -> None:
 def _check_tensor(tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"all_reduce() takes a tensor, not a {type(tensor).__name__}: make one with torch.tensor()")
-    complaint = (
-        f"is {tensor.layout}: use its to_dense()"
-        if tensor.layout != torch.strided
-        else "is on the meta device and has no values"
-        if tensor.is_meta
-        else "is expanded, several elements share one place in memory: use its clone()"
-        if is_expanded(tensor)
-        else "was made under torch.inference_mode(): use its clone()"
-        if tensor.is_inference()
-        else None
-    )
-    if complaint:
-        raise UsageError(f"all_reduce() writes to its tensor, which {complaint}")
+    for is_so, complaint in (
+        (type(tensor) not in (Tensor, nn.Parameter), f"is a {type(tensor).__name__}: use a plain tensor"),
+        (tensor.layout != torch.strided or tensor.is_nested, f"is {tensor.layout}, or nested: use a dense copy"),
+        (tensor.is_meta, "is on the meta device and has no values"),
+        (tensor.is_inference(), "was made under torch.inference_mode(): use its clone()"),
+    ):
+        if is_so:
+            raise UsageError(f"all_reduce() writes to its tensor, which {complaint}")
+    if is_expanded(tensor):
+        raise UsageError(
+            "all_reduce() writes to its tensor, of which several elements share one place: use its clone()"
+        )
 
 
 def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
     if op not in OPS:
-        raise UsageError(f'op={op!r}: use "mean", as gradients are averaged, or "sum"')
+        raise UsageError(f'op={op!r:.80}: use "mean", as gradients are averaged, or "sum"')
     if dtype not in (*FLOATS, *INTEGERS):
         offered = ", ".join(str(one) for one in (*FLOATS, *INTEGERS))
         raise UsageError(f"all_reduce() of {dtype}: convert it to one of {offered} first")
@@ -145,54 +148,81 @@ class _Bound:
 
 
 class Summing:
-    """Of one world; `checked` calls in, sums out."""
+    """Of one world; `checked` calls in, sums out. What `_carry` and what it calls do happens on the lane."""
 
     def __init__(self, transport: Media, lane: Lane, survival: Survival, comparison: Comparison) -> None:
         self._transport, self._lane, self._survival, self._comparison = transport, lane, survival, comparison
         self._proven = lru_cache(KEPT)(_proven)
         self._begin_anew()
 
-    def now(self, call: Sum, moment: Moment, recorder: Recorder | None) -> None:
+    def now(self, call: Sum, recorder: Recorder | None) -> None:
         """Return when the tensor holds the result, of those who are left if a rank is lost; collective."""
+        self._look_ahead(call)
+        submit, together = self._survival.submit, self._survival.together
+        if refusal := together(lambda: submit(lambda: self._carry(call, recorder)).result()):
+            raise refusal
 
-        def attempt() -> None:
-            self._survival.submit(self._prepared(call, moment, recorder)).result()
+    def begin(self, call: Sum, recorder: Recorder | None) -> Result[CommrtError | None]:
+        """Return at once; the answer may be an error after which the world goes on. Collective."""
+        self._look_ahead(call)
+        return self._lane.submit(lambda: self._carry(call, recorder))
 
-        self._survival.together(attempt)
+    def _look_ahead(self, call: Sum) -> None:
+        """Raise what the algorithm does wrong here, where it ends nothing."""
+        self._schedule(call, len(self._survival.membership.members))
 
-    def begin(self, call: Sum, moment: Moment, recorder: Recorder | None) -> Result[None]:
-        """Return at once, after the first call of its kind; collective."""
-        return self._lane.submit(self._prepared(call, moment, recorder))
+    def require_agreement(self) -> None:
+        """Raise `DisagreementError` if a GPU has found out that an earlier call was summed with another one."""
+        for call, own in self._unconfirmed:
+            if own.packing.disputed:
+                raise _dispute(call)
 
-    def _prepared(self, call: Sum, moment: Moment, recorder: Recorder | None) -> Callable[[], None]:
-        """A task for the lane: this rank and the others mean the same, as far as can be told before it is run."""
+    def _carry(self, call: Sum, recorder: Recorder | None) -> CommrtError | None:
         members = tuple(self._survival.membership.members)
-        schedule = self._proven(call.algorithm.schedule(0, len(members)))
-        wire, kind = layout_of([call.tensor.numel()]).numel, call.kind
-        self._comparison.require_same(schedule, members, wire, kind.wire, self._survival.generation)
+        if len(members) == 1:
+            return None
+        try:
+            schedule = self._schedule(call, len(members))
+            self._require_same(call, schedule, members)
+        except (UsageError, ScheduleError, DisagreementError) as refusal:
+            return refusal
+        place = call.moment
+        with within_range(recorder, "sum", step=place.step, bucket=place.bucket, algorithm=schedule.name):
+            self._sum(call, schedule, members, recorder)
+        return None
 
-        def carry() -> None:
-            if len(members) > 1:
-                with within_range(recorder, "sum", step=moment.step, bucket=moment.bucket, algorithm=schedule.name):
-                    self._carry(call, self._ready(schedule, members, kind), moment, recorder)
-
-        return carry
-
-    def _carry(self, call: Sum, own: _Bound, moment: Moment, recorder: Recorder | None) -> None:
-        tensor = call.tensor
-        dense = tensor if tensor.stride() == call.kind.strides else call.kind.empty(tensor.device).copy_(tensor)
-        own.packing.pack([dense], call.scale(len(self._survival.membership.members)), call.seal)
-        own.program.run(moment, recorder)
-        own.packing.unpack([dense], call.seal)
-        if own.packing.disputed:  # on a GPU of an earlier call
-            raise DisagreementError(
-                f"all_reduce() of {call.text}: another rank came with another op, shape, layout in memory or dtype; "
-                "make the same calls in the same order on every rank"
+    def _schedule(self, call: Sum, members: int) -> Schedule:
+        schedule = call.algorithm.schedule(0, members)
+        if not isinstance(schedule, Schedule) or schedule.ranks != members:
+            raise UsageError(
+                f"{call.algorithm} made {schedule!r:.80} for {members} ranks, which is no schedule of them"
             )
+        return self._proven(schedule)
+
+    def _require_same(self, call: Sum, schedule: Schedule, members: tuple[int, ...]) -> None:
+        """Sizes that differ would end the world."""
+        numel, generation = layout_of([call.tensor.numel()]).numel, self._survival.generation
+        self._comparison.require_same_buffers_now(schedule, members, numel, call.kind.wire, generation)
+
+    def _sum(self, call: Sum, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
+        tensor, seal = call.tensor, self._seal(call, schedule)
+        own = self._ready(schedule, members, call.kind)
+        dense = tensor if tensor.stride() == call.kind.strides else call.kind.empty(tensor.device).copy_(tensor)
+        self.require_agreement()
+        own.packing.pack([dense], call.scale(len(members)), seal)
+        own.program.run(call.moment, recorder)
+        own.packing.unpack([dense], seal)
+        if own.packing.disputed:
+            raise _dispute(call)
         if dense is not tensor:
             tensor.copy_(dense)
-        if tensor.is_cuda:  # used on this stream, and perhaps freed on another
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if tensor.is_cuda:
+            self._unconfirmed.append((call, own))
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it is perhaps freed on another
+
+    def _seal(self, call: Sum, schedule: Schedule) -> int:
+        """A stamp that differs where ranks would add up different things."""
+        return sealed(zlib.crc32(f"{call} {self._comparison.digest(schedule)}".encode()))
 
     def _ready(self, schedule: Schedule, members: tuple[int, ...], kind: Kind) -> _Bound:
         if self._room != self._survival.room:
@@ -203,6 +233,7 @@ class Summing:
         """Connections were broken, and a broken peer may still read what it was sent."""
         self._room = self._survival.room
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._unconfirmed: deque[tuple[Sum, _Bound]] = deque(maxlen=UNCONFIRMED)
         self._bound = lru_cache(KEPT)(self._bind)
 
     def _bind(self, schedule: Schedule, members: tuple[int, ...], kind: Kind) -> _Bound:
@@ -227,3 +258,10 @@ class Summing:
 def _proven(schedule: Schedule) -> Schedule:
     prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
     return schedule
+
+
+def _dispute(call: Sum) -> DisagreementError:
+    return DisagreementError(
+        f"all_reduce() of {call}: another rank came with another op, shape, layout in memory, dtype, wire, algorithm "
+        "or moment; make the same calls in the same order on every rank"
+    )

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
-from commrt.errors import DeadlineExceeded, Place
+from commrt.errors import CommrtError, DeadlineExceeded, Place, UsageError
 from commrt.lane import Result
 
-__all__ = ["Work"]
+__all__ = ["Outcome", "Work"]
+
+Outcome = Result[CommrtError | None]
+"""Of a transfer; an error there is one after which the world goes on."""
 
 
 class Work:
@@ -22,7 +24,7 @@ class Work:
     the world's deadline; an error is raised by whoever asks, and ends the world.
     """
 
-    def __init__(self, tensor: Tensor, rank: int, answer: Result[Any] | None = None) -> None:
+    def __init__(self, tensor: Tensor, rank: int, answer: Outcome | None = None) -> None:
         self._answer, self._tensor, self._rank = _given() if answer is None else answer, tensor, rank
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
@@ -32,8 +34,11 @@ class Work:
         transfer goes on, and may be waited for again.
         """
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
+            raise UsageError(f"wait({timeout!r:.80}): give seconds, a timedelta, or nothing")
         try:
-            self._answer.result(timeout_s)
+            if error := self._answer.result(timeout_s):
+                raise error
         except TimeoutError as error:
             if self._answer.given:  # the transfer's own deadline
                 raise
@@ -55,16 +60,15 @@ class Work:
         return future
 
     def _complete(self, future: Future[list[Tensor]]) -> None:
-        error = self._answer.error()
+        error = self._answer.error() or self._answer.result()  # on this thread's stream, of which the future takes note
         if error is None:
-            self._answer.result()  # on this thread's stream, of which the future takes note
             future.set_result([self._tensor])
         else:
             future.set_exception(error)  # type: ignore[arg-type]  # torch says it takes a value
 
 
-def _given() -> Result[Any]:
+def _given() -> Outcome:
     """Of what is over."""
-    answer: Result[Any] = Result()
+    answer: Outcome = Result()
     answer.give(None)
     return answer

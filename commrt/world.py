@@ -133,6 +133,7 @@ class World:
         Before a checkpoint: after a failure parameters on a GPU may have been stepped with gradients that never came.
         """
         self.lane.submit(self.transport.wait).result()
+        self._summing.require_agreement()
 
     @property
     def untold(self) -> TransportError | None:
@@ -249,9 +250,7 @@ class World:
         The schedule is trusted: `commrt.prove` it first. Before it runs for the first time on so many elements of a
         dtype, these ranks compare the three, at the cost of an all-reduce of 128 bytes per rank (`commrt.comparison`).
         What was compared is not compared again: that all ranks make the same calls in the same order remains the
-        caller's promise.
-
-        Raises `UsageError` for what cannot work and inside a replica's ``join()``, before anything is sent, and
+        caller's promise. Raises `UsageError` for what cannot work and inside ``join()``, before anything is sent, and
         `DisagreementError` on every rank if they differ; the world goes on after both.
         """
         if not isinstance(schedule, Schedule):
@@ -263,7 +262,7 @@ class World:
             )
         with self.gathered("run"):
             self._comparison.require(schedule, buffer, self.survival.generation)
-            work = Work(buffer, self.rank, self.lane.submit(lambda: self.run_now(schedule, buffer, moment)))
+            work = Work(buffer, self.rank, self.lane.submit(lambda: self._run(schedule, buffer, moment)))
             if not async_op or self.survival.is_possible:  # else what all do together would not be over at its end
                 work.wait()
         return work
@@ -280,21 +279,22 @@ class World:
     ) -> Work:
         """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' along `algorithm`; collective.
 
-        `wire` is the dtype that travels, as for `attach`; integers (int32, int64) have no mean. Waits, and then the
-        `Work` is over, unless `async_op`. One buffer of the largest tensor's size is kept. A tensor's first time costs
-        a comparison, as in `run`; a GPU is connected. `moment` is what errors and traces call it. Where a model
-        gossips or has backup workers it is over when the call returns, and of those who are left if a rank is lost.
-
+        Waits, unless `async_op`: then wait for the `Work`. `wire` is the dtype that travels, as for `attach`; integers
+        (int32, int64) have no mean. A GPU is connected. `moment` is what errors and traces call it. Where a model
+        gossips or has backup workers it is over when the call returns, of those who are left if a rank is lost.
         Raises `UsageError` before anything is sent, `DisagreementError` if ranks came with different calls.
         """
-        call = checked(tensor, op, algorithm, wire)
+        call = checked(tensor, op, algorithm, wire, moment)
         with self.gathered("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
             if async_op and not self.survival.is_possible:
-                return Work(tensor, self.rank, self._summing.begin(call, moment, self.recorder))
-            self._summing.now(call, moment, self.recorder)
+                return Work(tensor, self.rank, self._summing.begin(call, self.recorder))
+            self._summing.now(call, self.recorder)
         return Work(tensor, self.rank)
+
+    def _run(self, schedule: Schedule, buffer: Tensor, moment: Moment) -> None:
+        self.run_now(schedule, buffer, moment)
 
     def run_now(self, schedule: Schedule, buffer: Tensor, moment: Moment, members: Sequence[int] = ()) -> int:
         """As `run`, for tasks that are on the lane already, with `members` as its ranks; the bytes this rank sent."""
@@ -326,6 +326,7 @@ class World:
 
         Safe to call twice.
         """
+        self.lane.require_elsewhere()
         if not self.closed:
             self.around.end()
         self._closed = True

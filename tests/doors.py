@@ -141,7 +141,7 @@ def lose_one(tell):
     """Rank 1 is killed in a step; what backward() of the others raises."""
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=10)
-    model = DistributedDataParallel(lenet(seed=1), broadcast_buffers=False)
+    model = DistributedDataParallel(lenet(seed=1))
     model.register_comm_hook(commrt.DDPState(world=world), commrt.ddp_hook)
     for number, (pixels, digits) in enumerate(batches(world)):
         loss = cross_entropy(model(pixels), digits)
@@ -151,4 +151,48 @@ def lose_one(tell):
             loss.backward()
         except commrt.TransportError as error:
             return type(error).__name__, error.place.step, error.place.bucket
+    return None
+
+
+def over_two_groups(tell):
+    """Each half of the ranks has a DDP model of its own; what backward() says."""
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=30)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=groups[world.rank // 2])
+    model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)
+    try:
+        model(torch.ones(2, 3)).sum().backward()
+    except commrt.UsageError as error:
+        return str(error)
+    return None
+
+
+def two_models_in_two_orders(tell):
+    """Models of equal shapes; what backward() raises."""
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=30)
+    models = [DistributedDataParallel(torch.nn.Linear(3, 1)) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)
+        model(torch.ones(2, 3)).sum().backward()
+    try:
+        for model in models if world.rank else reversed(models):
+            model(torch.ones(2, 3)).sum().backward()
+    except commrt.CommrtError as error:
+        return type(error).__name__
+    return None
+
+
+def two_wires(tell):
+    """Both are known already when ranks come with different ones; what that raises."""
+    wires = [torch.bfloat16, torch.float16]
+    world = commrt.init(timeout_s=30)
+    tensor = torch.ones(8)
+    for wire in wires:
+        world.all_reduce(tensor, wire=wire)
+    try:
+        world.all_reduce(tensor, wire=wires[world.rank])
+    except commrt.CommrtError as error:
+        return type(error).__name__
     return None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from datetime import timedelta
 
@@ -48,7 +49,18 @@ def test_backward_of_ddp_raises_our_error_when_a_rank_dies():
     for rank in (0, 2):
         kind, step, bucket = outcomes[rank].value
         assert kind in {"PeerLost", "TransportClosed"}
-        assert (step, bucket) == (3, 0)
+        assert (step, bucket) == (3, "0 of DDP model 1")
+
+
+class Odd(torch.Tensor):
+    """A subclass."""
+
+
+class OfTwo:
+    """An algorithm that knows two ranks only."""
+
+    def schedule(self, step, ranks):
+        return commrt.Ring().schedule(step, 2)
 
 
 def summed(world, tensor, **kwargs):
@@ -160,6 +172,40 @@ def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor():
     assert run_ranks(3, body) == [([6.0] * 9, True, True)] * 3
 
 
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda world, work: work.wait(),
+        lambda world, work: world.all_reduce(torch.ones(77)),
+        lambda world, work: world.close(),
+    ],
+    ids=["for a transfer", "for a new one", "for the end"],
+)
+def test_a_callback_that_would_wait_for_its_own_thread_is_refused(waits):
+    def body(world):
+        tensor = torch.ones(4)
+        world.all_reduce(tensor)
+        works = [world.all_reduce(torch.ones(4), async_op=True, moment=commrt.Moment(n, "x")) for n in range(2)]
+        after = works[0].get_future().then(lambda _: waits(world, works[1]))
+        with pytest.raises(RuntimeError, match="a callback of a future runs on the thread that communicates"):
+            after.wait()
+        works[1].wait()
+
+    run_ranks(2, body, wrap=with_faults(delay_at(step=0, seconds=0.3)))
+
+
+def test_a_future_that_somebody_else_completes_harms_nobody():
+    def body(world):
+        tensor = torch.ones(4)
+        world.all_reduce(tensor)
+        work = world.all_reduce(tensor, "sum", async_op=True, moment=commrt.Moment(1, "x"))
+        work.get_future().set_result([tensor])
+        work.wait()
+        return summed(world, tensor).tolist()
+
+    assert run_ranks(2, body, wrap=with_faults(delay_at(step=1, seconds=0.3))) == [[2.0] * 4] * 2
+
+
 def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
     gate = threading.Event()
 
@@ -200,8 +246,8 @@ def test_who_asks_is_told_what_ended_the_transfer_and_which():
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda rank: {"op": ("mean", "sum")[rank]}, "another op, shape, layout"),
-        (lambda rank: {"tensor": torch.ones(((2, 3), (3, 2))[rank])}, "another op, shape, layout"),
+        (lambda rank: {"op": ("mean", "sum")[rank]}, "another op, shape, layout in memory"),
+        (lambda rank: {"tensor": torch.ones(((2, 3), (3, 2))[rank])}, "another op, shape, layout in memory"),
         (lambda rank: {"tensor": torch.ones(2 + 100 * rank)}, "disagrees with rank 0 about numel"),
         (lambda rank: {"wire": (None, torch.bfloat16)[rank]}, "disagrees with rank 0 about dtype"),
         (lambda rank: {"algorithm": (commrt.Ring(), commrt.HalvingDoubling())[rank]}, "about schedule"),
@@ -223,17 +269,21 @@ def test_ranks_that_mean_different_sums_are_told(change, what):
     [
         ({"tensor": [1.0]}, "takes a tensor, not a list"),
         ({"op": "max"}, "op='max': use"),
-        ({"tensor": torch.ones(3).to_sparse()}, r"which is torch\.sparse_coo: use its to_dense"),
+        ({"tensor": torch.ones(3).to_sparse()}, r"which is torch\.sparse_coo, or nested"),
         ({"tensor": torch.ones(3, device="meta")}, "meta device"),
-        ({"tensor": torch.ones(1).expand(3)}, "expanded"),
+        ({"tensor": torch.ones(1).expand(3)}, "several elements share one place"),
+        ({"tensor": torch.ones(3, requires_grad=True).sum().detach().as_subclass(Odd)}, "is a Odd: use a plain tensor"),
+        ({"moment": 7}, r"moment=7: give a commrt\.Moment"),
+        ({"algorithm": commrt.Ring}, "makes no schedules: pass an object"),
+        ({"algorithm": OfTwo()}, "made .* for 3 ranks, which is no schedule of them"),
         ({"tensor": torch.ones(3, dtype=torch.int64)}, 'use op="sum"'),
         ({"tensor": torch.ones(3, dtype=torch.bool), "op": "sum"}, r"of torch\.bool: convert it"),
         ({"wire": torch.int8}, r"wire=torch\.int8 cannot travel"),
         ({"algorithm": commrt.Gossip()}, "is no all-reduce"),
         ({"algorithm": commrt.BackupWorkers()}, "is no all-reduce"),
-        ({"algorithm": "ring"}, "is no all-reduce"),
+        ({"algorithm": "ring"}, "makes no schedules"),
     ],
-    ids=lambda value: "" if isinstance(value, dict) else value[:12],
+    ids=lambda value: "" if isinstance(value, dict) else value[-20:],
 )
 def test_what_cannot_be_summed_is_refused_before_anything_is_sent(call, what):
     def body(world):
@@ -241,13 +291,50 @@ def test_what_cannot_be_summed_is_refused_before_anything_is_sent(call, what):
             world.all_reduce(**{"tensor": torch.ones(3)} | call)
         return summed(world, torch.ones(3)).tolist()
 
-    assert run_ranks(2, body) == [[1.0] * 3] * 2
+    assert run_ranks(3, body) == [[1.0] * 3] * 3
 
 
-@pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers(), "ring"], ids=repr)
+@pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
 def test_a_hook_refuses_what_needs_more_than_gradients(algorithm):
     with pytest.raises(UsageError, match="is no all-reduce"):
         commrt.DDPState(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"algorithm": commrt.Ring}, "makes no schedules"),
+        ({"wire": torch.int8}, r"wire=torch\.int8 cannot travel"),
+        ({"world": 3}, "world=3 is no world"),
+    ],
+    ids=str,
+)
+def test_a_hook_s_state_is_looked_at_when_it_is_made(given, what):
+    with pytest.raises(UsageError, match=what):
+        commrt.DDPState(**given)
+    with pytest.raises(UsageError, match=r"the hook's state is None: call model\.register_comm_hook"):
+        commrt.ddp_hook(None, None)
+
+
+@pytest.mark.processes
+def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does():
+    for outcome in run_processes(4, doors.over_two_groups, limit_s=60):
+        assert outcome.error is None
+        assert re.search(r"DDP has rank [01] of 2, and commrt's world rank \d of 4: call", outcome.value)
+
+
+@pytest.mark.processes
+def test_two_models_whose_gradients_ranks_send_in_different_orders_are_told_apart():
+    for outcome in run_processes(2, doors.two_models_in_two_orders, limit_s=60):
+        assert outcome.value == "DisagreementError", outcome.error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_ranks_that_send_different_dtypes_of_one_size_are_told(transport, monkeypatch):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    for outcome in run_processes(2, doors.two_wires, limit_s=60):
+        assert outcome.value == "DisagreementError", outcome.error
 
 
 def test_a_slow_rank_is_waited_for():

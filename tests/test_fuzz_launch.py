@@ -12,7 +12,7 @@ from commrt.errors import UsageError
 from commrt.launch import LAUNCHERS, first_host, is_timeout, read_launch, read_timeout_s, read_transport
 
 NAMES = sorted(
-    {name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size, one.job, one.sign)}
+    {name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size, *one.job, one.sign)}
     | {
         "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID",
         "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",

@@ -90,7 +90,7 @@ def test_steps_of_anything_make_a_schedule_or_are_refused_in_words(steps, ranks,
 
 
 @pytest.mark.parametrize(
-    "given", [0.5, float("nan"), "1", [[0, 1]], None, 2**63, np.array([2**63], dtype=np.uint64), 1j]
+    "given", [0.5, float("nan"), "1", [[0, 1], [2]], None, 2**63, np.array([2**63], dtype=np.uint64), 1j]
 )
 def test_a_column_is_never_rounded_or_guessed(given):
     with pytest.raises(UsageError, match=r"give|no row of numbers"):

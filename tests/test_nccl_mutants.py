@@ -63,7 +63,7 @@ MUTANTS = {
     "the others not told": (nccl, "self._departures.tell(None)", "pass"),
     "the others not asked": (nccl, "self._left(flight) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
-    "an id of each rank's own": (clique, 'store.get("id").decode()', "_unique_id(binding).hex()"),
+    "an id of each rank's own": (clique, 'said = store.get("id")', "said = _unique_id(binding).hex().encode()"),
     "a rank of another": (clique, "number, members.index(rank))", "number, 0)"),
 }
 
