@@ -21,7 +21,7 @@ from commrt.transport.protocol import Transport
 from commrt.transport.shared import SharedTransport
 from commrt.transport.spanning import SpanningTransport
 
-__all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank"]
+__all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank", "own_device"]
 
 
 def connect_hosts(
@@ -78,6 +78,17 @@ def gpu(device: torch.device | str) -> torch.device:
 
     load()  # refuses here, before anybody waits for this rank
     return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
+
+
+def own_device(local_rank: int) -> torch.device:
+    """Of a rank on this host, whose ranks may see a GPU each or all of them; raises `UsageError` if it has none."""
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and local_rank >= gpus:
+        raise UsageError(
+            f"local rank {local_rank} has no GPU of its own, as this process sees {gpus}: start no more ranks on a "
+            "host than it has GPUs"
+        )
+    return torch.device("cuda", local_rank if gpus > 1 else 0) if gpus else torch.device("cpu")
 
 
 def connect_gpu(

@@ -21,14 +21,9 @@ from commrt.asking import another_connection
 from commrt.attendance import Loss
 from commrt.charter import Charter
 from commrt.comparison import Comparison
-from commrt.connection import connect_gpu, gpu
+from commrt.connection import connect_gpu, gpu, own_device
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import (
-    CommrtError,
-    DisagreementError,
-    TransportError,
-    UsageError,
-)
+from commrt.errors import CommrtError, DisagreementError, TransportError, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import wants_nvtx
@@ -106,6 +101,11 @@ class World:
     def size(self) -> int:
         """How many ranks there were at first."""
         return self.transport.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's model belongs: its own GPU, or the CPU where there is none; raises `UsageError`."""
+        return own_device(self.local_rank)
 
     @property
     def members(self) -> Sequence[int]:

@@ -25,15 +25,6 @@ from commrt.cli.mnist import lenet, load
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def device_of(world: commrt.World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks of one machine share its cores
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
 def main() -> None:
     """Train, then say how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,7 +37,7 @@ def main() -> None:
     dtype = DTYPES[options.amp]
 
     with commrt.init() as world:
-        device = device_of(world)
+        device = world.device
         train, test = load()
         data = TensorDataset(train.pixels[: options.images], train.digits[: options.images])
         sampler = DistributedSampler(data, world.size, world.rank)

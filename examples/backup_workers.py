@@ -36,15 +36,6 @@ def batches(train: Images, size: int, seed: int) -> Iterator[tuple[Tensor, Tenso
         yield train.pixels[chosen], train.digits[chosen]
 
 
-def device_of(world: commrt.World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks of one machine share its cores
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
 def main() -> None:
     """Train in spite of all that, then say how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with commrt.init() as world:
-        device = device_of(world)
+        device = world.device
         train, test = load()
         model = lenet(seed=0).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -95,15 +95,6 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def device_of(world: commrt.World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks of one machine share its cores
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
 def main() -> None:
     """Train, evaluate, write."""
     options = parsed()
@@ -114,7 +105,7 @@ def main() -> None:
     train, test = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
 
     with commrt.init() as world:
-        device = device_of(world)
+        device = world.device
         torch.manual_seed(0)
         model = GPT(len(letters), options.length, options.width, options.heads, options.layers).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.95))

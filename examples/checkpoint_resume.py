@@ -93,25 +93,16 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def device_of(world: commrt.World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks of one machine share its cores
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
 def main() -> None:
     """Go on from where the latest checkpoint is, to the end."""
     options = parsed()
     with commrt.init() as world:
-        device = device_of(world)
+        device = world.device
         # on a GPU, bitwise the same also needs torch.use_deterministic_algorithms(True)
-        dice = torch.cuda if device.type == "cuda" else torch.random
 
         train, test = load()
         model = nn.Sequential(nn.Dropout(0.1), lenet(seed=0)).to(device)
+        dice = torch.cuda.default_generators[device.index] if device.index is not None else torch.default_generator
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         replica = commrt.attach(model, optimizer, by_name(options.algorithm))
@@ -123,7 +114,7 @@ def main() -> None:
             weights, own = saved
             for name, part in parts.items():
                 part.load_state_dict(weights[name])
-            dice.set_rng_state(own["dice"])
+            dice.set_state(own["dice"])
             print(f"rank {world.rank}: goes on after step {replica.step}", flush=True)
 
         while replica.step < options.steps:
@@ -136,7 +127,7 @@ def main() -> None:
                 replica.drain()  # gossip may still be under way
                 world.wait()  # on a GPU, an exchange that failed is known only now: do not save what came of it
                 weights = {name: part.state_dict() for name, part in parts.items()}
-                checkpoints.save(replica.step, weights, {"dice": dice.get_rng_state()})
+                checkpoints.save(replica.step, weights, {"dice": dice.get_state()})
             if replica.step == options.die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 

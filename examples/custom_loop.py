@@ -20,15 +20,6 @@ import commrt
 from commrt.cli.mnist import lenet, load
 
 
-def device_of(world: commrt.World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks of one machine share its cores
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
 def main() -> None:
     """Train, then say how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,7 +28,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with commrt.init() as world:  # left by an error, it tells the other ranks at once
-        device = device_of(world)
+        device = world.device
         train, test = load()
         data = TensorDataset(train.pixels, train.digits)
         sampler = DistributedSampler(data, world.size, world.rank)  # other images on each rank, as many on all

@@ -114,8 +114,7 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, world: commrt.World) -> None:
         self.options, self.world = options, world
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
+        self.device = world.device
         self.data = Folder(options.data / "train", options.side, augment=True)
         self.test = Folder(options.data / "val", options.side, augment=False)
         if differ := sorted({*self.data.classes} ^ {*self.test.classes}):

@@ -78,15 +78,6 @@ def look(cluster: Cluster, picture: str | None) -> None:
         draw_schedule(swing(8)).savefig(picture)
 
 
-def device_of(world: commrt.World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks of one machine share its cores
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
 def main() -> None:
     """Look at it, run it, train with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with commrt.init() as world:
-        device = device_of(world)
+        device = world.device
         if world.rank == 0:
             look(Cluster.named(options.cluster), options.draw)
 

@@ -131,6 +131,25 @@ def test_a_world_that_closes_finishes_what_was_submitted():
     assert [buffer.tolist() for buffer in buffers] == [[8.0, 8.0]] * 2
 
 
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "device"),
+    [(0, 5, "cpu"), (1, 0, "cuda:0"), (1, 3, "cuda:0"), (4, 0, "cuda:0"), (4, 3, "cuda:3")],
+)
+def test_a_rank_has_the_gpu_of_its_number_or_the_one_that_it_sees(monkeypatch, gpus, local_rank, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with local_worlds(1)[0] as world:
+        world.local_rank = local_rank
+        assert world.device == torch.device(device)
+
+
+def test_more_ranks_than_gpus_are_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with local_worlds(1)[0] as world:
+        world.local_rank = 2
+        with pytest.raises(UsageError, match="local rank 2 has no GPU of its own, as this process sees 2"):
+            _ = world.device
+
+
 def test_who_gave_up_cannot_go_on():
     world, _ = local_worlds(2)
     world.abort(UsageError("no"))

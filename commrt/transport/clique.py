@@ -144,6 +144,6 @@ def _require_a_gpu_each(claims: Mapping[int, _Claim]) -> None:
     for (one, first), (other, second) in combinations(claims.items(), 2):
         if first.gpu is not None and first.gpu == second.gpu:
             raise UsageError(
-                f"ranks {one} and {other} chose the same GPU, {first.gpu}: call torch.cuda.set_device(local_rank) "
-                "before anything else, and move the model there"
+                f"ranks {one} and {other} chose the same GPU, {first.gpu}: move each model to its rank's world.device "
+                "before it is attached"
             )
