@@ -34,7 +34,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 COUNTED_NUMEL = 25 * MIB // 4
 COLD_NBYTES = (200 if HAS_GPU else 64) * MIB
 """Sets are made until they are larger together: on a GPU three times a large second-level cache."""
-SETS_AT_LEAST = 2
+COPIES = 2, 1000
+"""Of a set, at least and at most: more would take long to make, so sets of less than 64 KB stay in a cache."""
 MOST_NBYTES = (32 << 10 if HAS_GPU else 128) * MIB
 """Of a set's gradients so many are taken, beginning with the first to become ready."""
 TOLERANCE = {F32: 1e-6, BF16: 1e-2}
@@ -135,7 +136,11 @@ def several(shapes: Shapes, wire: torch.dtype) -> tuple[Layout, list[Gradients]]
     """As many sets as do not fit into a cache together."""
     layout = layout_of([prod(shape) for shape in shapes])
     nbytes = layout.numel * (4 + wire.itemsize)
-    return layout, [made(shapes, layout, wire) for _ in range(max(SETS_AT_LEAST, -(-COLD_NBYTES // nbytes)))]
+    return layout, [made(shapes, layout, wire) for _ in range(_copies_of(nbytes))]
+
+
+def _copies_of(nbytes: int) -> int:
+    return min(max(COPIES[0], -(-COLD_NBYTES // nbytes)), COPIES[1])
 
 
 def pack(shapes: Shapes, wire: torch.dtype, *, thorough: bool = False) -> Task:
@@ -213,7 +218,6 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
     """Weights half way to what a peer sent."""
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
-
     wide = torch.zeros(layout.numel, device=DEVICE)
     widened = [layout.tensor(wide, i).view(shape) for i, shape in enumerate(shapes)]
 
@@ -239,7 +243,7 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
 def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
     """A buffer plus what came from `ranks` ranks."""
     nbytes = numel * dtype.itemsize
-    count = max(SETS_AT_LEAST, -(-COLD_NBYTES // (nbytes * (1 + ranks))))
+    count = _copies_of(nbytes * (1 + ranks))
     sets = [torch.randn(1 + ranks, numel, device=DEVICE).to(dtype) for _ in range(count)]
     adders = [dispatch.adding(one[0], list(one[1:])) for one in sets]
 

@@ -23,7 +23,7 @@ def algorithm_named(name):
     return Torus2D(both_ways=True) if name == BOTH_WAYS else by_name(name)
 
 
-FEW = 4
+FEW = 2
 """Up to so many ranks every scenario runs with every algorithm; on more of them, "plain" alone does."""
 
 
