@@ -186,10 +186,12 @@ class Backed(Replica):
 
     def _open(self, *, in_pass: bool = True, is_whole: bool = True) -> None:
         backing = self._backing
-        generation = self._world.survival.generation
+        survival = self._world.survival
         if in_pass and self._donor.is_new(backing.version):
             backing.keep_buffers()  # as the loop left them
-        edition = Edition(backing.version, generation, self._gate.steps, backing.order, self._era, in_pass)
+        edition = Edition(
+            backing.version, survival.generation, self._gate.steps, backing.order, self._era, in_pass, survival.calls
+        )
         self._donor.open(edition, backing.buffers, is_whole=is_whole)
 
     def _on_gradient(self, name: str) -> None:
@@ -253,6 +255,8 @@ class Backed(Replica):
         backing.follow(edition.order)
         if edition.era != self._era:
             self._begin_era(edition.era)
+        if self._is_successor:
+            self._world.survival.follow_on(edition.calls, edition.generation)
         self._world.survival.step = edition.version
         self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
         self._arrears.due, self._arrears.taken = None, gift.states if edition.in_pass or amid_step else None
@@ -301,9 +305,10 @@ class Backed(Replica):
 
     def succeed(self) -> None:
         """Take the place of a rank that is gone, while nobody gathers; not collective."""
+        self._is_successor = True
         self._company.succeed(self._takes_a_step)
         # Once more before the first step, whatever is loaded until then.
-        self._arrears.due, self._is_successor = Due(self.step, self._company.others), True
+        self._arrears.due = Due(self.step, self._company.others)
 
     def _takes_a_step(self) -> bool:
         self._arrears.due = Due(0, self._company.others)

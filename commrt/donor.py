@@ -48,6 +48,8 @@ class Edition(NamedTuple):
     """How often a checkpoint was loaded, and one more."""
     in_pass: bool
     """It is in a forward pass or a backward pass, not before its loop goes on."""
+    calls: int
+    """How often all ranks have done something together."""
 
 
 class Gift(NamedTuple):

@@ -109,7 +109,10 @@ class TransportClosed(TransportError):
 
 
 class LeftBehind(TransportError):
-    """The other ranks lost one and came together again without this rank, which came too late or was out of reach."""
+    """The other ranks lost one and came together again without this rank, which came too late or was out of reach.
+
+    With backup workers it may come back: then they did without it only the call that raised this.
+    """
 
 
 class QuorumLost(TransportError):

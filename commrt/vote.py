@@ -57,6 +57,10 @@ class Vote:
                 self._leave()
         return is_whole
 
+    def withdraw(self) -> bool:
+        """What stands if a rank that is no member wants it to be lost; raises as `outcome` does."""
+        return self._settle(LOST) == WHOLE
+
     def _await(self) -> str:
         begin_s, looks = monotonic(), _pauses()
         while not self._asked(lambda: self.shelf.check(["outcome"])):
@@ -79,8 +83,9 @@ class Vote:
                 return
             Event().wait(next(looks))
 
-    def _settle(self, outcome: str) -> None:
-        self._asked(lambda: self.shelf.compare_set("outcome", "", outcome))
+    def _settle(self, outcome: str) -> str:
+        stands: bytes = self._asked(lambda: self.shelf.compare_set("outcome", "", outcome))
+        return stands.decode(errors="replace")
 
     def _append(self, list_name: str) -> None:
         said = f"{self.rank} "

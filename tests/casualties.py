@@ -155,3 +155,24 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
             tell("done")
             world.store.wait(["left behind"])
         return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)
+
+
+def missing_a_sum(tell, victim, timeout_s):
+    """All add up something three times; `victim` is stopped during the second, until another has it."""
+    model = model_of()
+    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
+    one_step(model, optimizer, world.rank, 0)
+    waker, found = min({*range(world.size)} - {victim}), []
+    for number in range(3):
+        if world.rank == victim and number == 1:
+            world.store.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            world.all_reduce(total := torch.tensor([1.0, number]), "sum")
+            found.append(total.tolist())
+        except commrt.LeftBehind as error:
+            found.append(str(error))
+        if world.rank == waker and number == 1:
+            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+    world.close()
+    return found

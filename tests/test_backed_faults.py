@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from casualties import missing_a_sum
 
 import commrt
+from commrt.testing.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from striking import Blow, Course, reference_holds, struck
@@ -81,3 +83,13 @@ def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
     for end in ends[1:]:
         assert end.error is not None
         assert "the process that holds the store" in end.error
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_rank_that_was_stopped_while_the_others_added_something_up_is_told_and_gets_no_other_sum(victim):
+    ends = run_processes(4, missing_a_sum, victim, 2.0)
+    assert [end.error for end in ends] == [None] * 4
+    for end in ends:
+        first, second, third = end.value
+        assert (first, third) == ([4.0, 0.0], [4.0, 8.0])
+        assert second == [3.0, 3.0] if end.rank != victim else second.startswith("the others did without rank")

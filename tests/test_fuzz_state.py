@@ -26,7 +26,7 @@ from commrt.testing.ranks import local_worlds
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")
 EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"
 STATES = VALUES | st.dictionaries(st.sampled_from(["step", "algorithm"]), VALUES | NUMBERS)
-GIFT = packed(Gift(Edition(3, 0, 3, None, 1, True), *[torch.zeros(4, dtype=torch.uint8)] * 4))
+GIFT = packed(Gift(Edition(3, 0, 3, None, 1, True, 2), *[torch.zeros(4, dtype=torch.uint8)] * 4))
 
 
 class Evil:
