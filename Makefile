@@ -37,7 +37,7 @@ pictures: venv  # of schedules; those of measurements are made by what measures
 
 inspect: export PYTHONPATH = $(CURDIR)
 inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores
-	$(BIN)/python bench/inspect_kernels.py --golden bench/kernels.golden.json
+	$(BIN)/python bench/inspect_kernels.py --golden bench/golden
 
 # All that needs no GPU, in 5 to 10 minutes; the page is in build/bench.
 bench netlab: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler made of each kernel: widths, registers, spills, barriers, instructions. Needs no GPU.
 
-``python bench/inspect_kernels.py`` prints a table, ``--json`` a list, ``--golden FILE`` compares what it looked at with
-a file and ends with 1 if anything differs, ``--write FILE`` writes that file. All of it takes a quarter of an hour;
-``--every N`` looks at every Nth kernel, on one architecture after the other.
+``python bench/inspect_kernels.py`` prints a table, ``--json`` a list, ``--golden FOLDER`` compares what it looked at
+with the file there that this version of Triton made, and ends with 1 if anything differs, ``--write FOLDER`` writes
+that file. All of it takes a quarter of an hour; ``--every N`` looks at every Nth kernel, on one architecture after the
+other.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def main() -> int:
         for finding in findings:
             print(*asdict(finding).values(), sep="\t")
     if options.write:
-        options.write.write_text(as_golden(findings))
+        of_this_version(options.write).write_text(as_golden(findings))
     return 0 if options.golden is None else compare(options.golden, findings)
 
 
@@ -140,13 +141,18 @@ def as_golden(findings: list[Finding]) -> str:
     return f'{{"triton": "{triton.__version__}", "findings": [\n{rows}\n]}}\n'
 
 
-def compare(golden: Path, findings: list[Finding]) -> int:
-    """Print what differs from `golden`; 1 if anything does."""
-    expected = json.loads(golden.read_text())
-    if expected["triton"] != triton.__version__:
-        print(f"{golden} was made with Triton {expected['triton']}, and this is {triton.__version__}", file=sys.stderr)
+def of_this_version(folder: Path) -> Path:
+    """The file of the Triton that is installed."""
+    return folder / f"triton-{triton.__version__.partition('+')[0]}.json"
+
+
+def compare(folder: Path, findings: list[Finding]) -> int:
+    """Print what differs from the file in `folder`; 1 if anything does."""
+    golden = of_this_version(folder)
+    if not golden.exists():
+        print(f"{golden} is not there: bench/inspect_kernels.py --write {folder} makes it", file=sys.stderr)
         return 1
-    before = {(row["kernel"], row["arch"]): row for row in expected["findings"]}
+    before = {(row["kernel"], row["arch"]): row for row in json.loads(golden.read_text())["findings"]}
     offered = {(case.name, arch) for case in cases() for arch in ARCHS.values()}
     now = {(finding.kernel, finding.arch): asdict(finding) for finding in findings}
     different = [key for key, found in now.items() if before.get(key) != found]
