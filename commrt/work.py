@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
+from functools import partial
 
 from torch import Tensor
 from torch.futures import Future
 
+from commrt.answer import Answer
 from commrt.errors import CommrtError, DeadlineExceeded, Place, UsageError
 from commrt.lane import Result
 
 __all__ = ["Outcome", "Work"]
+
+_log = logging.getLogger("commrt")
 
 Outcome = Result[CommrtError | None]
 """Of a transfer; an error there is one after which the world goes on."""
@@ -21,11 +26,17 @@ class Work:
     """What ``async_op=True`` returns, with the methods of torch.distributed's. Belongs to the thread that made it.
 
     Until it is completed nobody else may touch the tensor. It runs to its end whether anybody waits for it or not, by
-    the world's deadline; an error is raised by whoever asks, and ends the world.
+    the world's deadline; an error is raised by whoever asks, and ends the world. Where nobody asks it is logged.
     """
 
     def __init__(self, tensor: Tensor, rank: int, answer: Outcome | None = None) -> None:
         self._answer, self._tensor, self._rank = _given() if answer is None else answer, tensor, rank
+        self._is_told = answer is None
+
+    def __del__(self) -> None:
+        """Nobody can ask any more."""
+        if not self._is_told:
+            self._answer.when_given(partial(_tell_of, self._answer, self._rank))
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Return when the tensor holds the result; for one on a GPU, the current stream waits in the caller's place.
@@ -37,13 +48,16 @@ class Work:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
             raise UsageError(f"wait({timeout!r:.80}): give seconds, a timedelta, or nothing")
         try:
-            if error := self._answer.result(timeout_s):
-                raise error
-        except TimeoutError as error:
+            error = self._answer.result(timeout_s)
+        except TimeoutError as late:
             if self._answer.given:  # the transfer's own deadline
                 raise
             what = f"the transfer is still under way after {timeout_s:g} s: wait() again, or with a longer timeout"
-            raise DeadlineExceeded(what, Place(self._rank)) from error
+            raise DeadlineExceeded(what, Place(self._rank)) from late
+        finally:
+            self._is_told = self._answer.given
+        if error is not None:
+            raise error
 
     def is_completed(self) -> bool:
         """True if `wait` would return, or raise, at once; never waits. On a GPU: if the transfer has been done."""
@@ -57,6 +71,7 @@ class Work:
         """
         future: Future[list[Tensor]] = Future(devices=[self._tensor.device] if self._tensor.is_cuda else None)
         self._answer.when_given(lambda: self._complete(future))
+        self._is_told = True
         return future
 
     def _complete(self, future: Future[list[Tensor]]) -> None:
@@ -65,6 +80,11 @@ class Work:
             future.set_result([self._tensor])
         else:
             future.set_exception(error)  # type: ignore[arg-type]  # torch says it takes a value
+
+
+def _tell_of(outcome: Outcome, rank: int) -> None:
+    if error := outcome.error() or Answer.result(outcome):  # without a stream of this thread's that waits
+        _log.warning("commrt: rank %d: a transfer failed for which nobody waited: %s", rank, error)
 
 
 def _given() -> Outcome:

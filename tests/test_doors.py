@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import doors
@@ -78,10 +79,10 @@ def summed(world, tensor, **kwargs):
 @settings(max_examples=15)
 def test_the_sum_of_any_tensor_is_the_sum(algorithm, size, shape, dtype):
     def body(world):
-        tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype) + world.rank
-        return summed(world, tensor, op="sum", algorithm=algorithm)
+        return summed(world, values.to(dtype) + world.rank, op="sum", algorithm=algorithm)
 
-    base = torch.arange(torch.Size(shape).numel()).view(shape) * size + size * (size - 1) // 2
+    values = torch.arange(torch.Size(shape).numel()).view(shape) % 32  # bf16 has all whole numbers up to 256
+    base = values * size + size * (size - 1) // 2
     for result in run_ranks(size, body):
         assert result.dtype == dtype
         assert torch.equal(result, base.to(dtype))
@@ -241,6 +242,33 @@ def test_who_asks_is_told_what_ended_the_transfer_and_which():
 
     wrap = with_faults(drop_at(step=7, rank=0))
     assert run_ranks(2, body, timeout_s=1.0, wrap=wrap) == [(True, [1.0] * 4)] * 2
+
+
+@pytest.mark.parametrize("is_dropped_early", [True, False])
+def test_the_error_of_a_transfer_for_which_nobody_waits_is_logged(caplog, is_dropped_early):
+    def body(world):
+        world.all_reduce(tensor := torch.ones(4))
+        work = world.all_reduce(tensor, async_op=True, moment=commrt.Moment(7, "norm"))
+        if not is_dropped_early:
+            with suppress(commrt.TransportError):
+                world.wait()
+        del work
+
+    wrap = with_faults(drop_at(step=7, rank=0))
+    run_ranks(2, body, timeout_s=1.0, wrap=wrap)
+    told = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
+    assert sorted(line.split(":")[1] for line in told) == [" rank 0", " rank 1"]
+    assert all("step 7, bucket norm" in line for line in told)
+
+
+def test_an_error_that_was_raised_is_not_logged_as_well(caplog):
+    def body(world):
+        world.all_reduce(tensor := torch.ones(4))
+        with pytest.raises(commrt.TransportError):
+            world.all_reduce(tensor, async_op=True, moment=commrt.Moment(7, "norm")).wait()
+
+    run_ranks(2, body, timeout_s=1.0, wrap=with_faults(drop_at(step=7, rank=0)))
+    assert "nobody waited" not in caplog.text
 
 
 @pytest.mark.parametrize(
