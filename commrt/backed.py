@@ -109,7 +109,7 @@ class Backed(Replica):
         if world.charter is not None:  # and this process has the place
             self._presence.say(Doing.COMES)
         self._relief.open()
-        world.around = Around(self._gather, self._company.disperse, self._end, self._leave, self._last_words.speak_of)
+        world.around = Around(self._gather, self._disperse, self._end, self._leave, self._last_words.speak_of)
 
     def _begin_era(self, era: int) -> None:
         """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
@@ -186,12 +186,10 @@ class Backed(Replica):
 
     def _open(self, *, in_pass: bool = True, is_whole: bool = True) -> None:
         backing = self._backing
-        survival = self._world.survival
+        generation = self._world.survival.generation
         if in_pass and self._donor.is_new(backing.version):
             backing.keep_buffers()  # as the loop left them
-        edition = Edition(
-            backing.version, survival.generation, self._gate.steps, backing.order, self._era, in_pass, survival.calls
-        )
+        edition = Edition(backing.version, generation, self._gate.steps, backing.order, self._era, in_pass)
         self._donor.open(edition, backing.buffers, is_whole=is_whole)
 
     def _on_gradient(self, name: str) -> None:
@@ -255,8 +253,6 @@ class Backed(Replica):
         backing.follow(edition.order)
         if edition.era != self._era:
             self._begin_era(edition.era)
-        if self._is_successor:
-            self._world.survival.follow_on(edition.calls, edition.generation)
         self._world.survival.step = edition.version
         self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
         self._arrears.due, self._arrears.taken = None, gift.states if edition.in_pass or amid_step else None
@@ -284,6 +280,11 @@ class Backed(Replica):
             self._show()
             self._company.gather()
 
+    def _disperse(self) -> None:
+        """After it."""
+        self._world.survival.calls.leave()
+        self._company.disperse()
+
     def _show(self) -> None:
         """Between steps: let who was late have this rank's state."""
         self.drain()
@@ -305,10 +306,9 @@ class Backed(Replica):
 
     def succeed(self) -> None:
         """Take the place of a rank that is gone, while nobody gathers; not collective."""
-        self._is_successor = True
         self._company.succeed(self._takes_a_step)
         # Once more before the first step, whatever is loaded until then.
-        self._arrears.due = Due(self.step, self._company.others)
+        self._arrears.due, self._is_successor = Due(self.step, self._company.others), True
 
     def _takes_a_step(self) -> bool:
         self._arrears.due = Due(0, self._company.others)

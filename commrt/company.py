@@ -103,6 +103,7 @@ class Company:
                 raise DeadlineExceeded(what, Place(self._world.rank))
             Event().wait(LOOK_S)
         self._is_new = True
+        self._world.survival.calls.follow()  # whoever gathers from now on waits for this rank
         self._be_in()
 
     def _is_welcome(self) -> bool:

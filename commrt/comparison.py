@@ -68,6 +68,11 @@ class Comparison:
         """
         _require_row(buffer)
         traits = self._traits(schedule)
+        if lost := sorted({*traits.players} - {*self._transport.members}):
+            raise UsageError(
+                f"{schedule.name} names ranks {lost}, which are lost: let those that are left play a schedule for as "
+                "many, with schedule.over(world.members, world=world.size)"
+            )
         self._movable(buffer.device, buffer.dtype, traits.combines)
         if self._transport.rank in traits.players:
             compare = self._once(self._among, self._compare, traits.players, generation)

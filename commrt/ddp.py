@@ -46,6 +46,7 @@ class DDPState:
     """Of the gradients that leave; for errors and traces."""
     number: int = field(default=0, init=False)
     """Among what is attached to the world."""
+    _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_all_reduce(self.algorithm)
@@ -56,13 +57,20 @@ class DDPState:
     def begin(self, bucket: GradBucket) -> Work:
         """Send `bucket` on its way."""
         world = self._opened() if self.world is None or not self.number else self.world
+        if self._params and id(bucket.parameters()[0]) not in self._params:
+            raise UsageError("two models were given one DDPState: register each with a state of its own")
         self.step += bucket.index() == 0
         moment = Moment(self.step, f"{bucket.index()} of DDP model {self.number}")
         return world.all_reduce(bucket.buffer(), algorithm=self.algorithm, wire=self.wire, async_op=True, moment=moment)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Of a copy, of DDP's model for instance, which finds a world anew."""
+        return {**vars(self), "world": None, "number": 0, "_params": frozenset()}
+
     def _opened(self) -> World:
         world = init() if self.world is None else self.world
-        _require_whole(world, _owner(self))
+        _require_whole(world, owner := _owner(self))
+        self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
         world.attached += 1
         self.world, self.number = world, world.attached
         return world

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from commrt.hearsay import require, understood
+from commrt.hearsay import number, require, understood
 from commrt.imprint import Imprint
 from commrt.state import Stateful, dump, flatten, load, restore, unread_buffers
 
@@ -48,8 +48,6 @@ class Edition(NamedTuple):
     """How often a checkpoint was loaded, and one more."""
     in_pass: bool
     """It is in a forward pass or a backward pass, not before its loop goes on."""
-    calls: int
-    """How often all ranks have done something together."""
 
 
 class Gift(NamedTuple):
@@ -256,8 +254,16 @@ def unpacked(said: bytes) -> Gift:
 def _gift(said: bytes) -> Gift:
     try:
         edition, *tensors = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
-    except (UnpicklingError, EOFError, RuntimeError) as error:  # what torch says of other bytes
+    except (UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # what torch says of other bytes
         raise ValueError(str(error)) from error
     require(len(edition) == len(Edition._fields) and len(tensors) == len(Gift._fields) - 1)
     require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
-    return Gift(Edition(*edition), *tensors)
+    return Gift(_checked(Edition(*edition)), *tensors)
+
+
+def _checked(edition: Edition) -> Edition:
+    *numbers, order, era, in_pass = edition
+    for each in (*numbers, era, *(order or [])):
+        number(each)
+    require(isinstance(order, list | None) and isinstance(in_pass, bool))
+    return edition

@@ -23,6 +23,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.answer import Answer, Pending
 from commrt.asking import begun
 from commrt.attendance import Loss, Need
+from commrt.calls import Calls
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
 from commrt.lane import Lane
 from commrt.membership import Membership
@@ -84,9 +85,8 @@ class Survival:
         self._means, self._connect_gpu = means, connect_gpu
         self.step = 0
         """The step that training here comes to next."""
-        self.calls = 0
-        """How often all have done something together; not for the lane."""
-        self._since = 0  # the generation in which they did so last
+        self.calls = Calls(PrefixStore("calls", store), transport.rank, lambda: transport.timeout_s)
+        self._voted = (0, 0)  # in which generation last, and how often: who came later has missed earlier ones
         self._worked = set[int]()  # in which generations what all do together ran
 
     @property
@@ -173,7 +173,8 @@ class Survival:
         before: Sequence[int] = ()
         while True:
             self._lane.submit(self._settle).result()
-            self._require_in_time()
+            if self._need is not None:
+                self.calls.begin()
             self._worked.clear()
             failure: TransportError | None = None
             try:
@@ -182,6 +183,8 @@ class Survival:
                 failure = error
             members = self.membership.members
             if self._all_came_through(failure):
+                if self._need is not None:
+                    self.calls.complete()
                 return value  # all have one, or the vote would say so
             if isinstance(failure, DeadlineExceeded) and members == before:
                 raise failure  # those for whom it waits live, and do something else
@@ -194,30 +197,6 @@ class Survival:
         elif self.is_broken:
             self.reform(self.step)
         self.apart_until = 0
-
-    def follow_on(self, calls: int, generation: int) -> None:
-        """Do next with the others what they do after so many `calls`, the latest in `generation` or before it."""
-        self.calls, self._since = calls, generation
-
-    def _require_in_time(self) -> None:
-        """Raise `LeftBehind` if the others have done without this rank what it comes to now; else they do it again."""
-        generation = self.membership.generation
-        while self._need is not None and self._since < generation:
-            if self._vote(self._since).withdraw():
-                self.calls += 1
-                what = (
-                    f"the others did without rank {self._transport.rank} what it comes to now, call {self.calls} of "
-                    f"all ranks: it was silent for longer than the {self._transport.timeout_s:g} s of the deadline "
-                    "then, or skipped a call. Raise timeout_s, and let no rank skip one; or start this process again"
-                )
-                raise LeftBehind(what, Place(self._transport.rank, step=self.step))
-            self._since += 1
-
-    def _vote(self, generation: int) -> Vote:
-        """Of those who have done as much together, in `generation`."""
-        shelf, membership = PrefixStore(f"vote {generation}.{self.calls}", self._store), self.membership
-        rank, timeout_s = self._transport.rank, self._transport.timeout_s
-        return Vote(shelf, rank, membership.members, timeout_s, membership.are_gone)
 
     def part(self, failure: TransportError) -> None:
         """Find out who is left after `failure`, without waiting for the next period. Not on the lane."""
@@ -353,13 +332,15 @@ class Survival:
         do it again.
         """
         generation = min(self._worked, default=self.membership.generation)
-        came_through = failure is None and len(self._worked) < 2
-        if self._vote(generation).outcome(came_through):
-            self.follow_on(self.calls + 1, generation)
-            return True
-        loss = failure or PeerLost("another rank lost one in what all did together", Place(self._transport.rank))
-        self._lane.submit(lambda: self._let_go_of(generation, loss)).result()
-        return False
+        self._voted = generation, self._voted[1] + 1 if self._voted[0] == generation else 1
+        shelf = PrefixStore("vote {}.{}".format(*self._voted), self._store)
+        rank, timeout_s, membership = self._transport.rank, self._transport.timeout_s, self.membership
+        vote = Vote(shelf, rank, membership.members, timeout_s, membership.are_gone, self.calls.mark)
+        is_whole = vote.outcome(failure is None and len(self._worked) < 2)
+        if not is_whole:
+            loss = failure or PeerLost("another rank lost one in what all did together", Place(rank))
+            self._lane.submit(lambda: self._let_go_of(generation, loss)).result()
+        return is_whole
 
     def _let_go_of(self, generation: int, loss: TransportError) -> None:
         """Unless the others have called this rank to a later one."""

@@ -40,6 +40,8 @@ class Vote:
     timeout_s: float
     are_gone: Callable[[Collection[int]], bool]
     """True if one of the ranks given will never say anything."""
+    mark: str = ""
+    """Of what was done, without blanks: what ranks with different ones did is lost."""
 
     def outcome(self, came_through: bool) -> bool:
         """What stands once this rank has said whether it `came_through`; waits for the others if it has.
@@ -57,16 +59,13 @@ class Vote:
                 self._leave()
         return is_whole
 
-    def withdraw(self) -> bool:
-        """What stands if a rank that is no member wants it to be lost; raises as `outcome` does."""
-        return self._settle(LOST) == WHOLE
-
     def _await(self) -> str:
         begin_s, looks = monotonic(), _pauses()
         while not self._asked(lambda: self.shelf.check(["outcome"])):
-            silent = set(self.members) - self._said("through")
+            said = self._said("through")
+            silent = set(self.members) - said.keys()
             if not silent:
-                self._settle(WHOLE)
+                self._settle(WHOLE if len({*said.values()}) == 1 else LOST)
             elif monotonic() - begin_s > self.timeout_s or self.are_gone(silent):
                 self._settle(LOST)
             else:
@@ -78,25 +77,30 @@ class Vote:
         if self.rank != self.members[0]:
             return
         begin_s, looks = monotonic(), _pauses()
-        while (silent := set(self.members) - self._said("read")) and monotonic() - begin_s < LINGER_S:
+        while (silent := set(self.members) - self._said("read").keys()) and monotonic() - begin_s < LINGER_S:
             if self.are_gone(silent):
                 return
             Event().wait(next(looks))
 
-    def _settle(self, outcome: str) -> str:
-        stands: bytes = self._asked(lambda: self.shelf.compare_set("outcome", "", outcome))
-        return stands.decode(errors="replace")
+    def _settle(self, outcome: str) -> None:
+        self._asked(lambda: self.shelf.compare_set("outcome", "", outcome))
 
     def _append(self, list_name: str) -> None:
-        said = f"{self.rank} "
+        said = f"{self.rank}:{self.mark} "
         self._asked(lambda: self.shelf.append(list_name, said))  # type: ignore[attr-defined]  # torch's stub is behind
 
-    def _said(self, list_name: str) -> set[int]:
+    def _said(self, list_name: str) -> dict[int, str]:
+        """The marks, by rank."""
         found = self._asked(lambda: self.shelf.get(list_name) if self.shelf.check([list_name]) else b"")
-        return understood(list_name, found, lambda said: set(map(int, said.split())))
+        return understood(list_name, found, _marks)
 
     def _asked(self, question: Callable[[], T]) -> T:
         return ask(question, self.timeout_s + ANSWER_S, self.rank)
+
+
+def _marks(said: bytes) -> dict[int, str]:
+    words = (word.partition(":") for word in said.decode().split())
+    return {int(rank): mark for rank, _, mark in words}
 
 
 def _pauses() -> Iterator[float]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 from functools import partial
+from math import isnan
+from threading import TIMEOUT_MAX
 
 from torch import Tensor
 from torch.futures import Future
@@ -44,9 +46,7 @@ class Work:
         Raises what ended the transfer. After `timeout` (seconds, or a timedelta) raises `DeadlineExceeded`; then the
         transfer goes on, and may be waited for again.
         """
-        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
-            raise UsageError(f"wait({timeout!r:.80}): give seconds, a timedelta, or nothing")
+        timeout_s = _seconds(timeout)
         try:
             error = self._answer.result(timeout_s)
         except TimeoutError as late:
@@ -80,6 +80,15 @@ class Work:
             future.set_result([self._tensor])
         else:
             future.set_exception(error)  # type: ignore[arg-type]  # torch says it takes a value
+
+
+def _seconds(timeout: float | timedelta | None) -> float | None:
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or (isinstance(given, float) and isnan(given)):
+        raise UsageError(f"wait({type(timeout).__name__} {timeout!s:.80}): give seconds, a timedelta, or nothing")
+    return min(given, TIMEOUT_MAX)
 
 
 def _tell_of(outcome: Outcome, rank: int) -> None:

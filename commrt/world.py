@@ -23,7 +23,7 @@ from commrt.charter import Charter
 from commrt.comparison import Comparison
 from commrt.connection import connect_gpu, gpu, own_device
 from commrt.diagnosis import diagnose, leave_report, linger
-from commrt.errors import CommrtError, DisagreementError, TransportError, UsageError
+from commrt.errors import CommrtError, DisagreementError, LeftBehind, TransportError, UsageError
 from commrt.executor import bind
 from commrt.lane import Lane
 from commrt.launch import wants_nvtx
@@ -176,15 +176,15 @@ class World:
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks; see `commrt.agreement.agree`. Where a model gossips, with those who are left.
 
-        The world goes on after a `DisagreementError`, which every rank gets. Whatever else ends the question is this
-        rank's alone, so it could take the answer to one question for that to another: the world is given up.
-        Raises `TransportClosed` at once if it was before, or closed, and `UsageError` inside a replica's ``join()``.
+        The world goes on after a `DisagreementError`, which every rank gets, and `LeftBehind`. Whatever else ends the
+        question is this rank's alone, so it could take the answer to one question for that to another: the world is
+        given up. Raises `TransportClosed` at once if it was before, or closed, `UsageError` inside a ``join()``.
         """
         self.lane.require_unbroken()
         with self.gathered(f"agree ({topic})"):
             try:
                 self._questions.ask(self.store, topic, claim)
-            except DisagreementError:
+            except (DisagreementError, LeftBehind):
                 raise
             except BaseException as error:
                 self.abort(error)

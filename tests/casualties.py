@@ -157,22 +157,35 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
         return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)
 
 
-def missing_a_sum(tell, victim, timeout_s):
-    """All add up something three times; `victim` is stopped during the second, until another has it."""
+def missing_a_call(tell, victim, timeout_s, what, is_stopped):
+    """Two sums, and between them another call, for which `victim` is stopped, or busy, until it is over elsewhere."""
     model = model_of()
-    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
     one_step(model, optimizer, world.rank, 0)
-    waker, found = min({*range(world.size)} - {victim}), []
-    for number in range(3):
-        if world.rank == victim and number == 1:
-            world.store.set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def summed(number):
+        world.all_reduce(total := torch.tensor([1.0, number]), "sum")
+        return total.tolist()
+
+    def between():
         try:
-            world.all_reduce(total := torch.tensor([1.0, number]), "sum")
-            found.append(total.tolist())
-        except commrt.LeftBehind as error:
-            found.append(str(error))
-        if world.rank == waker and number == 1:
+            return {"sum": lambda: summed(1), "consolidate": replica.consolidate, "equal": replica.replicas_equal}[
+                what
+            ]()
+        except commrt.CommrtError as error:
+            return str(error)
+
+    first = summed(0)
+    if world.rank == victim and is_stopped:
+        world.store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif world.rank == victim:
+        world.store.get("over")
+    found = between()
+    if world.rank == min({*range(world.size)} - {victim}):
+        world.store.set("over", "")
+        if is_stopped:
             os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+    last = summed(2)
     world.close()
-    return found
+    return first, found, last

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from copy import deepcopy
 
 import torch
 import torch.distributed as dist
@@ -166,6 +167,41 @@ def over_two_groups(tell):
     except commrt.UsageError as error:
         return str(error)
     return None
+
+
+def one_state_for_two_models(tell):
+    """What backward() of the second says; and whether a copy of the first, after a step, still is one."""
+    dist.init_process_group("gloo")
+    state, said = commrt.DDPState(), None
+    models = [DistributedDataParallel(torch.nn.Linear(3, 1)) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(state, commrt.ddp_hook)
+    models[0](torch.ones(2, 3)).sum().backward()
+    copied = deepcopy(models[0])
+    try:
+        models[1](torch.ones(2, 3)).sum().backward()
+    except commrt.UsageError as error:
+        said = str(error)
+    return said, torch.equal(copied.module.weight, models[0].module.weight)
+
+
+def runs_without_rank_3(tell, algorithm):
+    """What world.run() of all ranks says after one was killed; then a sum of those that are left."""
+    world = commrt.init(timeout_s=5, start_timeout_s=60)
+    model = torch.nn.Linear(3, 1)
+    commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
+    model(torch.ones(2, 3)).sum().backward()
+    if world.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.all_reduce(torch.ones(1), "sum")
+    try:
+        world.run(commrt.Ring().schedule(0, 4), torch.ones(8))
+    except commrt.UsageError as error:
+        said = str(error)
+    world.run(commrt.Ring().schedule(0, 3).over(world.members, world=4), three := torch.ones(8))
+    world.all_reduce(left := torch.ones(1), "sum")
+    world.close()
+    return said, three.unique().tolist(), left.item()
 
 
 def two_models_in_two_orders(tell):

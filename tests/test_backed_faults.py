@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from casualties import missing_a_sum
+from casualties import missing_a_call
 
 import commrt
 from commrt.testing.processes import run_processes
@@ -85,11 +85,19 @@ def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
         assert "the process that holds the store" in end.error
 
 
-@pytest.mark.parametrize("victim", [1, 3])
-def test_a_rank_that_was_stopped_while_the_others_added_something_up_is_told_and_gets_no_other_sum(victim):
-    ends = run_processes(4, missing_a_sum, victim, 2.0)
+@pytest.mark.parametrize(
+    ("what", "is_stopped", "others_find"),
+    [("sum", True, [3.0, 3.0]), ("consolidate", True, None), ("equal", True, True), ("sum", False, "no answer from")],
+)
+def test_a_rank_that_comes_to_a_call_which_is_over_for_the_others_is_told_and_gets_no_other_calls_sum(
+    what, is_stopped, others_find
+):
+    ends = run_processes(4, missing_a_call, 2, 2.0, what, is_stopped)
     assert [end.error for end in ends] == [None] * 4
     for end in ends:
-        first, second, third = end.value
-        assert (first, third) == ([4.0, 0.0], [4.0, 8.0])
-        assert second == [3.0, 3.0] if end.rank != victim else second.startswith("the others did without rank")
+        first, found, last = end.value
+        assert (first, last) == ([4.0, 0.0], [4.0, 8.0])
+        if end.rank == 2:
+            assert "call 2 of all ranks, is over for the others" in found
+        else:
+            assert others_find in found if isinstance(others_find, str) else found == others_find

@@ -189,6 +189,7 @@ def test_an_address_without_ranks_is_half_a_launch():
     env = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert "makes a world of one" in named(env)["MASTER_ADDR"].detail
     assert named(env, launch=True) == {}
+    assert named(env | {"WORLD_SIZE": "2"}) == {}  # of which something else is said
 
 
 def test_an_unknown_variable_of_ours_is_named_with_the_nearest():

@@ -112,8 +112,9 @@ def test_the_mean_is_what_attach_makes_of_a_gradient():
         lambda t: t[1:, 2:3],
         lambda t: t[0, 0],
         lambda t: t.view(1, 6, 8, 1).contiguous(memory_format=torch.channels_last),
+        lambda t: t._neg_view()[::2],
     ],
-    ids=["whole", "every other row", "transposed", "a column", "one number", "channels last"],
+    ids=["whole", "every other row", "transposed", "a column", "one number", "channels last", "negated"],
 )
 def test_only_the_elements_of_a_view_are_written(view):
     def body(world):
@@ -349,6 +350,43 @@ def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does():
     for outcome in run_processes(4, doors.over_two_groups, limit_s=60):
         assert outcome.error is None
         assert re.search(r"DDP has rank [01] of 2, and commrt's world rank \d of 4: call", outcome.value)
+
+
+@pytest.mark.processes
+def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_copied():
+    (outcome,) = run_processes(1, doors.one_state_for_two_models, limit_s=60)
+    assert outcome.error is None
+    assert outcome.value == ("two models were given one DDPState: register each with a state of its own", True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
+def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(algorithm):
+    outcomes = run_processes(4, doors.runs_without_rank_3, algorithm, limit_s=60)
+    for outcome in outcomes[:3]:
+        assert outcome.error is None
+        said, *sums = outcome.value
+        assert "names ranks [3], which are lost" in said
+        assert sums == [[3.0], 3.0]
+
+
+@pytest.mark.parametrize("timeout", ["1", True, float("nan"), [1]], ids=str)
+def test_a_wait_without_end_or_of_something_else_is_refused(timeout):
+    def body(world):
+        with pytest.raises(UsageError, match="give seconds, a timedelta, or nothing"):
+            world.all_reduce(torch.ones(1), async_op=True).wait(timeout)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("timeout", [10**400, float("inf"), timedelta.max, -1.0], ids=["long", "inf", "ages", "over"])
+def test_a_wait_may_be_of_any_length(timeout):
+    def body(world):
+        work = world.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+        work.wait(timeout)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.processes

@@ -26,7 +26,14 @@ from commrt.testing.ranks import local_worlds
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")
 EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"
 STATES = VALUES | st.dictionaries(st.sampled_from(["step", "algorithm"]), VALUES | NUMBERS)
-GIFT = packed(Gift(Edition(3, 0, 3, None, 1, True, 2), *[torch.zeros(4, dtype=torch.uint8)] * 4))
+EDITION = Edition(3, 0, 3, None, 1, True)
+GIFT = packed(Gift(EDITION, *[torch.zeros(4, dtype=torch.uint8)] * 4))
+
+
+def packed_with(place, value):
+    """A gift in whose edition something else stands."""
+    fields = [*EDITION[:place], value, *EDITION[place + 1 :]]
+    return packed(Gift(fields, *[torch.zeros(4, dtype=torch.uint8)] * 4))
 
 
 class Evil:
@@ -138,13 +145,19 @@ def test_what_another_rank_sends_of_its_optimizers_is_taken_or_refused_and_never
 
 
 @cases(60)
-@given(changed(GIFT) | FILES)
+@given(changed(GIFT) | FILES | st.builds(packed_with, st.integers(0, 5), VALUES))
 @example(pickle.dumps(Evil()))
 @example(pickle.dumps([1, 2]))
 @example(b"")
 def test_what_another_rank_gives_as_its_state_is_taken_or_refused_and_never_run(said):
     met(unpacked, said)
     assert unpacked(GIFT).edition.version == 3
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, -1), (0, "3"), (2, None), (3, ["a"]), (3, 7), (4, 0.5), (5, 1)])
+def test_a_state_of_a_step_that_is_none_is_refused(place, value):
+    with pytest.raises(DisagreementError, match="state of another rank"):
+        unpacked(packed_with(place, value))
 
 
 def saved(path, thing):

@@ -29,6 +29,17 @@ def test_what_all_came_through_is_whole_and_nothing_else(said):
     assert votes(said) == {all(said)}
 
 
+@pytest.mark.parametrize("marks", [["1.0", "1.0"], ["1.0", "2.0"], ["1.0", "1.1"]])
+def test_what_ranks_with_different_marks_came_through_is_lost_for_all(marks):
+    store = HashStore()
+
+    def outcome(rank):
+        return Vote(store, rank, range(2), PATIENT_S, lambda ranks: False, marks[rank]).outcome(came_through=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert {*pool.map(outcome, range(2))} == {len({*marks}) == 1}
+
+
 @pytest.mark.parametrize("silent", [0, 1, 2])
 def test_a_member_that_says_nothing_did_not_come_through(silent):
     said = [True] * 3

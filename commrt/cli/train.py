@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from commrt.cli import job as running
 from commrt.cli.averaging import Cost
 from commrt.cli.job import Job, Result, work
 from commrt.cli.mnist import load, require_images
+from commrt.cli.outputs import json_of
 from commrt.cli.reporting import facts, prepare, write
 from commrt.cli.results import rows, title
 from commrt.cli.workers import run_workers
@@ -113,7 +113,7 @@ def _bar(job: Job, shown: bool) -> Iterator[running.Progress]:
 def _report(results: Sequence[Result], as_json: bool) -> None:
     if as_json:
         first, *others = (result.facts() for result in results)
-        print(json.dumps(first | {"compared": others}))
+        print(json_of(first | {"compared": others}))
         return
     table = Table(title=title(results))
     table.add_column("")

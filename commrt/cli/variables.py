@@ -179,7 +179,7 @@ def _threads(env: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
 
 def _half_a_launch(env: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
     given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in env]
-    if given and not around.is_launched:
+    if given and not around.is_launched and not {"RANK", "WORLD_SIZE"} & env.keys():
         detail = f"{' and '.join(given)} set, RANK and WORLD_SIZE not: init() makes a world of one process"
         yield Finding(given[0], "warning", detail, "Set RANK and WORLD_SIZE too, or start with torchrun.")
 
