@@ -207,9 +207,7 @@ class Summing:
     def _sum(self, call: Sum, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
         tensor, seal = call.tensor, self._seal(call, schedule)
         own = self._ready(schedule, members, call.kind)
-        is_dense = (
-            tensor.stride() == call.kind.strides and not tensor.is_neg()
-        )  # such a view is negated when it is read
+        is_dense = tensor.stride() == call.kind.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else call.kind.empty(tensor.device).copy_(tensor)
         self.require_agreement()
         own.packing.pack([dense], call.scale(len(members)), seal)
