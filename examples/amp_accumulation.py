@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
-from math import ceil
+from itertools import islice
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -42,7 +42,8 @@ def main() -> None:
         data = TensorDataset(train.pixels[: options.images], train.digits[: options.images])
         sampler = DistributedSampler(data, world.size, world.rank)
         loader = DataLoader(data, batch_size=options.batch, sampler=sampler)
-        steps = options.epochs * ceil(len(loader) / options.accumulate)
+        passes = len(loader) // options.accumulate * options.accumulate  # what is left over would make no whole step
+        steps = options.epochs * passes // options.accumulate
         model = lenet(seed=0).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
         rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
@@ -51,10 +52,10 @@ def main() -> None:
 
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
-            for number, (pixels, digits) in enumerate(loader, start=1):
+            for number, (pixels, digits) in enumerate(islice(loader, passes), start=1):
                 # All passes but the last of a step only add to the gradients of this rank: one exchange per step.
                 # All ranks have as many batches, so all come to the same answer here.
-                is_last = number % options.accumulate == 0 or number == len(loader)
+                is_last = number % options.accumulate == 0
                 with nullcontext() if is_last else replica.no_sync():
                     with torch.autocast(device.type, dtype):
                         loss = cross_entropy(model(pixels.to(device)), digits.to(device)) / options.accumulate

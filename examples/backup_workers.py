@@ -5,8 +5,8 @@
 
     torchrun --nproc-per-node 4 examples/backup_workers.py    # or mpirun, srun, or one process
 
-    export WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511    # torchrun ends all workers when one dies: without it
-    for rank in 0 1 2 3; do RANK=$rank python examples/backup_workers.py --kill-rank 2 --at-step 40 & done; wait
+    (export WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511    # without torchrun, which ends all when one dies
+     for rank in 0 1 2 3; do RANK=$rank python examples/backup_workers.py --kill-rank 2 --at-step 40 & done; wait)
 
 Ranks fall asleep by chance, to be late. Their batches are given out again, so that no image is lost to that.
 """

@@ -69,6 +69,8 @@ class Checkpoints:
         self.world.agree(f"{self.latest}, which all ranks must be able to read", found=found)
         if found == "none":
             return None
+        if not self.path(int(found), "own", self.world.rank).exists():
+            raise SystemExit(f"{self.latest} names a checkpoint of another number of ranks: resume it with as many")
         paths = self.path(int(found), "weights", self.writer), self.path(int(found), "own", self.world.rank)
         weights, own = (torch.load(path, map_location="cpu", weights_only=True) for path in paths)
         return weights, own

@@ -28,14 +28,14 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="what travels is bfloat16, half of the bytes")
     options = parser.parse_args()
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group()
+    world = commrt.init()  # of the group's ranks
     images, test = load()
     samples = TensorDataset(images.pixels, images.digits)
     sampler = DistributedSampler(samples)
     loader = DataLoader(samples, batch_size=16, sampler=sampler)
 
-    model = DistributedDataParallel(lenet(seed=0))
+    model = DistributedDataParallel(lenet(seed=0).to(world.device))
     state = commrt.DDPState(by_name(options.algorithm), wire=torch.bfloat16 if options.bf16 else None)
     model.register_comm_hook(state, commrt.ddp_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -44,14 +44,15 @@ def main() -> None:
         sampler.set_epoch(number)
         for pixels, digits in loader:
             optimizer.zero_grad()
-            cross_entropy(model(pixels), digits).backward()  # gradients leave while this runs
+            loss = cross_entropy(model(pixels.to(world.device)), digits.to(world.device))
+            loss.backward()  # gradients leave while this runs
             optimizer.step()
 
     with torch.no_grad():
-        right = (model.module(test.pixels).argmax(1) == test.digits).float().mean().item()
-    if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {state.step + 1} steps: {right:.1%} of 1,000 test images")
-    commrt.init().close()  # the world that the hook opened
+        right = (model.module(test.pixels.to(world.device)).argmax(1).cpu() == test.digits).float().mean().item()
+    if world.rank == 0:
+        print(f"{world.size} ranks, {state.step + 1} steps: {right:.1%} of 1,000 test images")
+    world.close()  # before the group
     dist.destroy_process_group()
 
 

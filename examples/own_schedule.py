@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt import ADD, COPY, Schedule, ScheduleError, Step
+from commrt import ADD, COPY, Schedule, Step, UsageError
 from commrt.cli.draw import draw_schedule
 from commrt.cli.mnist import lenet, load
 from commrt.cluster import Cluster
@@ -33,7 +33,7 @@ from commrt.simulate import Pricing
 def swing(p: int) -> Schedule:
     """Sum over all ranks, everywhere, in 2 log2(p) steps; 2(p - 1)/p of the buffer sent per rank; p a power of two."""
     if p & (p - 1):
-        raise ScheduleError(f"Swing pairs all ranks in each step, which {p} ranks cannot: take a power of two")
+        raise UsageError(f"Swing pairs all ranks in each step, which {p} ranks cannot: take a power of two")
     rank = np.arange(p)
     ahead = [sum((-2) ** i for i in range(step + 1)) for step in range(p.bit_length() - 1)]  # 1, -1, 3, -5, 11, ...
     exchanges = []  # (the partner [p], the chunks [p, n] that each rank keeps): half as many after each

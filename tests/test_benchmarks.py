@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_the_page_of_benchmarks_and_the_table_of_the_readme_are_those_of_the_rec
     drawn = [suite for suite, _ in report.sections(found) if suite in report.PICTURED]
     assert (BENCH.parent / "docs" / "benchmarks.md").read_text() == report.document(found, drawn)
     assert report.summary(found) in (BENCH.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "torus2d"])
+def test_the_page_of_an_algorithm_says_what_the_readme_s_table_says(name):
+    table = (BENCH.parent / "README.md").read_text()
+    page = " ".join((BENCH.parent / "docs" / "algorithms" / f"{name}.md").read_text().split())
+    ours, gloo = re.findall(rf"^\| {name} \|.*\| \**([0-9.]+)\**[^|]*\| ([0-9.]+)", table, re.MULTILINE)
+    assert f"a step takes {ours[0]} of DDP's time (fp32) and {ours[1]} (bf16)" in page
+    assert f"{gloo[0]} of the time of Gloo's" in page
 
 
 def test_a_table_says_where_a_peer_is_faster(bench_folder):

@@ -190,6 +190,7 @@ def test_a_fault_of_any_text_is_one_or_is_refused_in_words(text):
         (["verify", "a\nb\x1b[31m"], r"no algorithm is called 'a\\nb\\x1b"),
         (["verify", "9" * 5000], r"no algorithm is called '9+ \.\.\. 9+': choose one of"),
         (["simulate", "ring", "--nbytes", "inf"], "--nbytes inf: give a number"),
+        (["train", "--trace", "1" * 300], "--trace: no file can have this name"),
         (["simulate", "ring", "--nbytes", "1", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf: give a number"),
         (
             ["simulate", "ring", "--model", "1e6", "--compute-ms", "1", "--jitter", "1", "--steps", "1000000000"],

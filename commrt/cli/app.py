@@ -98,7 +98,10 @@ def train(
     wire: Annotated[Wire, typer.Option(help="The dtype that travels.")] = Wire.fp32,
     bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket.")] = 25.0,
     timeout_s: Annotated[
-        float, typer.Option(help="Deadline of every wait for another worker once all have come, in seconds.")
+        float,
+        typer.Option(
+            envvar="COMMRT_TIMEOUT_S", help="Deadline of every wait for another worker once all have come, in seconds."
+        ),
     ] = 60.0,
     start_timeout_s: Annotated[float, typer.Option(help="Deadline for all workers to come, in seconds.")] = 120.0,
     trace: Annotated[

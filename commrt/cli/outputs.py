@@ -16,6 +16,13 @@ __all__ = ["json_of", "require_writable", "write"]
 
 def require_writable(option: str, path: str, such_as: str) -> None:
     """Raise `UsageError` if nothing can be written to `path`, which `option` named."""
+    try:
+        _require(option, path, such_as)
+    except OSError as error:  # a name that is too long, for instance
+        raise UsageError(f"{option}: no file can have this name: {error.strerror}") from error
+
+
+def _require(option: str, path: str, such_as: str) -> None:
     folder = Path(path).resolve().parent
     if not folder.is_dir():
         raise UsageError(f"{option} {path} cannot be written: there is no folder {folder}, make it first")

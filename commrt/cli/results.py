@@ -14,11 +14,11 @@ ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("test accuracy", lambda r: f"{r.test_accuracy:.1%}"),
     ("images/s", lambda r: f"{r.images_per_second:,.0f}"),
     ("step time", lambda r: f"{r.step_seconds * 1e3:.2f} ms"),
-    ("communication not hidden", lambda r: f"{r.exposed_comm_seconds * 1e3:.2f} ms"),
+    ("waited in a step", lambda r: f"{r.exposed_comm_seconds * 1e3:.2f} ms"),
     ("communication in all", lambda r: "-" if r.comm_seconds is None else f"{r.comm_seconds * 1e3:.2f} ms"),
     ("sent per rank and step", lambda r: "-" if r.bytes_sent_per_step is None else f"{r.bytes_sent_per_step:,} B"),
-    ("replicas apart by", lambda r: f"{r.disagreement:.2g}"),
-    ("replicas bitwise equal", lambda r: "yes" if r.replicas_equal else "NO"),
+    ("replicas apart before the end", lambda r: f"{r.disagreement:.2g}"),
+    ("bitwise equal at the end", lambda r: "yes" if r.replicas_equal else "NO"),
 )
 LATE_ROW: tuple[str, Callable[[Result], str]] = (
     "gradients too late",
