@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
 from commrt.asking import ANSWER_S, ask
 from commrt.errors import CommrtError, LeftBehind, Place
@@ -26,7 +26,8 @@ class Calls:
     """
 
     def __init__(self, store: Store, rank: int, timeout_s: Callable[[], float]) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._store: Store = store
+        self._rank, self._timeout_s = rank, timeout_s
         self._place = (0, 0)  # how many are over, and parts of the next one
         self._has_begun = False
 
@@ -61,6 +62,10 @@ class Calls:
     def follow(self) -> None:
         """Do next what the others do next, who make no call meanwhile."""
         self._place = self._latest()
+
+    def close(self) -> None:
+        """Hold the store no more."""
+        self._store = HashStore()
 
     def _move(self, calls: int, parts: int) -> None:
         self._place, latest = (calls, parts), self._latest()

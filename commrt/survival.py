@@ -354,6 +354,7 @@ class Survival:
     def close(self) -> None:
         """After `leave`: hold the store no more."""
         self._means, self._store = None, HashStore()
+        self.calls.close()
         self.membership.close()
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from fake_gpu import Driver, fake_gpu
-from triton.backends.nvidia.driver import CudaLauncher
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
 from commrt.kernels import dispatch
 from commrt.kernels.layout import layout_of
@@ -27,11 +28,21 @@ class Noted(ctypes.Structure):
     )
 
 
+def launching(driver: Driver) -> SimpleNamespace:
+    """What the fake driver has, and what launches in C: part of each kernel's own launcher before Triton 3.7."""
+    launch = vars(CudaUtils()) if "launch" in CudaUtils.__init__.__code__.co_names else {}
+    return SimpleNamespace(**{**launch, **vars(NO_LAUNCH.fget(driver))})
+
+
+NO_LAUNCH: Any = Driver.utils
+
+
 def main() -> None:
     """Pack, unpack and add once each: what was expected, and what arrived."""
     library = ctypes.CDLL("libcuda.so.1")
     noted, count = Noted.in_dll(library, "noted"), ctypes.c_int.in_dll(library, "argument_count")
     Driver.launcher_cls = staticmethod(CudaLauncher)
+    Driver.utils = property(launching)
     report: dict[str, Any] = {}
 
     def note(name: str, programs: int, arguments: list[int]) -> None:

@@ -24,3 +24,13 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return 
 CUresult cuGetErrorString(CUresult result, const char **text) { return *text = "no driver", CUDA_SUCCESS; }
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute what, CUdeviceptr pointer) { return CUDA_ERROR_INVALID_VALUE; }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute what, int value) { return CUDA_SUCCESS; }
+
+// Triton 3.7's module loads code as well, which does not happen here.
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice device) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuDriverGetVersion(int *version) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuFuncGetAttribute(int *value, CUfunction_attribute what, CUfunction function) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuModuleLoadData(CUmodule *module, const void *image) { return CUDA_ERROR_NOT_SUPPORTED; }
