@@ -41,9 +41,9 @@ class Calls:
         self._has_begun = True
         if self._latest() > self._place:
             what = (
-                f"what rank {self._rank} comes to now, call {self._place[0]} of all ranks, is over for the others: it "
-                f"was silent or busy for longer than the {self._timeout_s():g} s of the deadline then, or skipped a "
-                "call. Raise timeout_s, and let no rank skip one; or start this process again"
+                f"what rank {self._rank} comes to now, call {self._place[0]} of all ranks, is over for the others: a "
+                f"rank, perhaps this one, was silent or busy for longer than the {self._timeout_s():g} s of the "
+                "deadline then, or skipped a call. Raise timeout_s, and let no rank skip one"
             )
             raise LeftBehind(what, Place(self._rank))
 
