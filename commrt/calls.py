@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from torch.distributed import HashStore, Store
 
@@ -16,7 +15,6 @@ from commrt.hearsay import require, understood
 __all__ = ["Calls"]
 
 LATEST = "latest"
-T = TypeVar("T")
 
 
 class Calls:

@@ -15,14 +15,21 @@ from contextlib import nullcontext
 from itertools import islice
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.cli.mnist import lenet, load
+from commrt.cli.mnist import Images, lenet, load
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: Images, device: torch.device) -> float:
+    """The share of images whose digit is found."""
+    return (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean().item()
 
 
 def main() -> None:
@@ -74,8 +81,7 @@ def main() -> None:
                 optimizer.zero_grad()
 
         if world.rank == 0:  # replicas are bitwise equal, so one rank can speak for all
-            with torch.no_grad():
-                right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
+            right = accuracy(model, test, device)
             told = f"{right:.1%} of {len(test.digits):,} test images after {steps} steps"
             print(f"{world.size} ranks, {options.amp}: {told}")
 

@@ -31,10 +31,7 @@ WORDS = (
     ("step time", "Mean over the run, of the first rank that is left."),
     ("waited in a step", "For exchanges, and for slower workers, when its backward pass had nothing left to do."),
     ("communication in all", "How long packing, sending and adding took, hidden under the backward pass or not."),
-    (
-        "replicas apart before the end",
-        "How far the farthest replica was from the mean of all, relative to it.",
-    ),
+    ("replicas apart before the end", "How far the farthest replica was from the mean of all, relative to it."),
     ("counted", "The step was made of this rank's gradients too; with backup workers they may have come too late."),
     ("met", "With gossip: weights of the one were mixed into those of the other."),
     ("lost", "A worker that was killed, or ended; the others went on without it."),
