@@ -64,11 +64,11 @@ def work() -> None:
     """All tasks, with whatever package is imported."""
     from commrt.algorithms.ring import Ring  # noqa: PLC0415  # of the commit that is measured
     from commrt.algorithms.torus import Torus2D  # noqa: PLC0415
-    from commrt.cluster import Cluster  # noqa: PLC0415
     from commrt.collective import all_reduce  # noqa: PLC0415
+    from commrt.pricing.cluster import Cluster  # noqa: PLC0415
+    from commrt.pricing.simulate import Pricing  # noqa: PLC0415
     from commrt.program import program  # noqa: PLC0415
-    from commrt.proof import verify  # noqa: PLC0415
-    from commrt.simulate import Pricing  # noqa: PLC0415
+    from commrt.proving.proof import verify  # noqa: PLC0415
     from commrt.testing.processes import run_processes  # noqa: PLC0415
 
     torus, ring = Torus2D().schedule(0, 256), Ring().schedule(0, 1024)

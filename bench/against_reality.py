@@ -21,10 +21,10 @@ from hosts import Cabling, cluster, missing, output_of_first
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.executor import bind
+from commrt.pricing.simulate import Pricing
 from commrt.probing import gathered, probe
 from commrt.program import program
-from commrt.simulate import Pricing
+from commrt.runtime.executor import bind
 from commrt.transport.protocol import Moment
 
 NAMES = ("ring", "torus2d", "gossip")

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from interleaved import spread
 from seats import Desk, cores, now_s, seated
 
-from commrt.ballot import Move
-from commrt.quorum import Deliberation, Outcome, Read, key
+from commrt.members.ballot import Move
+from commrt.members.quorum import Deliberation, Outcome, Read, key
 
 __all__ = ["CASES", "Case", "Row", "measured"]
 

@@ -4,7 +4,8 @@
 Each worker sleeps instead of computing: a base time, and in 3 % of its steps 5 to 20 times as long, all of which it
 sits through. 8 workers, of which 8, 7 or 6 make a step. Step times are compared with what order statistics predict: the
 k-th of the very same times, where who is late first finishes what nobody waits for (and, for the law itself,
-`commrt.stragglers.step_time_s`). The time to an accuracy is that of the first snapshot of the weights that reaches it.
+`commrt.pricing.stragglers.step_time_s`). The time to an accuracy is that of the first snapshot of the weights that
+reaches it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.cli.mnist import Images, lenet, load
-from commrt.stragglers import SlowSteps, step_time_s
+from commrt.pricing.stragglers import SlowSteps, step_time_s
 from commrt.testing.processes import run_processes
 
 __all__ = ["Run", "trained", "work"]

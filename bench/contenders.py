@@ -19,9 +19,9 @@ from stopwatch import HAS_GPU, Run
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from commrt.buckets import MIB, Unit, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
+from commrt.wire.buckets import MIB, Unit, plan_buckets
 
 __all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "THOROUGH", "Check", "Task", "flat_copies", "gate"]
 

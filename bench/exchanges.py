@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commrt
-from commrt.executor import bind
 from commrt.kernels import dispatch
 from commrt.kernels.layout import layout_of
 from commrt.program import program
+from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Algorithm, Schedule
 from commrt.transport.protocol import Moment
 

@@ -27,9 +27,9 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import CommrtError
 from commrt.program import program
+from commrt.runtime.world import World
 from commrt.schedule import MIX, Algorithm, Schedule, Step
 from commrt.transport.binding import load
-from commrt.world import World
 
 __all__ = [
     "beside_torch",

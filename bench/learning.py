@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.cli.mnist import Images, load
+from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.testing.ranks import run_ranks
-from commrt.world import World
 
 __all__ = ["RULES", "Outcome", "simulated", "trained"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import commrt
-from commrt.replica import Replica
+from commrt.replicas.replica import Replica
 from commrt.schedule import Algorithm
 
 __all__ = ["ALGORITHMS", "Paced"]

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from commrt.answer import Answer
-from commrt.ballot import Ballot, Move, Terms
 from commrt.launch import LOOPBACK
-from commrt.presence import Doing, Presence
-from commrt.quorum import Deliberation, Outcome, deliberate
-from commrt.rendezvous import hold, listen
+from commrt.members.ballot import Ballot, Move, Terms
+from commrt.members.quorum import Deliberation, Outcome, deliberate
+from commrt.store.presence import Doing, Presence
+from commrt.store.rendezvous import hold, listen
+from commrt.threads.answer import Answer
 
 __all__ = ["Desk", "cores", "now_s", "seated"]
 
@@ -254,7 +254,7 @@ def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterato
 def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:
     """A process that is killed in the end, and what it is called by."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "commrt.ballot"])
+    context.set_forkserver_preload(["torch.distributed", "commrt.members.ballot"])
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args), daemon=True)
     process.start()

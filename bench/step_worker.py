@@ -22,10 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
-from commrt.buckets import MIB, Bucket, build_buckets
+from commrt.runtime.world import World
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.shared import SharedTransport
-from commrt.world import World
+from commrt.wire.buckets import MIB, Bucket, build_buckets
 
 __all__ = ["HOST", "PEERS", "Job", "work"]
 

@@ -31,8 +31,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.engine import Engine
-from commrt.replica import Replica
+from commrt.replicas.engine import Engine
+from commrt.replicas.replica import Replica
 from commrt.schedule import Algorithm
 from commrt.testing.processes import AGAIN, Outcome, run_processes
 

@@ -20,9 +20,9 @@ from test_step import free_port
 from torch.multiprocessing import spawn
 
 from commrt.algorithms import ring
-from commrt.executor import bind
 from commrt.kernels.layout import GRANULE
 from commrt.program import program
+from commrt.runtime.executor import bind
 from commrt.transport.protocol import Moment
 
 CLOCK = Clock()

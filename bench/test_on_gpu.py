@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, TorchPacking
-from commrt.streams import streams_of
+from commrt.threads.streams import streams_of
 from commrt.transport.binding import load
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import Group, Moment, Parcel

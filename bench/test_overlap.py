@@ -19,12 +19,12 @@ from records import made
 from stopwatch import HAS_GPU
 from torch import Tensor, nn
 
-from commrt.autograd import at_end_of_backward, on_gradient
-from commrt.buckets import MIB, Bucket, build_buckets
-from commrt.lane import Lane
-from commrt.ready import LaunchOrder
-from commrt.stamp import Claim
-from commrt.streams import streams_of
+from commrt.model.autograd import at_end_of_backward, on_gradient
+from commrt.threads.lane import Lane
+from commrt.threads.streams import streams_of
+from commrt.wire.buckets import MIB, Bucket, build_buckets
+from commrt.wire.ready import LaunchOrder
+from commrt.wire.stamp import Claim
 
 CLOCK = Clock()
 ALONE, PACKED = "backward alone", "with packing beside it"

@@ -16,14 +16,14 @@ from null_transport import NullTransport
 from records import provenance
 
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.cluster import Between, Cluster, Link
 from commrt.collective import all_reduce
-from commrt.executor import bind
 from commrt.kernels.layout import GRANULE
+from commrt.pricing.cluster import Between, Cluster, Link
+from commrt.pricing.simulate import Pricing
 from commrt.program import program
-from commrt.proof import verify
+from commrt.proving.proof import verify
+from commrt.runtime.executor import bind
 from commrt.schedule import Schedule
-from commrt.simulate import Pricing
 
 RANKS = (64, 256, 1024, 4096)
 MOST_PROVEN = 1024

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.attaching import attach
-    from commrt.attendance import Loss
     from commrt.data import RingShuffle
     from commrt.ddp import DDPState, ddp_hook
     from commrt.errors import (
@@ -39,15 +38,16 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
-    from commrt.opening import init
-    from commrt.proof import prove, verify
-    from commrt.reissue import reissued
-    from commrt.replica import Replica
-    from commrt.report import Stats, StepReport
+    from commrt.members.attendance import Loss
+    from commrt.proving.proof import prove, verify
+    from commrt.replicas.reissue import reissued
+    from commrt.replicas.replica import Replica
+    from commrt.replicas.report import Stats, StepReport
+    from commrt.runtime.opening import init
+    from commrt.runtime.work import Work
+    from commrt.runtime.world import World
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
     from commrt.transport.protocol import Moment
-    from commrt.work import Work
-    from commrt.world import World
 
 __version__ = "0.1.0"
 
@@ -72,16 +72,16 @@ _HOMES = {
     "commrt.attaching": ("attach",),
     "commrt.data": ("RingShuffle",),
     "commrt.ddp": ("DDPState", "ddp_hook"),
-    "commrt.reissue": ("reissued",),
-    "commrt.replica": ("Replica",),
-    "commrt.report": ("Stats", "StepReport"),
+    "commrt.replicas.reissue": ("reissued",),
+    "commrt.replicas.replica": ("Replica",),
+    "commrt.replicas.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
-    "commrt.proof": ("prove", "verify"),
-    "commrt.membership": ("Loss",),
-    "commrt.opening": ("init",),
+    "commrt.proving.proof": ("prove", "verify"),
+    "commrt.members.membership": ("Loss",),
+    "commrt.runtime.opening": ("init",),
     "commrt.transport.protocol": ("Moment",),
-    "commrt.work": ("Work",),
-    "commrt.world": ("World",),
+    "commrt.runtime.work": ("Work",),
+    "commrt.runtime.world": ("World",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

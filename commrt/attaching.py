@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commrt.admission import (
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.torus import Torus2D
+from commrt.errors import UsageError
+from commrt.launch import chosen_transport
+from commrt.model.admission import (
     check_cap,
     check_flags,
     check_kinds,
@@ -29,26 +34,21 @@ from commrt.admission import (
     have_state,
     listed,
 )
-from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.torus import Torus2D
-from commrt.backed import Backed
-from commrt.buckets import MIB, Bucket, Named, build_buckets
-from commrt.bundles import Bundle, build_bundles, held_by
-from commrt.charter import Charter
-from commrt.engine import Engine
-from commrt.errors import UsageError
-from commrt.gossiping import Gossiping
-from commrt.handover import Broadcasting, Gathering, overwrite_states
-from commrt.launch import chosen_transport
-from commrt.opening import current
-from commrt.replica import Replica, attached, attached_to
-from commrt.rounds import Rounds
+from commrt.model.state import Stateful, dump, flatten, load
+from commrt.replicas.backed import Backed
+from commrt.replicas.bundles import Bundle, build_bundles, held_by
+from commrt.replicas.engine import Engine
+from commrt.replicas.gossiping import Gossiping
+from commrt.replicas.handover import Broadcasting, Gathering, overwrite_states
+from commrt.replicas.replica import Replica, attached, attached_to
+from commrt.replicas.rounds import Rounds
+from commrt.replicas.synchronous import Synchronous
+from commrt.runtime.opening import current
+from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
-from commrt.state import Stateful, dump, flatten, load
-from commrt.synchronous import Synchronous
+from commrt.store.charter import Charter
 from commrt.transport.meeting import host_identity
-from commrt.world import World
+from commrt.wire.buckets import MIB, Bucket, Named, build_buckets
 
 __all__ = ["attach"]
 

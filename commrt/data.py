@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 
 from commrt.errors import UsageError
 from commrt.journey import Journey, Neighbours, Past
-from commrt.opening import current
-from commrt.world import World
+from commrt.runtime.opening import current
+from commrt.runtime.world import World
 
 __all__ = ["RingShuffle"]
 

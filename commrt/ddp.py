@@ -12,16 +12,16 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from commrt.admission import check_wire
 from commrt.algorithms.torus import Torus2D
-from commrt.autograd import at_end_of_backward, current_pass
 from commrt.errors import UsageError
-from commrt.opening import init
+from commrt.model.admission import check_wire
+from commrt.model.autograd import at_end_of_backward, current_pass
+from commrt.runtime.opening import init
+from commrt.runtime.summing import check_all_reduce
+from commrt.runtime.work import Work
+from commrt.runtime.world import World
 from commrt.schedule import Algorithm
-from commrt.summing import check_all_reduce
 from commrt.transport.protocol import Moment
-from commrt.work import Work
-from commrt.world import World
 
 __all__ = ["DDPState", "ddp_hook"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
-from commrt.answer import Answer
-from commrt.row import Row
-from commrt.survival import LOST
+from commrt.members.survival import LOST
+from commrt.runtime.world import World
+from commrt.threads.answer import Answer
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
-from commrt.world import World
+from commrt.wire.row import Row
 
 __all__ = ["Journey", "Neighbours", "Past"]
 

@@ -19,15 +19,15 @@ import torch
 from torch.distributed import PrefixStore
 
 from commrt.algorithms import halving_doubling
-from commrt.cluster import Between, Cluster, Link
 from commrt.errors import UsageError
-from commrt.executor import bind
 from commrt.kernels.dispatch import adding
+from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.program import program
+from commrt.runtime.executor import bind
+from commrt.runtime.world import World
 from commrt.schedule import COPY, Schedule, Step
 from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Moment
-from commrt.world import World
 
 __all__ = ["Circles", "fitted", "gathered", "layout", "probe", "turn"]
 

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.algorithms.catalogue import by_name
 from commrt.cli.mnist import Images, lenet, load
-from commrt.state import fingerprint
+from commrt.model.state import fingerprint
 
 BATCH = 16
 

@@ -24,9 +24,9 @@ import commrt
 from commrt import ADD, COPY, Schedule, Step, UsageError
 from commrt.cli.draw import draw_schedule
 from commrt.cli.mnist import lenet, load
-from commrt.cluster import Cluster
 from commrt.collective import all_reduce
-from commrt.simulate import Pricing
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.simulate import Pricing
 
 
 @lru_cache  # the same object for the same answer: programs are bound once per object

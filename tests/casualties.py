@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.asking import another_connection
-from commrt.doorbell import Doorbell
+from commrt.store.asking import another_connection
+from commrt.store.doorbell import Doorbell
 
 STRIKE = 5
 """The step at which something happens."""

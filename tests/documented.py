@@ -184,7 +184,7 @@ def run_python(tell, name):
 
 def _end_world():
     """As the end of a program would; a process that was forked ends without that."""
-    from commrt import opening  # noqa: PLC0415
+    from commrt.runtime import opening  # noqa: PLC0415
 
     if opening._current is not None:
         opening._current.close()

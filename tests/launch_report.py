@@ -15,10 +15,10 @@ from fake_gpu import Driver, Operations, fake_gpu
 from torch import nn
 
 import commrt
-from commrt.buckets import MIB, Bucket, build_buckets
 from commrt.kernels.device.sizes import SIZES
-from commrt.stamp import Claim
 from commrt.testing.ranks import run_ranks
+from commrt.wire.buckets import MIB, Bucket, build_buckets
+from commrt.wire.stamp import Claim
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from contenders import OURS, mix, pack

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore
 
 import commrt
-from commrt import opening
 from commrt.algorithms import ring
 from commrt.cli import job
 from commrt.launch import LOOPBACK
+from commrt.runtime import opening
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import Moment
 

@@ -9,7 +9,7 @@ import signal
 import torch
 
 import commrt
-from commrt import connection
+from commrt.runtime import connection
 from commrt.transport.protocol import Group, Moment, Parcel
 
 

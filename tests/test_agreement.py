@@ -10,13 +10,13 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt import agreement, asking
-from commrt.agreement import agree
-from commrt.answer import Answer
-from commrt.asking import ask
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost
+from commrt.store import agreement, asking
+from commrt.store.agreement import agree
+from commrt.store.asking import ask
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.threads.answer import Answer
 
 PATIENT_S = 30.0
 

@@ -10,7 +10,7 @@ from time import monotonic
 import pytest
 from opcodes import interrupted
 
-from commrt.answer import Answer
+from commrt.threads.answer import Answer
 
 
 def test_a_value_reaches_who_waits_for_it():

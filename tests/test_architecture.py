@@ -96,8 +96,8 @@ def test_every_decision_is_listed():
 
 UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 ALLOWED = {
-    "commrt/state.py": "the names of what torch.save and torch.load raise",
-    "commrt/donor.py": "the name of what torch.load raises",
+    "commrt/model/state.py": "the names of what torch.save and torch.load raise",
+    "commrt/model/donor.py": "the name of what torch.load raises",
 }
 PIPES = {
     "commrt/cli/workers.py": "pipes between a process and the workers that it has forked",

@@ -10,7 +10,7 @@ from time import sleep
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.asking import forget, settle
+from commrt.store.asking import forget, settle
 
 LIMIT_S = 20.0
 

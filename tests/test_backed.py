@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
-from commrt import ballot
-from commrt.arrears import Arrears
 from commrt.errors import DeadlineExceeded, DisagreementError, QuorumLost, UsageError
+from commrt.members import ballot
+from commrt.replicas.arrears import Arrears
 from commrt.testing.ranks import run_ranks
 
 LIMIT_S = 30.0

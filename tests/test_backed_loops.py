@@ -15,8 +15,8 @@ from torch import nn
 
 import commrt
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
-from commrt.last_words import LastWords
-from commrt.state import dump, load
+from commrt.model.state import dump, load
+from commrt.replicas.last_words import LastWords
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks
 

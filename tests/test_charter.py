@@ -11,14 +11,14 @@ import torch
 from torch.distributed import HashStore
 
 import commrt
-from commrt.charter import Charter
-from commrt.company import Company
 from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, UsageError
-from commrt.membership import Membership
-from commrt.presence import Doing
+from commrt.members.membership import Membership
+from commrt.replicas.company import Company
+from commrt.runtime.world import World
+from commrt.store.charter import Charter
+from commrt.store.presence import Doing
 from commrt.transport.protocol import Group, Parcel
 from commrt.transport.vacant import VacantTransport
-from commrt.world import World
 
 CHARTER = Charter(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
 

@@ -9,10 +9,10 @@ import pytest
 from invoking import invoke, refused, told
 
 import commrt
-from commrt.cluster import shipped
 from commrt.collective import all_reduce
-from commrt.planning import algorithms
-from commrt.proof import prove
+from commrt.pricing.cluster import shipped
+from commrt.pricing.planning import algorithms
+from commrt.proving.proof import prove
 
 BUFFER = ("--nbytes", "51.1e6")
 

@@ -14,7 +14,7 @@ import pytest
 from invoking import invoke, refused, told
 
 from commrt.cli.backups import Question, answer
-from commrt.stragglers import step_time_s
+from commrt.pricing.stragglers import step_time_s
 
 FAST = ("--steps", "500")
 COMMANDS = [("simulate", "backup"), ("plan", "--backups", "auto")]

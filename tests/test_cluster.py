@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from commrt.cluster import Cluster, shipped
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster, shipped
 
 WHOLE = """
 about = "two machines under a desk"

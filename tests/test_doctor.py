@@ -311,7 +311,7 @@ def held():
 @FORKS
 def test_a_rank_holds_as_many_files_as_was_counted():
     def body():
-        from commrt.opening import init  # noqa: PLC0415
+        from commrt.runtime.opening import init  # noqa: PLC0415
 
         with init(20.0):
             return held() - inherited

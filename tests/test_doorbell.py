@@ -11,7 +11,7 @@ import socket
 import casualties
 import pytest
 
-from commrt.doorbell import Doorbell, is_gone
+from commrt.store.doorbell import Doorbell, is_gone
 from commrt.testing.processes import run_processes
 
 

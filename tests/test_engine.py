@@ -13,12 +13,12 @@ from torch import nn
 
 import commrt
 from commrt.algorithms import ring
-from commrt.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
+from commrt.replicas.engine import KEPT, Engine
+from commrt.runtime.world import World
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.transport.local import LocalTransport
-from commrt.world import World
 
 
 @lru_cache

@@ -13,8 +13,8 @@ from commrt.algorithms import tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
-from commrt.executor import bind
 from commrt.program import program
+from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.local import Fabric

@@ -17,13 +17,13 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import all_reduce as ring
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
-from commrt.cluster import Cluster
 from commrt.collective import all_reduce, average
 from commrt.errors import CommrtError, ScheduleError, UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.simulate import Pricing
 from commrt.program import program
-from commrt.proof import prove, verify
+from commrt.proving.proof import prove, verify
 from commrt.schedule import ADD, COPY, Schedule, Step
-from commrt.simulate import Pricing
 from commrt.testing.ranks import run_ranks
 
 ABCI = Cluster.named("abci")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from junk import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt import service
-from commrt.doorbell import Doorbell, answers, is_gone
-from commrt.service import ANSWER, Service, asked
+from commrt.store import service
+from commrt.store.doorbell import Doorbell, answers, is_gone
+from commrt.store.service import ANSWER, Service, asked
 from commrt.testing.processes import run_processes
 from commrt.transport import meeting
 

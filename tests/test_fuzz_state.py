@@ -17,10 +17,10 @@ from torch import nn
 
 import commrt
 from commrt.data import RingShuffle
-from commrt.donor import Edition, Gift, packed, unpacked
 from commrt.errors import CommrtError, DisagreementError, UsageError
+from commrt.model.donor import Edition, Gift, packed, unpacked
+from commrt.model.state import dump, load
 from commrt.recipe import BatchSizeControl, Rate
-from commrt.state import dump, load
 from commrt.testing.ranks import local_worlds
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")

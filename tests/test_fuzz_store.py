@@ -15,23 +15,23 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store
 
 import commrt
-from commrt.agreement import agree
-from commrt.attendance import Attendance, Verdict, lines_of
-from commrt.ballot import Ballot
-from commrt.calls import Calls
-from commrt.charter import Charter
-from commrt.diagnosis import diagnose
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
-from commrt.hearsay import where
-from commrt.membership import Membership
-from commrt.presence import Presence
-from commrt.progress import Progress
-from commrt.quorum import announced, checked
-from commrt.service import asked
+from commrt.members.attendance import Attendance, Verdict, lines_of
+from commrt.members.ballot import Ballot
+from commrt.members.calls import Calls
+from commrt.members.membership import Membership
+from commrt.members.quorum import announced, checked
+from commrt.members.vote import Vote
+from commrt.store.agreement import agree
+from commrt.store.charter import Charter
+from commrt.store.diagnosis import diagnose
+from commrt.store.hearsay import where
+from commrt.store.presence import Presence
+from commrt.store.progress import Progress
+from commrt.store.service import asked
 from commrt.testing.ranks import run_ranks
 from commrt.transport import clique, meeting
 from commrt.transport.departures import Departures
-from commrt.vote import Vote
 
 JUNK = st.one_of(
     FILES, VALUES.map(json.dumps).map(str.encode), st.sampled_from([b"null", b"{}", b"[]", b"0", b"x" * 10**6])

@@ -19,9 +19,9 @@ import commrt
 from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, places
 from commrt.cli.app import app
 from commrt.errors import UsageError
-from commrt.mixing import meetings, mixing, promise
 from commrt.program import program
-from commrt.proof import check_pairing, prove
+from commrt.proving.mixing import meetings, mixing, promise
+from commrt.proving.proof import check_pairing, prove
 from commrt.schedule import traffic
 
 SIZES = [*range(1, 65), 128]

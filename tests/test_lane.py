@@ -9,7 +9,7 @@ import pytest
 from opcodes import interposed
 
 from commrt.errors import DeadlineExceeded, Place, TransportClosed
-from commrt.lane import Lane
+from commrt.threads.lane import Lane
 
 LIMIT_S = 20.0
 

@@ -10,16 +10,16 @@ import torch
 from torch.distributed import HashStore
 
 import commrt
-from commrt import opening
-from commrt import world as world_module
 from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
-from commrt.lane import Lane
-from commrt.streams import DONE
+from commrt.runtime import opening
+from commrt.runtime import world as world_module
+from commrt.runtime.world import World
 from commrt.testing import conformance
 from commrt.testing.ranks import over_threads, run_ranks
+from commrt.threads.lane import Lane
+from commrt.threads.streams import DONE
 from commrt.transport.media import Media
 from commrt.transport.protocol import Group, Moment, Parcel
-from commrt.world import World
 
 META = torch.device("meta")
 NOW = Moment(0, 0)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from commrt import attendance
-from commrt.attendance import Attendance, Loss, Verdict
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, TransportClosed
-from commrt.membership import Membership
+from commrt.members import attendance
+from commrt.members.attendance import Attendance, Loss, Verdict
+from commrt.members.membership import Membership
 
 PATIENT_S = 20.0
 

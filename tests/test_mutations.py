@@ -22,7 +22,7 @@ from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.program import Hop, program
-from commrt.proof import check_pairing, verify
+from commrt.proving.proof import check_pairing, verify
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 Row = tuple[int, int, int, int, int]

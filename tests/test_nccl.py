@@ -22,6 +22,7 @@ import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, TransportError, UsageError
+from commrt.runtime.world import World
 from commrt.testing import nccl as stand_in
 from commrt.testing.ranks import over_nccl, over_threads, run_ranks
 from commrt.transport import clique
@@ -29,7 +30,6 @@ from commrt.transport import nccl as transport_module
 from commrt.transport.binding import require_usable
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, Group, Moment, Parcel
-from commrt.world import World
 
 NOW = Moment(step=3, bucket=1)
 PATIENT_S = 20.0

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from torch.distributed import HashStore
 
-from commrt.asking import within
+from commrt.store.asking import within
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.transport import clique, nccl

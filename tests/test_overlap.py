@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt.buckets import Unit, plan_buckets
-from commrt.ready import LaunchOrder
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
+from commrt.wire.buckets import Unit, plan_buckets
+from commrt.wire.ready import LaunchOrder
 
 LAYERS = 8
 WIRE_S = 0.020

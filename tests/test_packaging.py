@@ -71,7 +71,7 @@ def test_the_wheel_is_the_package_and_nothing_else(dist):
     files = set(contents(dist.wheel))
     assert {name for name in files if ".dist-info/" not in name} == package_files()
     assert {"commrt/kernels/pack.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
-    assert {f"commrt/clusters/{path.name}" for path in (ROOT / "commrt" / "clusters").glob("*.toml")} <= files
+    assert {f"commrt/pricing/clusters/{path.name}" for path in (ROOT / "commrt" / "clusters").glob("*.toml")} <= files
     assert f"commrt-{commrt.__version__}.dist-info/licenses/LICENSE" in files
 
 

@@ -16,14 +16,14 @@ from torch import nn
 from triton.runtime.interpreter import InterpreterError
 
 import commrt
-from commrt.buckets import Bucket
 from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
 from commrt.kernels.packing import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
-from commrt.stamp import Claim
 from commrt.testing.ranks import run_ranks
+from commrt.wire.buckets import Bucket
+from commrt.wire.stamp import Claim
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 129, 4095, 4096, 4097]), min_size=1, max_size=5)

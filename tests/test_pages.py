@@ -16,7 +16,7 @@ from documented import PAGES, ROOT, commands, parsed
 
 import commrt
 from commrt import errors
-from commrt.replica import Replica
+from commrt.replicas.replica import Replica
 from commrt.testing.ranks import local_worlds
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]

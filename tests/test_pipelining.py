@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commrt
-from commrt import executor
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.collective import all_reduce
 from commrt.errors import ScheduleError, UsageError
-from commrt.executor import bind, scratch_numel
 from commrt.program import program, waits_of
+from commrt.runtime import executor
+from commrt.runtime.executor import bind, scratch_numel
 from commrt.testing.ranks import run_ranks
 from commrt.transport.protocol import Moment
 

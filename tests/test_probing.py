@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt import probing
-from commrt.cluster import Between, Cluster, Link, Racks
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Between, Cluster, Link, Racks
+from commrt.pricing.simulate import Pricing
 from commrt.probing import fitted, layout, probe, turn
-from commrt.simulate import Pricing
 from commrt.testing.ranks import run_ranks
 
 

@@ -11,10 +11,10 @@ from time import monotonic
 import meetings
 import pytest
 
-from commrt import rendezvous
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.launch import Launch
-from commrt.rendezvous import is_loopback, meet
+from commrt.store import rendezvous
+from commrt.store.rendezvous import is_loopback, meet
 from commrt.testing.processes import free_port, run_processes
 
 LIMIT_S = 80.0

@@ -22,20 +22,20 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 import commrt
-from commrt.asking import within
-from commrt.buckets import build_buckets
 from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
-from commrt.repeating import BY_CALLS, FIRST, KEPT, NOT_HERE, NOTHING_QUEUED, Repetition
-from commrt.stamp import Claim, stamp
-from commrt.streams import DONE
+from commrt.replicas.repeating import BY_CALLS, FIRST, KEPT, NOT_HERE, NOTHING_QUEUED, Repetition
+from commrt.store.asking import within
 from commrt.testing import graphs, nccl
 from commrt.testing.ranks import run_ranks
+from commrt.threads.streams import DONE
 from commrt.transport import nccl as transport_module
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, Group, Moment, Parcel
+from commrt.wire.buckets import build_buckets
+from commrt.wire.stamp import Claim, stamp
 
 
 class Remembered(threading.local):

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import commrt
 from commrt.algorithms import ring
-from commrt.engine import KEPT
 from commrt.errors import CommrtError, DisagreementError, TransportClosed, TransportError, UsageError
 from commrt.kernels.layout import layout_of
+from commrt.replicas.engine import KEPT
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import local_worlds, run_ranks
 

@@ -26,7 +26,7 @@ from commrt.cli.results import rows
 from commrt.cli.standing import contributors, met
 from commrt.errors import CommrtError, UsageError
 from commrt.recording import Timeline
-from commrt.report import Span, StepReport
+from commrt.replicas.report import Span, StepReport
 
 CHROMIUM = shutil.which("chromium")
 VOID = {"meta", "br"}

@@ -20,7 +20,7 @@ from commrt.algorithms.fold import MAX_HELPERS, folded
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import among, program, spans
-from commrt.proof import verify
+from commrt.proving.proof import verify
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty, traffic
 
 RANKS = [*range(1, 65), 97]

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from commrt.settings import digest
+from commrt.model.settings import digest
 
 PROGRAM = """
 import torch
-from commrt.settings import digest
+from commrt.model.settings import digest
 print(digest([torch.optim.AdamW([torch.ones(1)], lr=0.25)], salt=7))
 """
 

@@ -18,15 +18,15 @@ from commrt.algorithms.catalogue import by_name
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
-from commrt.buckets import Unit, plan_buckets
-from commrt.cluster import Between, Cluster, Link, Racks
-from commrt.coupling import barrier_efficiency, gossip_efficiency
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Between, Cluster, Link, Racks
+from commrt.pricing.coupling import barrier_efficiency, gossip_efficiency
+from commrt.pricing.simulate import Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.pricing.stragglers import Jitter
+from commrt.pricing.timeline import blocking_step, mean_efficiency, overlapped_step
+from commrt.pricing.workload import FORWARD, GRADIENT_NBYTES, Ready, Workload
 from commrt.schedule import ADD, COPY, Schedule, Step
-from commrt.simulate import Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.stragglers import Jitter
-from commrt.timeline import blocking_step, mean_efficiency, overlapped_step
-from commrt.workload import FORWARD, GRADIENT_NBYTES, Ready, Workload
+from commrt.wire.buckets import Unit, plan_buckets
 
 GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "gradient_sets.py")
 RESNET50_FP16 = 51.1e6

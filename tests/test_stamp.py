@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.kernels.packing import bits
-from commrt.stamp import EXPLANATIONS, WIDTHS, Claim, complaint, stamp
+from commrt.wire.stamp import EXPLANATIONS, WIDTHS, Claim, complaint, stamp
 
 CLAIMS = st.builds(Claim, *(st.integers(0, (1 << width) - 1) for width in WIDTHS))
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commrt.streams import DONE, CudaStreams, HostStreams, streams_of
+from commrt.threads.streams import DONE, CudaStreams, HostStreams, streams_of
 
 GPU = torch.device("cuda", 3)
 POOL, MODE = (7, 8), ("capture_error_mode", "thread_local")

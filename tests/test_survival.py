@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from test_gossiping import batch, local_step, model_of, optimizer_of, params, same
 
 import commrt
-from commrt import connection
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
+from commrt.runtime import connection
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 

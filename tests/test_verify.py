@@ -24,7 +24,7 @@ from commrt.collective import (
 )
 from commrt.errors import ScheduleError
 from commrt.program import Hop, program
-from commrt.proof import check_pairing, prove, verify
+from commrt.proving.proof import check_pairing, prove, verify
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty, traffic
 
 BOTH_WAYS = Torus2D(both_ways=True)
@@ -300,7 +300,7 @@ RIGHT = [
 @pytest.mark.parametrize("block_bytes", [1, 400, 1000])
 def test_replaying_in_small_blocks_finds_the_same(case, block_bytes, monkeypatch):
     whole = verify(*case)
-    monkeypatch.setattr("commrt.proof.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("commrt.proving.proof.BLOCK_BYTES", block_bytes)
     assert verify(*case) == whole
     assert whole.ok == (case in RIGHT)
 

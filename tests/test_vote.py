@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from commrt.vote import Vote
+from commrt.members.vote import Vote
 
 PATIENT_S = 20.0
 

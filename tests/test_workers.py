@@ -19,7 +19,7 @@ from commrt.cli.job import Job, Result
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.launch import launched
-from commrt.rendezvous import meet
+from commrt.store.rendezvous import meet
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0

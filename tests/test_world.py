@@ -16,19 +16,19 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import commrt
-from commrt import world as world_module
 from commrt.algorithms import ring, tree
-from commrt.comparison import KEPT, SCHEDULES_KEPT, Comparison
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
-from commrt.lane import Lane
 from commrt.launch import LOOPBACK
+from commrt.runtime import world as world_module
+from commrt.runtime.comparison import KEPT, SCHEDULES_KEPT, Comparison
+from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.threads.lane import Lane
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.shared import SharedTransport
-from commrt.world import World
 
 PATIENT_S = 30.0
 LIMIT_S = 80.0

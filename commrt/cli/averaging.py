@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from commrt.autograd import on_gradient
-from commrt.replica import Replica
-from commrt.report import StepReport
+from commrt.model.autograd import on_gradient
+from commrt.replicas.replica import Replica
+from commrt.replicas.report import StepReport
 
 __all__ = ["Attached", "Averaging", "Cost", "Wrapped"]
 

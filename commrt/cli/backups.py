@@ -15,8 +15,8 @@ from rich.table import Table
 
 from commrt.cli.recorded import read
 from commrt.errors import UsageError
-from commrt.splits import Choice, PerRank, Published, Scaling, choose
-from commrt.stragglers import Exponential, HeavyTails, Recorded, SlowSteps, Times, step_time_s
+from commrt.pricing.splits import Choice, PerRank, Published, Scaling, choose
+from commrt.pricing.stragglers import Exponential, HeavyTails, Recorded, SlowSteps, Times, step_time_s
 
 __all__ = ["Answer", "Question", "Row", "answer", "known", "show", "span"]
 

@@ -14,13 +14,13 @@ from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
 from commrt.algorithms.gossip import Gossip
 from commrt.cli.figures import new_figure, require_format, save
 from commrt.cli.pricing import CLUSTER, Case, Estimate, compute_of, workload_of
-from commrt.cluster import Cluster
 from commrt.errors import UsageError
-from commrt.planning import ITEM_NBYTES
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.planning import ITEM_NBYTES
+from commrt.pricing.simulate import Phase, Pricing
+from commrt.pricing.timeline import StepTime, blocking_step, overlapped_step
+from commrt.pricing.workload import FORWARD
 from commrt.schedule import ADD, COPY, Algorithm, Combine, Schedule, Step
-from commrt.simulate import Phase, Pricing
-from commrt.timeline import StepTime, blocking_step, overlapped_step
-from commrt.workload import FORWARD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,11 +16,11 @@ from commrt.cli.workers import run_workers
 from commrt.collective import all_reduce
 from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.launch import chosen_transport
-from commrt.opening import init
-from commrt.proof import prove
+from commrt.proving.proof import prove
+from commrt.runtime.opening import init
+from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.transport.meeting import host_identity
-from commrt.world import World
 
 __all__ = ["Exchanged", "exchange", "measure"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from commrt.recording import Event, Timeline
-from commrt.report import StepReport
-from commrt.world import World
+from commrt.replicas.report import StepReport
+from commrt.runtime.world import World
 
 __all__ = [
     "MOST_TURNS",

@@ -30,11 +30,11 @@ from commrt.cli.recipes import PLAIN, RECIPES, Feed, batches, images_after, requ
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
 from commrt.launch import is_timeout
-from commrt.opening import init
+from commrt.model.state import fingerprint
 from commrt.recipe import BatchSizeControl, Rate
 from commrt.recording import within_range
-from commrt.state import fingerprint
-from commrt.world import World
+from commrt.runtime.opening import init
+from commrt.runtime.world import World
 
 __all__ = ["DDP", "Job", "Progress", "Result", "ddp_group", "work"]
 

@@ -16,8 +16,8 @@ import numpy as np
 from commrt.algorithms.backup import BackupWorkers
 from commrt.cli.backups import Answer, Question, Row, answer, show, span
 from commrt.errors import UsageError
-from commrt.planning import Waiting
-from commrt.stragglers import step_time_s
+from commrt.pricing.planning import Waiting
+from commrt.pricing.stragglers import step_time_s
 
 __all__ = ["run", "waitings"]
 

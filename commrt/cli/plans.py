@@ -12,12 +12,12 @@ from rich.table import Table
 
 from commrt.algorithms.ring import Ring
 from commrt.cli.pricing import CLUSTER, Case, compute_of, workload_of
-from commrt.cluster import Cluster
 from commrt.collective import all_reduce
-from commrt.planning import Plan, Waiting, backed_plans, exchange_plans, step_plans
-from commrt.proof import prove
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.planning import Plan, Waiting, backed_plans, exchange_plans, step_plans
+from commrt.pricing.simulate import all_reduce_bound_s
+from commrt.proving.proof import prove
 from commrt.schedule import Algorithm
-from commrt.simulate import all_reduce_bound_s
 
 __all__ = ["run"]
 

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
-from commrt.cluster import Cluster
-from commrt.coupling import gossip_efficiency
 from commrt.errors import UsageError
-from commrt.planning import ITEM_NBYTES
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.coupling import gossip_efficiency
+from commrt.pricing.planning import ITEM_NBYTES
+from commrt.pricing.simulate import Price, Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.pricing.stragglers import Jitter
+from commrt.pricing.timeline import blocking_step, mean_efficiency, overlapped_step
+from commrt.pricing.workload import FORWARD, Workload
 from commrt.schedule import Algorithm
-from commrt.simulate import Price, Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.stragglers import Jitter
-from commrt.timeline import blocking_step, mean_efficiency, overlapped_step
-from commrt.workload import FORWARD, Workload
 
 __all__ = ["CLUSTER", "Case", "Estimate", "compute_of", "run", "workload_of"]
 

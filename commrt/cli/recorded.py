@@ -13,7 +13,7 @@ import numpy as np
 from commrt.cli.timelines import computing_s
 from commrt.cli.timelines import read as timeline
 from commrt.errors import UsageError
-from commrt.stragglers import Recorded
+from commrt.pricing.stragglers import Recorded
 
 __all__ = ["read"]
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from commrt.cli.backups import Answer, Question, answer, known, show, span
-from commrt.splits import PerRank
+from commrt.pricing.splits import PerRank
 
 __all__ = ["run"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from commrt.cli.outputs import require_writable, write
 from commrt.recording import Timeline, chrome_trace
-from commrt.world import World
+from commrt.runtime.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

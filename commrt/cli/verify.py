@@ -14,8 +14,8 @@ from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
-from commrt.mixing import Mixing, meetings, mixing, promise
-from commrt.proof import Proof, verify
+from commrt.proving.mixing import Mixing, meetings, mixing, promise
+from commrt.proving.proof import Proof, verify
 from commrt.schedule import Algorithm
 
 __all__ = ["choose", "run"]

@@ -27,7 +27,7 @@ from torch.distributed import Store
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.launch import LOOPBACK, Launch, announce
-from commrt.rendezvous import hold, listen
+from commrt.store.rendezvous import hold, listen
 
 __all__ = ["run_workers"]
 

@@ -11,12 +11,12 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
 from commrt.launch import LOOPBACK
-from commrt.survival import Means
+from commrt.members.survival import Means
+from commrt.runtime.world import World
 from commrt.testing import nccl
 from commrt.transport.local import Fabric
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, Transport
-from commrt.world import World
 
 __all__ = ["Connect", "local_worlds", "over_nccl", "over_threads", "run_ranks"]
 

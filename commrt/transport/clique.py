@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Store
 
-from commrt.asking import within
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.hearsay import listed, number, require, understood
 from commrt.launch import nccl_variable
-from commrt.streams import Streams
+from commrt.store.asking import within
+from commrt.store.hearsay import listed, number, require, understood
+from commrt.threads.streams import Streams
 from commrt.transport.binding import Binding, Communicator
 
 __all__ = ["join"]

@@ -13,10 +13,10 @@ from time import monotonic
 
 from torch.distributed import Store
 
-from commrt.answer import Answer
-from commrt.asking import ANSWER_S, another_connection, ask, begun
 from commrt.errors import TransportError
-from commrt.hearsay import GARBLED, mapped, number
+from commrt.store.asking import ANSWER_S, another_connection, ask, begun
+from commrt.store.hearsay import GARBLED, mapped, number
+from commrt.threads.answer import Answer
 
 __all__ = ["Departures"]
 

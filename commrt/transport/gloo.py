@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
-from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.store.asking import ANSWER_S, ask
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self, zeros
 
 __all__ = ["Finish", "GlooTransport"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 
-from commrt.streams import Graph
+from commrt.threads.streams import Graph
 from commrt.transport.protocol import Exchange
 
 __all__ = ["Graphs"]

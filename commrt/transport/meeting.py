@@ -21,7 +21,7 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.hearsay import require, understood
+from commrt.store.hearsay import require, understood
 
 __all__ = ["host_identity", "meet"]
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.asking import begun, within
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
-from commrt.streams import DONE, Graph, Mark, streams_of
+from commrt.store.asking import begun, within
+from commrt.threads.streams import DONE, Graph, Mark, streams_of
 from commrt.transport.binding import Binding, Communicator, load
 from commrt.transport.clique import join
 from commrt.transport.departures import Departures

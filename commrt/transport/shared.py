@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.asking import ANSWER_S, ask
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.hearsay import GARBLED
+from commrt.store.asking import ANSWER_S, ask
+from commrt.store.hearsay import GARBLED
 from commrt.transport.links import Link, Offer, packets
 from commrt.transport.meeting import meet
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self

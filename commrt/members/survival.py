@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a world goes on without a rank: all break their connections, and those who are left connect anew.
+
+NCCL can end a transfer only by ending all, and who waits for the lost rank is waited for by others. So the loss passes
+from rank to rank, as broken connections, until all know of it and come together (`commrt.members.membership`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from math import inf
+from threading import Event
+from typing import Generic, NamedTuple, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
+
+from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
+from commrt.members.attendance import Loss, Need
+from commrt.members.calls import Calls
+from commrt.members.membership import Membership
+from commrt.members.vote import Vote
+from commrt.store.asking import begun
+from commrt.threads.answer import Answer, Pending
+from commrt.threads.lane import Lane
+from commrt.transport.media import Media, Queueing
+from commrt.transport.protocol import Transport
+
+__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Survival"]
+
+T = TypeVar("T")
+
+LOOK_S = 0.1
+"""Between two looks at who lives."""
+LOST = (PeerLost, DeadlineExceeded)
+"""What may mean that a rank is gone; all else is an error of this one, or of the program."""
+
+Connect = Callable[[int, Sequence[int], float], Transport]
+"""(generation, members, timeout_s) -> what carries host memory among them; collective, once in each generation."""
+
+
+class Means(NamedTuple):
+    """What it takes to go on without a rank."""
+
+    connect: Connect
+    towards: str | None = None
+    """An address in the network through which the ranks see each other; None if nobody needs to look."""
+
+
+ConnectGpu = Callable[[str, torch.device], Queueing]
+"""(name, device) -> what carries that GPU's memory among the members; collective, each name once."""
+
+_log = logging.getLogger("commrt")
+
+
+class Survival:
+    """Of one world; on its lane, except where it says otherwise."""
+
+    def __init__(
+        self, store: Store, transport: Media, lane: Lane, means: Means | None, connect_gpu: ConnectGpu
+    ) -> None:
+        self.towards = None if means is None else means.towards
+        """Whence the others see this rank, where that is known."""
+        self.membership = Membership(
+            store, transport.rank, transport.members, self.towards, lambda: transport.timeout_s
+        )
+        self._dependants: WeakSet[object] = WeakSet()
+        self._is_on = False
+        self._need: Need | None = None
+        self._called = 0  # the latest generation to which others called this rank
+        self.is_outside = False
+        """The others have connected anew without this rank, which is alive: `rejoin`."""
+        self.generation = 0
+        """Through whose connections this rank exchanges."""
+        self.apart_until: float = 0
+        """The step from which this rank exchanges with the others again; infinite until they have connected."""
+        self.room = 0
+        """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
+        self._store, self._transport, self._lane = store, transport, lane
+        self._means, self._connect_gpu = means, connect_gpu
+        self.step = 0
+        """The step that training here comes to next."""
+        self.calls = Calls(PrefixStore("calls", store), transport.rank, lambda: transport.timeout_s)
+        self._voted = (0, 0)  # in which generation last, and how often: who came later has missed earlier ones
+        self._worked = set[int]()  # in which generations what all do together ran
+
+    @property
+    def has_need(self) -> bool:
+        """True if what is attached has ranks do different numbers of steps, so that nothing else can be beside it."""
+        return self._need is not None
+
+    @property
+    def is_possible(self) -> bool:
+        """True if a lost rank does not end this world; the same on all ranks."""
+        return self._is_on
+
+    def others(self) -> int:
+        """Dependants that are there already, without those that were dropped."""
+        for pause_s in (0.0, 0.01, 0.1):
+            if self._dependants:
+                Event().wait(pause_s)  # while another thread collects, this one would not
+                gc.collect()  # a model and its hooks are a cycle
+        return len(self._dependants)
+
+    def begin(self, dependant: object, *, alone: bool, need: Need | None = None) -> None:
+        """From now on, `dependant` goes on without a lost rank: it calls `let_go`, and `reform` when that suits it.
+
+        Not if it is not `alone`, on all ranks: nobody could say when all come together. Where all there is to `need` is
+        so many ranks, those who come go on without who is silent, and that one can `rejoin`. Collective.
+        """
+        if self._is_on:
+            self.membership.leave("another model gossips now")
+        self._dependants.add(dependant)
+        self._is_on = alone and self._means is not None
+        self._need = need
+        if self._is_on:
+            self.membership.enter(need)
+
+    def end(self, dependant: object) -> None:
+        """It does not any more, and the others need not wait for this rank."""
+        if self._is_on and dependant in self._dependants:
+            self.leave("it detached its model", in_order=True)
+            self._is_on, self._need = False, None
+        self._dependants.discard(dependant)
+
+    @property
+    def is_apart(self) -> bool:
+        """True from `let_go` until this rank exchanges with the others again."""
+        return self.apart_until > 0
+
+    @property
+    def is_broken(self) -> bool:
+        """True from `let_go` to `reform`."""
+        return self.apart_until == inf
+
+    def let_go(self, failure: TransportError) -> None:
+        """Break all connections because of `failure`, until `reform`; raises it if this world ends with a lost rank.
+
+        The others notice it when they next wait for this rank, and do the same.
+        """
+        if not self.is_possible:
+            raise failure
+        if not self.is_broken:
+            self.membership.miss(failure)
+            self._transport.abort()
+            self.apart_until = inf
+            self.room += 1
+
+    def submit(self, task: Callable[[], T]) -> Pending[T]:
+        """Run `task` on the lane; where it loses a rank, ``result()`` raises that, and the lane goes on."""
+        return _Spared(self._lane.submit(lambda: self._spared(task)))
+
+    def _spared(self, task: Callable[[], T]) -> T | TransportError:
+        self._worked.add(self.membership.generation)
+        try:
+            value = task()
+            if self._is_on:
+                self._transport.wait()
+        except LOST as failure:
+            self.let_go(failure)
+            return failure
+        return value
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work`, a collective, gives; done again by all who are left if a rank is lost. Not on the lane."""
+        if not self._is_on:
+            return work()
+        before: Sequence[int] = ()
+        while True:
+            self._lane.submit(self._settle).result()
+            if self._need is not None:
+                self.calls.begin()
+            self._worked.clear()
+            failure: TransportError | None = None
+            try:
+                value = work()
+            except LOST as error:
+                failure = error
+            members = self.membership.members
+            if self._all_came_through(failure):
+                if self._need is not None:
+                    self.calls.complete()
+                return value  # all have one, or the vote would say so
+            if isinstance(failure, DeadlineExceeded) and members == before:
+                raise failure  # those for whom it waits live, and do something else
+            before = members
+
+    def _settle(self) -> None:
+        """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
+        if self._need is not None:
+            self.be_in(0)
+        elif self.is_broken:
+            self.reform(self.step)
+        self.apart_until = 0
+
+    def part(self, failure: TransportError) -> None:
+        """Find out who is left after `failure`, without waiting for the next period. Not on the lane."""
+
+        def come_together() -> None:
+            self.let_go(failure)
+            self.reform(self.step)
+            self.reach(self.step)
+
+        self._lane.submit(come_together).result()
+
+    def reform(self, step: int) -> None:
+        """Connect anew with those who are left, before `step`; collective, waits for all whom nobody misses.
+
+        Raises `LeftBehind` if they did not wait for this rank.
+        """
+        if not self.is_broken:
+            self._transport.abort()  # or who waits for this rank would not come
+        begin: float = inf
+        while begin == inf:
+            lost, members = self.membership.lost, self.membership.members
+            begin = self._assembled(step)
+            self._tell(lost, members)
+            self._require_enough(step)
+            try:
+                self._connect()
+            except LOST as failure:  # one was lost on the way
+                self.membership.miss(failure)
+                begin = inf
+        self.apart_until, self.is_outside = begin, False
+        self.generation = self.membership.generation
+        self.room += 1
+
+    def _assembled(self, step: int) -> int:
+        try:
+            return self.membership.assemble(step, self._transport.timeout_s, self.require_open)
+        except LeftBehind:
+            self.is_outside = True
+            raise
+
+    def _require_enough(self, step: int) -> None:
+        members, need = self.membership.members, self._need
+        finished = [loss for loss in self.membership.lost if loss.in_order]
+        if need is not None and len(members) + len(finished) < need.members:
+            what = (
+                f"ranks {list(members)} are left, fewer than the {need.members} whose gradients make a step: start "
+                "again from a checkpoint, with more backups or fewer ranks"
+            )
+            raise QuorumLost(f"{self.membership.lost[-1]}. {what}", Place(self._transport.rank, step=step))
+
+    def rejoin(self, step: int) -> None:
+        """Be one of those who exchange again, who connect anew for it; between steps of this rank."""
+        while self.is_outside:
+            self.membership.follow()
+            with suppress(LeftBehind):  # they were connecting just then
+                self.reform(step)
+        self.apart_until = 0
+
+    def call(self, generation: int) -> None:
+        """Others connect anew, and wait for this rank; from any thread. Raises `TransportClosed`."""
+        self._called = max(self._called, generation)
+        self._lane.submit(self._come)
+
+    @property
+    def is_called(self) -> bool:
+        """True if others wait for this rank to connect anew."""
+        return self._called > self.membership.generation and not self.is_outside
+
+    def _come(self) -> None:
+        if self.is_called:
+            with suppress(LeftBehind):
+                self.reform(self.step)
+            self.apart_until = 0
+
+    def note(self, generation: int) -> None:
+        """Others are in `generation`; on the lane."""
+        self.is_outside = self.is_outside or self.membership.generation < generation
+
+    def be_in(self, generation: int) -> int:
+        """Connect anew until this rank's generation is at least that one; in which it is then. On the lane."""
+        while self.membership.generation < generation or self.is_broken or self.is_called or self.is_outside:
+            with suppress(LeftBehind):
+                self.rejoin(self.step) if self.is_outside else self.reform(self.step)
+            self.apart_until = 0
+        return self.membership.generation
+
+    def reach(self, step: int) -> None:
+        """This rank is at `step`."""
+        if step >= self.apart_until:
+            self.apart_until = 0
+
+    def _tell(self, lost: Sequence[Loss], before: Sequence[int]) -> None:
+        """What has changed since these were `lost` and those members."""
+        members = self.membership.members
+        level = logging.WARNING if self._transport.rank == members[0] else logging.INFO
+        for loss in (loss for loss in self.membership.lost if loss not in lost):
+            _log.log(level, "commrt: %s; %d ranks go on", loss, len(members))
+        for rank in (rank for rank in members if rank not in before):
+            _log.log(level, "commrt: rank %d has come back; %d ranks go on", rank, len(members))
+
+    def _connect(self) -> None:
+        """What was bound before stays broken."""
+        members, generation = self.membership.members, self.membership.generation
+        if (means := self._means) is not None and len(members) > 1:
+            timeout_s = self._transport.timeout_s
+            self._transport.replace_host(self._while_all_live(lambda: means.connect(generation, members, timeout_s)))
+            for device in self._transport.gpus:
+                connect = partial(self._connect_gpu, f"generation {generation}", device)
+                self._transport.add(device, self._while_all_live(connect))
+        self.require_open()
+
+    def _while_all_live(self, connect: Callable[[], T]) -> T:
+        """What `connect` returns; raises `PeerLost` if it waits for one who is gone, and lets it wait."""
+        answer = begun(connect)
+        while not answer.given:
+            with suppress(TimeoutError):
+                answer.error(LOOK_S)
+            is_called = self._called > self.membership.generation  # those who connect have gone on to another
+            if not answer.given and (is_called or self.membership.are_gone(self.membership.members)):
+                raise PeerLost("a rank was lost while those who are left connected", Place(self._transport.rank))
+        return answer.result()
+
+    def require_open(self) -> None:
+        """Who gave this world up meanwhile ended what was there then."""
+        if self._lane.failure is not None:
+            self._transport.abort()
+            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
+
+    def _all_came_through(self, failure: TransportError | None) -> bool:
+        """Has nobody seen a `failure` in what all did together? The same answer everywhere.
+
+        Asked of the generation in which it ran: since then others may have called this rank to the next one, where they
+        do it again.
+        """
+        generation = min(self._worked, default=self.membership.generation)
+        self._voted = generation, self._voted[1] + 1 if self._voted[0] == generation else 1
+        shelf = PrefixStore("vote {}.{}".format(*self._voted), self._store)
+        rank, timeout_s, membership = self._transport.rank, self._transport.timeout_s, self.membership
+        vote = Vote(shelf, rank, membership.members, timeout_s, membership.are_gone, self.calls.mark)
+        is_whole = vote.outcome(failure is None and len(self._worked) < 2)
+        if not is_whole:
+            loss = failure or PeerLost("another rank lost one in what all did together", Place(rank))
+            self._lane.submit(lambda: self._let_go_of(generation, loss)).result()
+        return is_whole
+
+    def _let_go_of(self, generation: int, loss: TransportError) -> None:
+        """Unless the others have called this rank to a later one."""
+        if self.membership.generation == generation:
+            self.let_go(loss)
+
+    def leave(self, why: str, *, in_order: bool = False) -> None:
+        """The others need not wait for this rank; from any thread, and safe to call twice."""
+        self.membership.leave(why, in_order=in_order)
+
+    def close(self) -> None:
+        """After `leave`: hold the store no more."""
+        self._means, self._store = None, HashStore()
+        self.calls.close()
+        self.membership.close()
+
+
+class _Spared(Generic[T]):
+    """An answer that may be the loss of a rank."""
+
+    def __init__(self, answer: Answer[T | TransportError]) -> None:
+        self._answer = answer
+
+    def result(self) -> T:
+        """See `Pending`."""
+        value = self._answer.result()
+        if isinstance(value, TransportError):
+            raise value
+        return value

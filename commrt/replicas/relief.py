@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do for each other beside their training: hand out their state, and call each other to connect anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from socket import gethostname
+from threading import Event
+from time import monotonic
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import Store
+
+from commrt.errors import DeadlineExceeded, Place, QuorumLost, TransportClosed
+from commrt.model.donor import Donor, Gift, Has, unpacked
+from commrt.runtime.world import World
+from commrt.store.asking import ANSWER_S, ask
+from commrt.store.hearsay import understood
+from commrt.store.service import Service, asked
+
+__all__ = ["PATIENCE_S", "Due", "Relief"]
+
+PATIENCE_S = 2.0
+"""How long one who is called may be silent before the others go on without it."""
+CALL_S = 0.5
+WAIT_S = 1.0
+"""How long a donor may take to come to its next forward pass, before another is asked."""
+AGAIN_S = 0.01
+READY, STATE, COME = b"R", b"S", b"C"
+"""Kinds of questions: is it there, what is it, will you connect anew."""
+
+T = TypeVar("T")
+
+
+class Due(NamedTuple):
+    """What a rank that was late has to become before it goes on."""
+
+    version: int
+    donors: tuple[int, ...]
+    """Who has it, the one to ask first first."""
+
+
+class Relief:
+    """Of one model on one rank; the others find it on a shelf of the store."""
+
+    def __init__(self, world: World, shelf: Store, donor: Donor) -> None:
+        self._world, self._shelf, self._donor = world, shelf, donor
+        towards = world.survival.towards or gethostname()
+        self._service = Service(towards, {READY: self._is_ready, STATE: self._give, COME: self._come})
+
+    def open(self) -> None:
+        """Take callers."""
+        self._ask(lambda: self._shelf.set(_key(self._world.rank), self._service.address))
+
+    def _is_ready(self, version: int) -> bytes | None:
+        return self._donor.has(version, WAIT_S).value or None
+
+    def _give(self, version: int) -> bytes | None:
+        return self._donor.give(version, self._world.timeout_s / 2)
+
+    def _come(self, generation: int) -> bytes | None:
+        try:
+            self._world.survival.call(generation)
+        except TransportClosed:
+            return None
+        return b""
+
+    def summon(self, rank: int, generation: int) -> bool:
+        """Call `rank`, which is alive, to connect anew; True if it promises to come."""
+        address = self._address(rank)
+        return address is not None and asked(address, COME, generation, CALL_S) is not None
+
+    def fetch(self, due: Due) -> Gift | None:
+        """The state of one of its donors; waits for the first of them to have it.
+
+        None if all of them that live have changed their weights since, outside of a step.
+        Raises `QuorumLost` if all of them are gone, `DeadlineExceeded`.
+        """
+        end_s = monotonic() + self._world.timeout_s
+        while True:
+            changed = set[int]()
+            for rank in due.donors:
+                said = self._asked(rank, due.version)
+                if isinstance(said, bytes):
+                    return unpacked(said)
+                changed |= {rank} if said is Has.OTHERS else set()
+            gone = self._require_hope(due, end_s)
+            if changed and changed | gone >= {*due.donors}:
+                return None
+            Event().wait(AGAIN_S)
+
+    def _asked(self, rank: int, version: int) -> bytes | Has:
+        """Who has it may take long to copy it."""
+        address = self._address(rank)
+        said = None if address is None else asked(address, READY, version, WAIT_S + PATIENCE_S)
+        if address is None or said != Has.IT.value:
+            return understood("answer of a service", said or b"", Has)
+        return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
+
+    def _require_hope(self, due: Due, end_s: float) -> set[int]:
+        """Those of its donors that are gone."""
+        self._world.survival.require_open()
+        donors, place = list(due.donors), Place(self._world.rank, due.donors[0], due.version)
+        gone = set(self._world.survival.membership.gone(donors))
+        if len(gone) == len(donors):
+            raise QuorumLost(f"only ranks {donors} had the weights of step {due.version}, and they are gone", place)
+        if monotonic() > end_s:
+            what = (
+                f"this rank was late, and none of ranks {donors}, whose weights it needs, came to its next forward "
+                f"pass or closed its world within {self._world.timeout_s:g} s: look at their output"
+            )
+            raise DeadlineExceeded(what, place)
+        return gone
+
+    def _address(self, rank: int) -> str | None:
+        key = _key(rank)
+        said = self._ask(lambda: self._shelf.get(key) if self._shelf.check([key]) else None)
+        return None if said is None else understood(key, said, bytes.decode)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return ask(question, self._world.timeout_s + ANSWER_S, self._world.rank)
+
+    def close(self) -> None:
+        """Take no more callers."""
+        self._service.close()
+
+
+def _key(rank: int) -> str:
+    return f"service/{rank}"

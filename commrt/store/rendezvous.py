@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the ranks of a launch meet: a store that rank 0 holds, unless the launcher does."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+
+from torch.distributed import Store, TCPStore
+
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
+from commrt.launch import LOOPBACK, Launch
+from commrt.store.asking import ANSWER_S, ask
+
+__all__ = ["hold", "is_loopback", "listen", "meet"]
+
+_held: dict[tuple[str, int], Store] = {}
+"""The stores that live in this process, as long as it does: the next world meets at the same port."""
+
+
+def meet(launch: Launch, timeout_s: float) -> Store:
+    """The store of `launch`, made by its rank 0 where the launcher holds none.
+
+    Raises `DeadlineExceeded` if none answers within `timeout_s`, `TransportError` if the port is taken.
+    """
+    where = launch.address, launch.port
+    if where in _held:
+        return _held[where]
+    holds_it = launch.rank == 0 and not launch.store_exists
+    store = _open(launch, holds_it, timeout_s)
+    if holds_it:
+        _held[where] = store
+    return store
+
+
+def is_loopback(address: str) -> bool:
+    """True if nobody outside this machine can reach `address`."""
+    try:
+        return ip_address(_numeric(address)).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _is_number(address: str) -> bool:
+    """False for a name, which this host may know as another address than the others do."""
+    try:
+        ip_address(_numeric(address))
+    except ValueError:
+        return False
+    return True
+
+
+def _numeric(address: str) -> str:
+    return LOOPBACK if address.lower() == "localhost" else address
+
+
+def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
+    at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
+    listener = _listener(launch) if holds_it and _is_number(launch.address) else None
+    try:
+        return ask(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + ANSWER_S, launch.rank)
+    except DeadlineExceeded as error:
+        what = (
+            f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "
+            "not stopped? If it is another program, set MASTER_PORT to a free port on every rank"
+        )
+        raise DeadlineExceeded(what, place) from error
+    except (RuntimeError, PeerLost) as error:
+        if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":
+            what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
+            raise TransportError(what, Place(rank=launch.rank)) from error
+        what = (
+            f"no store at {at} within {timeout_s:g} s: is rank 0 running there, is the port free, "
+            "and do MASTER_ADDR and MASTER_PORT say the same on every rank"
+        )
+        raise DeadlineExceeded(what, place) from error
+
+
+def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | None) -> Store:
+    """With torch's word for sharing it with a group that ``torch.distributed`` opens there, before or after."""
+    return TCPStore(
+        launch.address,
+        launch.port,
+        is_master=holds_it,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+
+
+def _listener(launch: Launch) -> int | None:
+    """A socket that listens on the launch's address alone; left to itself, torch listens on all.
+
+    None if the port is taken: perhaps by a store of this process, which torch will share. And if the address is none of
+    this machine's own, as behind a translation of addresses.
+    """
+    with suppress(OSError):
+        return listen(_numeric(launch.address), launch.port).detach()
+    return None
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Where calls to a store wait until somebody answers; at a free port, if none is given."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def hold(listener: socket.socket) -> Store:
+    """A store in this process, which takes part in nothing, for the ranks that call `listener`; that is used up."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
