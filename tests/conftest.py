@@ -14,6 +14,9 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)  # make fuzz
 settings.load_profile("busy")
 
+LONG = ("test_equivalence", "test_examples", "test_benchmarks", "test_compiled")
+"""What takes longest begins first: no worker of pytest is left alone with it at the end."""
+
 collect_ignore = ["launch_report.py", "c_launch_report.py"]  # programs of their own, in which Triton compiles
 
 
@@ -21,6 +24,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--over", choices=["threads", "nccl"], default="threads", help="what connects ranks of one process"
     )
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -75,6 +75,16 @@ def test_what_a_module_offers_it_defines(path):
         assert hasattr(module, name)
 
 
+def test_every_module_of_a_room_has_a_name_of_its_own_and_a_row_on_the_map():
+    page = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page[page.index("## Code map") : page.index("## Invariants")], re.MULTILINE)
+    told = [name for row in rows for name in re.findall(r"`(\w+/?)`", row)]
+    whole = {"algorithms", "cli", "kernels", "testing", "transport"}  # rooms of one row
+    inside = [path for path in (ROOT / "commrt").rglob("*.py") if not whole & set(path.relative_to(ROOT).parts[:2])]
+    modules = [path.stem for path in inside if path.stem != "__init__"]
+    assert sorted(told) == sorted([*modules, *(f"{room}/" for room in whole)])
+
+
 def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
     algorithms, kernels = (ROOT / "docs/algorithms.md").read_text(), (ROOT / "kernels/README.md").read_text()
     assert [name for name in ALGORITHMS if f"`{name}`" not in algorithms] == []
