@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
+from commrt.runtime.executor import BoundProgram
 from commrt.store.asking import another_connection
 from commrt.store.doorbell import Doorbell
 
@@ -190,3 +191,49 @@ def missing_a_call(tell, victim, timeout_s, what, is_stopped):
     last = summed(2)
     world.close()
     return first, found, last
+
+
+def dying_in_a_sum(tell, algorithm, victim):
+    """`victim` is killed when it has the sum, which others lack for that, or have as well."""
+    _, optimizer, world = joined(algorithm, 4.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    run = BoundProgram.run
+
+    def run_once(program, *where):
+        run(program, *where)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    world.all_reduce(total := torch.ones(64), "sum")  # they compare what they do, once
+    if world.rank == victim:
+        BoundProgram.run = run_once
+    world.all_reduce(total.fill_(1), "sum")
+    world.close()
+    return total.unique().tolist()
+
+
+def back_amid_a_call(tell, victim, timeout_s):
+    """`victim` is stopped, and the others consolidate; between two parts of that it comes back and does so too."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    sync_buffers, found = replica.sync_buffers, []
+
+    def slow():
+        if world.rank == 0:
+            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+        if world.rank != victim:
+            another_connection(world.store).get("told")
+        sync_buffers()
+
+    replica.sync_buffers = slow
+    if world.rank == victim:
+        world.store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for _ in range(2):
+        try:
+            found.append(replica.consolidate())
+        except commrt.LeftBehind:
+            found.append("left behind")
+            another_connection(world.store).set("told", "")
+    found.append(replica.replicas_equal())
+    world.close()
+    return found

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from casualties import missing_a_call
+from casualties import back_amid_a_call, dying_in_a_sum, missing_a_call
 
 import commrt
 from commrt.testing.processes import run_processes
@@ -86,7 +86,7 @@ def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
 
 
 def is_told(found):
-    return isinstance(found, str) and "call 2 of all ranks, is over for the others" in found
+    return isinstance(found, str) and "to which rank" in found and "is over for the others" in found
 
 
 @pytest.mark.parametrize(("what", "others_find"), [("sum", [3.0, 3.0]), ("consolidate", None), ("equal", True)])
@@ -107,3 +107,15 @@ def test_a_rank_that_was_busy_until_a_call_was_over_is_told_and_gets_no_other_ca
         first, found, last = end.value
         assert (first, last) == ([4.0, 0.0], [4.0, 8.0])
         assert is_told(found) or (end.rank != 2 and (found == [3.0, 3.0] or "no answer from" in found))
+
+
+def test_a_rank_that_comes_back_amid_a_call_leaves_it_to_the_others_and_makes_the_next_one_with_them():
+    ends = run_processes(4, back_amid_a_call, 2, 2.0)
+    assert [end.error for end in ends] == [None] * 4
+    assert [end.value for end in ends] == [["left behind" if end.rank == 2 else None, None, True] for end in ends]
+
+
+@pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
+def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
+    ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
+    assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3

@@ -152,5 +152,5 @@ def test_what_the_others_did_before_a_successor_came_ends_in_words_and_disturbs_
     company = Company(vacant(), Busy(), 2)
     company._is_new, company._world.transport.timeout_s = True, 0.1
     with pytest.raises(DeadlineExceeded, match=r"What all do together .* has been done; leave it out where world.is_s"):
-        company.gather()
+        company.await_the_others()
     assert Doing.GATHERS not in Busy.said

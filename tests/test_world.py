@@ -20,6 +20,7 @@ from commrt.algorithms import ring, tree
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.launch import LOOPBACK
 from commrt.runtime import world as world_module
+from commrt.runtime.around import Around
 from commrt.runtime.comparison import KEPT, SCHEDULES_KEPT, Comparison
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
@@ -456,6 +457,20 @@ def helper(fails=False):
         if fails:
             raise OSError("of the helper")
         return world
+
+
+def test_what_ends_while_ranks_gather_is_over_for_this_one():
+    heard = []
+
+    def interrupted(what):
+        heard.append(what)
+        raise KeyboardInterrupt
+
+    (world,) = local_worlds(1)
+    world.around = Around(interrupted, lambda: heard.append("over"))
+    with pytest.raises(KeyboardInterrupt), world.gathered("a()"):
+        pass
+    assert heard == ["a()", "over"]
 
 
 def test_the_outermost_with_statement_closes_a_world():

@@ -3,86 +3,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event
+from time import monotonic
 
 from torch.distributed import HashStore, Store
 
-from commrt.errors import CommrtError, LeftBehind, Place
+from commrt.errors import LeftBehind, Place
 from commrt.store.asking import ANSWER_S, ask
 from commrt.store.hearsay import require, understood
 
 __all__ = ["Calls"]
 
 LATEST = "latest"
+LOOK_S = 0.05
+Stand = tuple[int, int]
+"""How many calls are over, and parts of the next one."""
 
 
 class Calls:
-    """Of one rank; what is told to the others stands on a shelf of the store. For the thread that trains.
+    """Of one rank; the farthest that any has told stands on a shelf of the store. For the thread that trains.
 
-    A call has parts, each of which is done by all or by nobody. It is over whether it was done or ended in an error.
+    A call has parts, each of which is done by all or by nobody. A rank counts a call of which it entered a part, or in
+    which an error ended its coming, and tells so when it goes on: who ends instead takes it from nobody. What all
+    refuse as soon as they have come does not count: no rank waits for another there.
     """
 
     def __init__(self, store: Store, rank: int, timeout_s: Callable[[], float]) -> None:
         self._store: Store = store
         self._rank, self._timeout_s = rank, timeout_s
-        self._place = (0, 0)  # how many are over, and parts of the next one
-        self._has_begun = False
+        self._own: Stand = (0, 0)
+        self._told: Stand = (0, 0)  # by the one that is farthest, as far as this one knows
+        self._what, self._counts = "", False  # of the call in which this rank is
+        self._is_behind = False  # the others were in the call that it left last, and may still be
 
     @property
     def mark(self) -> str:
         """Which comes next; the same on ranks that have made the same calls."""
-        return "{}.{}".format(*self._place)
+        return "{}.{}".format(*self._own)
 
-    def begin(self) -> None:
-        """Raise `LeftBehind` if it is over elsewhere."""
-        self._has_begun = True
-        if self._latest() > self._place:
+    @contextmanager
+    def coming(self, what: str) -> Iterator[None]:
+        """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank."""
+        self._what, self._counts = what, True
+        end_s = monotonic() + self._timeout_s()
+        while self._is_behind and self._read() < self._own and monotonic() < end_s:
+            Event().wait(LOOK_S)
+        self._is_behind = False
+        self.require_next()
+        yield
+        self._counts = False
+
+    def enter(self) -> None:
+        """A part of it."""
+        self._counts = True
+
+    def require_next(self) -> None:
+        """Raise `LeftBehind` if what this rank is about to do is over elsewhere."""
+        if self._exchange() > self._own:
+            self._is_behind = True
             what = (
-                f"what rank {self._rank} comes to now, call {self._place[0]} of all ranks, is over for the others: a "
-                f"rank, perhaps this one, was silent or busy for longer than the {self._timeout_s():g} s of the "
-                "deadline then, or skipped a call. Raise timeout_s, and let no rank skip one"
+                f"{self._what}, to which rank {self._rank} comes now, is over for the others: a rank, perhaps this "
+                f"one, was silent or busy for longer than the {self._timeout_s():g} s of the deadline, gave a call of "
+                "all ranks up, or skipped one. Raise timeout_s, and let all ranks make the same calls"
             )
             raise LeftBehind(what, Place(self._rank))
 
     def complete(self) -> None:
-        """A part was done by all."""
-        calls, parts = self._place
-        self._move(calls, parts + 1)
+        """A part, which was done by all."""
+        self._own = self._own[0], self._own[1] + 1
+        self._exchange()
 
     def leave(self) -> None:
-        """The call that was begun is over; nothing if none was."""
-        if self._has_begun:
-            self._has_begun = False
-            with suppress(CommrtError, RuntimeError):  # the store is gone: who needs it will say so
-                self._move(self._place[0] + 1, 0)
+        """What this rank came to is over for it."""
+        if self._counts:
+            self._counts, self._own = False, (self._own[0] + 1, 0)
+
+    def go_on(self) -> None:
+        """Train: who comes to an earlier one from now on comes too late."""
+        if not self._is_behind and self._told < self._own:
+            self._exchange()
 
     def follow(self) -> None:
         """Do next what the others do next, who make no call meanwhile."""
-        self._place = self._latest()
+        self._own = self._read()
 
     def close(self) -> None:
         """Hold the store no more."""
         self._store = HashStore()
 
-    def _move(self, calls: int, parts: int) -> None:
-        self._place, latest = (calls, parts), self._latest()
-        while latest < self._place:
-            latest = self._exchanged(latest)
+    def _exchange(self) -> Stand:
+        """The farthest that any rank has told, this one included."""
+        latest = self._read()
+        while latest < self._own:
+            latest = self._swapped(latest)
+        return latest
 
-    def _exchanged(self, latest: tuple[int, int]) -> tuple[int, int]:
+    def _swapped(self, latest: Stand) -> Stand:
         """What stands after this rank has written its own place in place of `latest`, if that stood there."""
         before, after = "{}.{}".format(*latest), self.mark
-        return self._read(lambda: self._store.compare_set(LATEST, before, after))
+        return self._asked(lambda: self._store.compare_set(LATEST, before, after))
 
-    def _latest(self) -> tuple[int, int]:
-        return self._read(lambda: self._store.compare_set(LATEST, "", "0.0"))
+    def _read(self) -> Stand:
+        return self._asked(lambda: self._store.compare_set(LATEST, "", "0.0"))
 
-    def _read(self, question: Callable[[], bytes]) -> tuple[int, int]:
-        return understood(LATEST, ask(question, self._timeout_s() + ANSWER_S, self._rank), _place)
+    def _asked(self, question: Callable[[], bytes]) -> Stand:
+        self._told = understood(LATEST, ask(question, self._timeout_s() + ANSWER_S, self._rank), _stand)
+        return self._told
 
 
-def _place(said: bytes) -> tuple[int, int]:
+def _stand(said: bytes) -> Stand:
     calls, parts = map(int, said.decode().split("."))
     require(calls >= 0 and parts >= 0)
     return calls, parts

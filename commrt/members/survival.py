@@ -171,10 +171,11 @@ class Survival:
         if not self._is_on:
             return work()
         before: Sequence[int] = ()
+        self.calls.enter()
         while True:
             self._lane.submit(self._settle).result()
             if self._need is not None:
-                self.calls.begin()
+                self.calls.require_next()
             self._worked.clear()
             failure: TransportError | None = None
             try:

@@ -274,11 +274,13 @@ class Backed(Replica):
             self._begin_pass(current_pass())
             self._finish()
 
-    def _gather(self) -> None:
-        """Before all ranks do something together."""
+    def _gather(self, what: str) -> None:
+        """Before all ranks do `what` together."""
         with self._last_words.around():
-            self._show()
-            self._company.gather()
+            self._company.await_the_others()
+            with self._world.survival.calls.coming(what):
+                self._show()
+                self._company.gather()
 
     def _disperse(self) -> None:
         """After it."""
@@ -342,11 +344,6 @@ class Backed(Replica):
         """See `Replica.sync_buffers`."""
         super().sync_buffers()
         self._backing.keep_buffers()
-
-    def replicas_equal(self) -> bool:
-        """See `Replica.replicas_equal`; False where a rank has ended before the others did (`consolidate`)."""
-        self.drain()
-        return super().replicas_equal()
 
     def consolidate(self) -> None:
         """See `Replica.consolidate`: all take the state of those that have seen most updates; collective.

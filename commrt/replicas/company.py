@@ -44,19 +44,20 @@ class Company:
     def gather(self) -> None:
         """Before all ranks do something together: wait for those that were left behind, and live."""
         end_s = monotonic() + self._world.timeout_s
-        if self._is_new:
-            self._await_the_others(end_s)
         self._presence.say(Doing.GATHERS)
         while (outside := self._outside()) and monotonic() < end_s:
             Event().wait(LOOK_S)
         if outside:
             _log.warning("commrt: rank %d goes on without ranks %s, which live", self._world.rank, outside)
 
-    def _await_the_others(self, end_s: float) -> None:
-        """They may be in their last steps; but if this is something that they did before, they never come.
+    def await_the_others(self) -> None:
+        """Who is new comes with them: they may be in their last steps, or have done it before, and then never come.
 
         Until then this rank is one that trains: who lacks its gradient waits for it.
         """
+        if not self._is_new:
+            return
+        end_s = monotonic() + self._world.timeout_s
         self._presence.say(Doing.AWAITS)
         while Doing.TRAINS in self._presence.of(self.others).values():
             if monotonic() > end_s:
@@ -87,6 +88,7 @@ class Company:
         """At the begin of a step."""
         self._is_new = False
         if self._presence.doing in {Doing.BETWEEN, Doing.AWAITS}:
+            self._world.survival.calls.go_on()
             self._presence.say(Doing.TRAINS)
 
     def succeed(self, takes_a_step: Callable[[], bool]) -> None:

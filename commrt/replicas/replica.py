@@ -143,8 +143,12 @@ class Replica(ABC):
             self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def replicas_equal(self) -> bool:
-        """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`."""
-        return self._lane.world.all_equal("replicas", fingerprint(self.model))
+        """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.
+
+        With backup workers False where a rank has ended before the others did (`consolidate`).
+        """
+        with self._lane.world.gathered("replicas_equal()"):
+            return self._lane.world.all_equal("replicas", fingerprint(self.model))
 
     @property
     def lost(self) -> tuple[Loss, ...]:

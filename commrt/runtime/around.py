@@ -13,7 +13,8 @@ __all__ = ["Around"]
 class Around:
     """What is called before and after all ranks do something together, and before the world is closed in good order."""
 
-    gather: Callable[[], None] = lambda: None
+    gather: Callable[[str], None] = lambda _: None
+    """Takes what they do."""
     disperse: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None

@@ -7,7 +7,7 @@ need not come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
@@ -61,14 +61,15 @@ class Comparison:
         self._among: Among = {}
         self._among_now: Among = {}
 
-    def require(self, schedule: Schedule, buffer: Tensor, generation: int = 0) -> None:
+    def require(self, schedule: Schedule, buffer: Tensor, members: Collection[int], generation: int = 0) -> None:
         """Raise `UsageError` if `schedule` cannot run on `buffer`, `DisagreementError` if its players differ.
 
-        What was compared in another `generation` is not remembered: there may be a player that was not there.
+        `members` are left. What was compared in another `generation` is not remembered: there may be a player that was
+        not there.
         """
         _require_row(buffer)
         traits = self._traits(schedule)
-        if lost := sorted({*traits.players} - {*self._transport.members}):
+        if lost := sorted({*traits.players} - {*members}):
             raise UsageError(
                 f"{schedule.name} names ranks {lost}, which are lost: let those that are left play a schedule for as "
                 "many, with schedule.over(world.members, world=world.size)"

@@ -2,14 +2,14 @@
 """Sums and means of tensors of any size over all ranks, along an algorithm's schedule.
 
 They travel one at a time, so one wire buffer serves all: as large as the largest so far, not as all of them together.
-The tensor is written to when its sum is whole, so that after the loss of a rank the others can begin anew.
+Where a rank may be lost meanwhile, the tensor is written to when all have its sum: until then they may begin anew.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -36,7 +36,7 @@ from commrt.transport.protocol import Moment
 from commrt.wire.buckets import is_expanded
 from commrt.wire.stamp import sealed
 
-__all__ = ["Sum", "Summing", "check_all_reduce", "checked"]
+__all__ = ["Sum", "Summing", "check_all_reduce", "checked", "require_moment"]
 
 KEPT = 256
 """Bound programs, of the tensors seen last."""
@@ -95,13 +95,18 @@ def checked(tensor: Tensor, op: str, algorithm: Algorithm, wire: torch.dtype | N
     _check_arithmetic(tensor.dtype, op)
     check_wire(wire)
     check_all_reduce(algorithm)
-    if not isinstance(moment, Moment):
-        raise UsageError(f"moment={moment!r:.80}: give a commrt.Moment(step, bucket), or leave it out")
+    require_moment(moment)
     narrower = wire is not None and tensor.is_floating_point() and wire.itemsize < tensor.dtype.itemsize
     travels = wire if wire is not None and narrower else tensor.dtype
     like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
     kind = Kind(like.shape, like.stride(), like.dtype, travels, tensor.device)
     return Sum(tensor, kind, op, algorithm, moment)
+
+
+def require_moment(moment: Moment) -> None:
+    """Raise `UsageError` for anything else."""
+    if not isinstance(moment, Moment):
+        raise UsageError(f"moment={moment!r:.80}: give a commrt.Moment(step, bucket), or leave it out")
 
 
 def check_all_reduce(algorithm: Algorithm) -> None:
@@ -158,9 +163,20 @@ class Summing:
     def now(self, call: Sum, recorder: Recorder | None) -> None:
         """Return when the tensor holds the result, of those who are left if a rank is lost; collective."""
         self._look_ahead(call)
-        submit, together = self._survival.submit, self._survival.together
-        if refusal := together(lambda: submit(lambda: self._carry(call, recorder)).result()):
+        refusal, total = self._survival.together(lambda: self._attempt(call, recorder))
+        if refusal is not None:
             raise refusal
+        if total is not call.tensor:
+            with torch.no_grad():
+                call.tensor.copy_(total)
+
+    def _attempt(self, call: Sum, recorder: Recorder | None) -> tuple[CommrtError | None, Tensor]:
+        """On a copy, where who has its sum may learn that another lost a rank, and that all do it again."""
+        own = call
+        if self._survival.is_possible:
+            with torch.no_grad():
+                own = replace(call, tensor=call.kind.empty(call.kind.device).copy_(call.tensor))
+        return self._survival.submit(lambda: self._carry(own, recorder)).result(), own.tensor
 
     def begin(self, call: Sum, recorder: Recorder | None) -> Result[CommrtError | None]:
         """Return at once; the answer may be an error after which the world goes on. Collective."""

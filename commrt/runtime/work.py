@@ -55,7 +55,7 @@ class Work:
             what = f"the transfer is still under way after {timeout_s:g} s: wait() again, or with a longer timeout"
             raise DeadlineExceeded(what, Place(self._rank)) from late
         finally:
-            self._is_told = self._answer.given
+            self._is_told |= self._answer.given
         if error is not None:
             raise error
 

@@ -27,7 +27,7 @@ from commrt.runtime.comparison import Comparison
 from commrt.runtime.connection import connect_gpu, gpu, own_device
 from commrt.runtime.executor import bind
 from commrt.runtime.questions import Questions
-from commrt.runtime.summing import Summing, checked
+from commrt.runtime.summing import Summing, checked, require_moment
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
 from commrt.store.asking import another_connection
@@ -158,12 +158,13 @@ class World:
     @contextmanager
     def gathered(self, what: str) -> Iterator[None]:
         """Around `what`, which all ranks do together; raises `UsageError` inside ``join()``."""
+        self.lane.require_unbroken()
         self.require_all_ranks(what)
         self._require_a_place(what)
-        if not self._gathered:
-            self.around.gather()
         self._gathered += 1
         try:
+            if self._gathered == 1:
+                self.around.gather(what)
             yield
         except CommrtError as error:
             self.around.failed(error)
@@ -177,10 +178,9 @@ class World:
         """Compare `claim` with all ranks (`store.agreement`); where a model gossips, with those who are left.
 
         The world goes on after a `DisagreementError`, which every rank gets, and `LeftBehind`. Whatever else ends the
-        question is this rank's alone, so it could take the answer to one question for that to another: the world is
-        given up. Raises `TransportClosed` at once if it was before, or closed, `UsageError` inside a ``join()``.
+        question is this rank's alone, so it could take an answer for that to another question: the world is given up.
+        Raises `TransportClosed` at once if it was before, or closed, `UsageError` inside a ``join()``.
         """
-        self.lane.require_unbroken()
         with self.gathered(f"agree ({topic})"):
             try:
                 self._questions.ask(self.store, topic, claim)
@@ -248,11 +248,11 @@ class World:
         With `async_op` it returns a `Work` to wait for at once. What is begun in one order on all ranks runs in it.
 
         The schedule is trusted: `commrt.prove` it first. Before it runs for the first time on so many elements of a
-        dtype, these ranks compare the three, at the cost of an all-reduce of 128 bytes per rank (`comparison`).
-        What was compared is not compared again: that all ranks make the same calls in the same order remains the
-        caller's promise. Raises `UsageError` for what cannot work and inside ``join()``, before anything is sent, and
-        `DisagreementError` on every rank if they differ; the world goes on after both.
+        dtype, and not again, these ranks compare the three, at the cost of an all-reduce of 128 bytes per rank. That
+        all make the same calls in the same order remains the caller's promise. Before anything is sent it raises
+        `UsageError` for what cannot work, `DisagreementError` on all ranks if they differ; the world goes on.
         """
+        require_moment(moment)
         if not isinstance(schedule, Schedule):
             raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
         if schedule.ranks != self.size:
@@ -261,7 +261,7 @@ class World:
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
         with self.gathered("run"):
-            self._comparison.require(schedule, buffer, self.survival.generation)
+            self._comparison.require(schedule, buffer, self.members, self.survival.generation)
             work = Work(buffer, self.rank, self.lane.submit(lambda: self._run(schedule, buffer, moment)))
             if not async_op or self.survival.is_possible:  # else what all do together would not be over at its end
                 work.wait()
@@ -281,8 +281,9 @@ class World:
 
         Waits, unless `async_op`: then wait for the `Work`. `wire` is the dtype that travels, as for `attach`; integers
         (int32, int64) have no mean. A GPU is connected. `moment` is what errors and traces call it. Where a model
-        gossips or has backup workers it is over when the call returns, of those who are left if a rank is lost.
-        Raises `UsageError` before anything is sent, `DisagreementError` if ranks came with different calls.
+        gossips or has backup workers it is over when the call returns, of those who are left if a rank is lost, and
+        takes memory for a copy. Raises `UsageError` before anything is sent, `DisagreementError` where calls differ;
+        the world goes on if sizes, dtypes that travel or algorithms do.
         """
         call = checked(tensor, op, algorithm, wire, moment)
         with self.gathered("all_reduce()"):

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which call of all ranks comes next, for ranks in turns on one store."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore
+
+from commrt.errors import CommrtError, DeadlineExceeded, LeftBehind
+from commrt.members.calls import Calls
+
+
+class Silent:
+    """A store whose process is stopped."""
+
+    def compare_set(self, *_):
+        raise DeadlineExceeded("no answer")
+
+
+class Asked:
+    """A store that calls something before its n-th answer."""
+
+    def __init__(self, store, left, then):
+        self.store, self.left, self.then = store, left, then
+
+    def compare_set(self, *words):
+        self.left -= 1
+        if self.left == 0:
+            self.then()
+        return self.store.compare_set(*words)
+
+
+def ranks(count, timeout_s=0.2):
+    store = HashStore()
+    return [Calls(store, rank, lambda: timeout_s) for rank in range(count)]
+
+
+def come(calls, what="a()"):
+    with calls.coming(what):
+        pass
+    calls.enter()
+
+
+def through(calls):
+    come(calls)
+    calls.require_next()
+    calls.complete()
+    calls.leave()
+
+
+def test_ranks_that_make_the_same_calls_hear_nothing():
+    for calls in (both := ranks(2)):
+        come(calls)
+    for _ in range(2):
+        for calls in both:
+            calls.require_next()
+        for calls in both:
+            calls.complete()
+    for calls in both:
+        calls.leave()
+    assert [calls.mark for calls in both] == ["1.0", "1.0"]
+
+
+def test_a_rank_that_comes_to_a_call_of_which_others_have_done_a_part_is_told_which():
+    here, away = ranks(2)
+    come(here)
+    here.complete()
+    with pytest.raises(LeftBehind, match=r"^save\(\), to which rank 1 comes now, is over for the others"):
+        come(away, "save()")
+
+
+def test_it_makes_the_next_call_with_them():
+    here, away = ranks(2)
+    through(here)
+    with pytest.raises(LeftBehind):
+        come(away)
+    away.leave()
+    for calls in (here, away):
+        come(calls, "b()")
+    assert (here.mark, away.mark) == ("1.0", "1.0")
+
+
+def test_who_ends_in_a_call_takes_it_from_nobody():
+    left, other = ranks(2)
+    come(left)
+    left.leave()  # by Ctrl-C, say
+    through(other)
+
+
+@pytest.mark.parametrize("goes_on", [Calls.go_on, lambda calls: come(calls, "b()")], ids=["trains", "calls"])
+def test_who_gives_a_call_up_and_goes_on_has_told_those_who_come_to_it_later(goes_on):
+    left, other = ranks(2)
+    come(left)
+    left.leave()
+    goes_on(left)
+    with pytest.raises(LeftBehind):
+        come(other)
+
+
+@pytest.mark.parametrize("goes_on", [Calls.go_on, lambda calls: come(calls, "b()")], ids=["trains", "calls"])
+def test_who_was_left_behind_does_not_end_the_call_that_the_others_are_in(goes_on):
+    here, away = ranks(2)
+    come(here)
+    here.complete()
+    with pytest.raises(LeftBehind):
+        come(away)
+    away.leave()
+    Calls.go_on(away)
+    here.require_next()
+
+
+def test_who_was_left_behind_waits_at_the_next_call_until_the_others_are_out_of_theirs():
+    here, away = ranks(2, timeout_s=5)
+    come(here)
+    here.complete()
+    with pytest.raises(LeftBehind):
+        come(away)
+    away.leave()
+
+    def go_on():
+        here.require_next()  # nobody has ended it meanwhile
+        here.leave()
+        here.go_on()
+
+    away._store = Asked(away._store, 3, go_on)
+    come(away, "b()")
+    come(here, "b()")
+    assert away._store.left < 0
+
+
+def test_it_does_not_wait_for_ever():
+    here, away = ranks(2)
+    come(here)
+    here.complete()
+    with pytest.raises(LeftBehind):
+        come(away)
+    away.leave()
+    come(away, "b()")
+    with pytest.raises(LeftBehind):
+        here.require_next()
+
+
+def test_a_call_to_which_a_rank_does_not_come_for_an_error_counts():
+    (calls,) = ranks(1)
+    with pytest.raises(KeyboardInterrupt), calls.coming("a()"):
+        raise KeyboardInterrupt
+    calls.leave()
+    assert calls.mark == "1.0"
+
+
+def test_a_call_that_all_refuse_when_they_have_come_counts_for_nobody():
+    fast, slow = ranks(2)
+    for _ in range(3):
+        with fast.coming("a()"):
+            pass
+        fast.leave()
+    come(fast, "b()")
+    with slow.coming("a()"):
+        pass
+    slow.leave()
+    come(slow, "b()")
+    assert fast.mark == slow.mark == "0.0"
+
+
+def test_a_call_that_ends_because_the_store_is_silent_counts():
+    (calls,) = ranks(1)
+    calls._store = Silent()
+    with pytest.raises(CommrtError):
+        come(calls)
+    calls.leave()
+    assert calls.mark == "1.0"
+
+
+def test_leaving_asks_nothing_of_the_store():
+    (calls,) = ranks(1)
+    come(calls)
+    calls._store = Silent()
+    calls.leave()
+    assert calls.mark == "1.0"
+
+
+def test_what_was_no_call_counts_for_nothing():
+    (calls,) = ranks(1)
+    calls.leave()
+    assert calls.mark == "0.0"
+
+
+def test_a_successor_does_next_what_the_others_do_next():
+    here, new = ranks(2)
+    through(here)
+    through(here)
+    here.go_on()
+    new.follow()
+    assert new.mark == here.mark == "2.0"
