@@ -4,6 +4,7 @@
 
 import gc
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.model.admission import check_wire
 from commrt.model.autograd import at_end_of_backward, current_pass
-from commrt.runtime.opening import init
+from commrt.runtime.opening import init, is_open
 from commrt.runtime.summing import check_all_reduce
 from commrt.runtime.work import Work
 from commrt.runtime.world import World
@@ -34,9 +35,9 @@ class DDPState:
     """How the gradients of one DDP model travel: ``model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)``.
 
     `algorithm` and `wire` are as for `attach`; gossip and backup workers need more than gradients, so `attach` instead.
-    `world` is by default the one that is open when the first gradients leave, or `init`'s, through DDP's own group. DDP
-    must span all of its ranks, and each model needs a state of its own. Raises `UsageError` for what cannot work, some
-    of it in the first ``backward()``.
+    `world` is by default the one that is open when gradients leave, or `init`'s, through DDP's own group. DDP must span
+    all of its ranks, and each model needs a state of its own. Raises `UsageError` for what cannot work, some of it in
+    the first ``backward()``.
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
@@ -46,6 +47,7 @@ class DDPState:
     """Of the gradients that leave; for errors and traces."""
     number: int = field(default=0, init=False)
     """Among what is attached to the world."""
+    _used: World | None = field(default=None, init=False, repr=False)
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,23 +58,34 @@ class DDPState:
 
     def begin(self, bucket: GradBucket) -> Work:
         """Send `bucket` on its way."""
-        world = self._opened() if self.world is None or not self.number else self.world
+        world = self._open()
         if self._params and id(bucket.parameters()[0]) not in self._params:
             raise UsageError("two models were given one DDPState: register each with a state of its own")
         self.step += bucket.index() == 0
         moment = Moment(self.step, f"{bucket.index()} of DDP model {self.number}")
         return world.all_reduce(bucket.buffer(), algorithm=self.algorithm, wire=self.wire, async_op=True, moment=moment)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Of a copy, of DDP's model for instance, which finds a world anew."""
-        return {**vars(self), "world": None, "number": 0, "_params": frozenset()}
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """For a copy of DDP's model."""
+        return type(self)(self.algorithm, self.wire, self.world)
 
-    def _opened(self) -> World:
-        world = init() if self.world is None else self.world
+    def __getstate__(self) -> dict[str, object]:
+        """Of what is saved with DDP's model, and finds a world anew."""
+        return {**vars(self), "world": None, "number": 0, "_used": None, "_params": frozenset()}
+
+    def _open(self) -> World:
+        """The world that was used before; after its end the one that is open now, if `world` was left out."""
+        if self._used is None:
+            self._used = self._join(init() if self.world is None else self.world)
+        elif self._used.closed and self.world is None and is_open():
+            self._used = self._join(init())
+        return self._used
+
+    def _join(self, world: World) -> World:
         _require_whole(world, owner := _owner(self))
         self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
         world.attached += 1
-        self.world, self.number = world, world.attached
+        self.number = world.attached
         return world
 
 

@@ -194,6 +194,8 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     for name, number in {known.local_rank: local_rank, "TORCHELASTIC_RESTART_COUNT": attempt}.items():
         if number < 0:
             raise UsageError(f"{name}={number} is below 0: the launcher must set it to 0, 1, 2, ...")
+    if known.local_size in env and known is not SLURM and local_rank >= local_size:  # Slurm's is that of its first node
+        raise UsageError(f"{known.local_rank}={local_rank} and {known.local_size}={local_size} contradict each other")
     return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job)
 
 

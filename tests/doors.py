@@ -169,6 +169,21 @@ def over_two_groups(tell):
     return None
 
 
+def one_world_after_another(tell):
+    """The gradients of a model of DDP in two worlds; and does a copy of a state keep the world that was given?"""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)
+    found = []
+    for _ in range(2):
+        with commrt.init(timeout_s=30) as world:
+            model.zero_grad()
+            model(torch.full((1, 3), float(world.rank))).sum().backward()
+            found.append(model.module.weight.grad.tolist())
+            given = deepcopy(commrt.DDPState(world=world)).world is world
+    return found, given
+
+
 def one_state_for_two_models(tell):
     """What backward() of the second says; and whether a copy of the first, after a step, still is one."""
     dist.init_process_group("gloo")

@@ -361,6 +361,13 @@ def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does():
 
 
 @pytest.mark.processes
+def test_a_hook_takes_the_world_that_is_open_and_a_copy_the_one_that_was_given():
+    for outcome in run_processes(2, doors.one_world_after_another, limit_s=60):
+        assert outcome.error is None
+        assert outcome.value == ([[[0.5, 0.5, 0.5]]] * 2, True)
+
+
+@pytest.mark.processes
 def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_copied():
     (outcome,) = run_processes(1, doors.one_state_for_two_models, limit_s=60)
     assert outcome.error is None

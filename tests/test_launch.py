@@ -140,6 +140,10 @@ def test_ranks_on_one_machine_need_no_address():
         (BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is no number"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"} | AT,
+            "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict each other",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_a_sentence(env, says):

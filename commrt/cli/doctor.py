@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commrt.cli.findings import Finding, guarded
+from commrt.cli.outputs import json_of
 from commrt.errors import UsageError
 from commrt.launch import Launch, launched
 
@@ -30,7 +30,7 @@ def run(as_json: bool, quick: bool = False) -> bool:
     findings = [*examine(quick)]
     ok = all(finding.verdict != "problem" for finding in findings)
     if as_json:
-        print(json.dumps({"ok": ok, "findings": [asdict(finding) for finding in findings]}))
+        print(json_of({"ok": ok, "findings": [asdict(finding) for finding in findings]}))
         return ok
     table = Table("", "", "", title="commrt doctor", show_header=False)
     table.columns[2].overflow = "fold"

@@ -7,7 +7,6 @@ late for longer. That is what was measured (docs/evidence.md); the published rul
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.cli.backups import Answer, Question, Row, answer, show, span
+from commrt.cli.outputs import json_of
 from commrt.errors import UsageError
 from commrt.pricing.planning import Waiting
 from commrt.pricing.stragglers import step_time_s
@@ -61,7 +61,7 @@ def run(backups: str, question: Question, as_json: bool) -> None:
     asked = best if wanted is None else next(row for row in rows if row.backups == wanted)
     _require_known(asked.quorum, asked.late_finish_relative_time)
     if as_json:
-        print(json.dumps(_record(found, rows, best, asked)))
+        print(json_of(_record(found, rows, best, asked)))
         return
     show(found, rows, best.quorum)
     print(_advice(found, rows, best))

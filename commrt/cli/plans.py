@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.ring import Ring
+from commrt.cli.outputs import json_of
 from commrt.cli.pricing import CLUSTER, Case, compute_of, workload_of
 from commrt.collective import all_reduce
 from commrt.pricing.cluster import Cluster
@@ -50,7 +50,7 @@ def run(case: Case, wires: Sequence[str], as_json: bool, waitings: Sequence[Wait
     plans = _plans(case, cluster, wires, waitings)
     _prove(plans[0].algorithm, case.ranks - plans[0].backups)
     if as_json:
-        print(json.dumps(_record(case, cluster, plans)))
+        print(json_of(_record(case, cluster, plans)))
     else:
         _show(case, cluster, plans)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
+from commrt.cli.outputs import json_of
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.coupling import gossip_efficiency
@@ -219,7 +219,7 @@ def run(algorithm: Algorithm, case: Case, as_json: bool) -> None:
     estimate = Estimate(algorithm, case, Cluster.named(case.cluster or CLUSTER))
     record = estimate.record()
     if as_json:
-        print(json.dumps(record))
+        print(json_of(record))
     else:
         _show(record, estimate.cluster)
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 from commrt.cli.backups import Answer, Question, answer, known, show, span
+from commrt.cli.outputs import json_of
 from commrt.pricing.splits import PerRank
 
 __all__ = ["run"]
@@ -16,7 +16,7 @@ def run(question: Question, as_json: bool) -> None:
     """Simulate steps that wait for some of the ranks, print the outcome; raises `UsageError`."""
     found = answer(question)
     if as_json:
-        print(json.dumps(_record(found)))
+        print(json_of(_record(found)))
         return
     show(found, found.rows(_landmarks(found.ranks)), found.choice.best)
     print(_sentence(found))

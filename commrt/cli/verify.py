@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, replace
 from typing import cast
@@ -12,6 +11,7 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import by_name
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
+from commrt.cli.outputs import json_of
 from commrt.collective import all_reduce
 from commrt.errors import UsageError
 from commrt.proving.mixing import Mixing, meetings, mixing, promise
@@ -56,7 +56,7 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     members = range(algorithm.needed(ranks)) if isinstance(algorithm, BackupWorkers) else None
     proof = verify(schedule, all_reduce(ranks, schedule.chunks, members))
     if as_json:
-        print(json.dumps(_record(proof, algorithm)))
+        print(json_of(_record(proof, algorithm)))
         return proof.ok
     if show:
         print(schedule)
@@ -80,7 +80,7 @@ def _run_gossip(algorithm: Gossip, ranks: int, show: bool, as_json: bool) -> boo
     met = meetings(one_each, ranks // algorithm.within, MOST_MEETINGS) if algorithm.rotate else None
     if as_json:
         period = {"period": algorithm.period(ranks), "met_all_after": met}
-        print(json.dumps(_record(worst, algorithm) | period | asdict(report)))
+        print(json_of(_record(worst, algorithm) | period | asdict(report)))
         return worst.ok
     if show:
         print(*schedules, sep="\n")

@@ -36,7 +36,7 @@ from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
 from commrt.transport.vacant import VacantTransport
 
-__all__ = ["current", "init"]
+__all__ = ["current", "init", "is_open"]
 
 _current: World | None = None
 _opened = 0
@@ -52,6 +52,11 @@ def current() -> World:
     if _current is None or _current.closed:
         raise UsageError("there is no world yet: call commrt.init() first, or pass world=")
     return _current
+
+
+def is_open() -> bool:
+    """True if `current` would give a world."""
+    return _current is not None and not _current.closed
 
 
 def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None) -> World:
