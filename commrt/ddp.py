@@ -3,8 +3,9 @@
 # Annotations are objects here: DDP compares those of a hook with its own types.
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from commrt.schedule import Algorithm
 from commrt.transport.protocol import Moment
 
 __all__ = ["DDPState", "ddp_hook"]
+
+T = TypeVar("T")
 
 OUTSIDE = -1
 """The number of a backward pass, where there is none."""
@@ -71,7 +74,7 @@ class DDPState:
 
     def __getstate__(self) -> dict[str, object]:
         """Of what is saved with DDP's model, and finds a world anew."""
-        return {**vars(self), "world": None, "number": 0, "_used": None, "_params": frozenset()}
+        return {**vars(self), "world": None, "step": -1, "number": 0, "_used": None, "_params": frozenset()}
 
     def _open(self) -> World:
         """The world that was used before; after its end the one that is open now, if `world` was left out."""
@@ -85,7 +88,7 @@ class DDPState:
         _require_whole(world, owner := _owner(self))
         self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
         world.attached += 1
-        self.number = world.attached
+        self.number, self.step = world.attached, -1
         return world
 
 
@@ -100,21 +103,35 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
             f"the hook's state is {state!r:.80}: call model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)"
         )
     work = state.begin(bucket)
-    if current_pass() != OUTSIDE:  # a rank that is in DDP's join() has none
+    if current_pass() != OUTSIDE:  # a rank that is in DDP's join() has none, and nothing else to do
         at_end_of_backward(work.wait)  # before DDP waits, which makes of any error a RuntimeError
+    else:
+        work.wait()
     return work.get_future().then(lambda future: future.value()[0])
 
 
 def _owner(state: DDPState) -> DistributedDataParallel | None:
-    """The model with which `state` was registered; a hook is not told, so this looks at all objects, once."""
-    ours = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
-    return next((model for model in ours if any(state is known for _, known in model._comm_hooks)), None)  # noqa: SLF001  # nothing else tells
+    """The model with which `state` was registered; a hook is not told, so this asks who holds it, once a world.
+
+    A list of all objects would be shorter, but a tuple that is in it cannot be completed by the thread that makes it.
+    """
+    hooks = _holders(list, _holders(tuple, [state]))
+    models = _holders(DistributedDataParallel, [*hooks, *_holders(dict, hooks)])
+    return next((one for one in models if any(state is known for _, known in getattr(one, "_comm_hooks", ()))), None)
+
+
+def _holders(kind: type[T], things: Sequence[object]) -> list[T]:
+    """Who refers to one of `things`."""
+    return [one for one in gc.get_referrers(*things) if issubclass(type(one), kind)]
 
 
 def _require_whole(world: World, model: DistributedDataParallel | None) -> None:
     """Raise `UsageError` if gradients would be averaged over other ranks than those of DDP."""
     group = None if model is None else model.process_group
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    try:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+    except ValueError as error:
+        raise UsageError("DDP's process group was destroyed: make a new DDP model in the group there is now") from error
     if model is not None and (rank, size) != (world.rank, world.size):
         raise UsageError(
             f"DDP has rank {rank} of {size}, and commrt's world rank {world.rank} of {world.size}: call "

@@ -180,7 +180,7 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     rank, size = _integer(env, known.rank), _integer(env, known.size)
     if size < 1 or not 0 <= rank < size:
         raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..size-1")
-    local_size = _integer(env, known.local_size, 0, COUNT)
+    local_size = _integer(env, known.local_size, 0, COUNT if known is SLURM else NUMBER)
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
     if not HOST.fullmatch(address):
         raise UsageError(f"MASTER_ADDR={address!r:.80} is no address: set it to the name or number of rank 0's host")
@@ -191,7 +191,8 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
     local_rank = _integer(env, known.local_rank, 0)
-    for name, number in {known.local_rank: local_rank, "TORCHELASTIC_RESTART_COUNT": attempt}.items():
+    counts = {known.local_rank: local_rank, known.local_size: local_size, "TORCHELASTIC_RESTART_COUNT": attempt}
+    for name, number in counts.items():
         if number < 0:
             raise UsageError(f"{name}={number} is below 0: the launcher must set it to 0, 1, 2, ...")
     if known.local_size in env and known is not SLURM and local_rank >= local_size:  # Slurm's is that of its first node

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import threading
+from contextlib import suppress
 from copy import deepcopy
 
 import torch
@@ -247,3 +250,106 @@ def two_wires(tell):
     except commrt.CommrtError as error:
         return type(error).__name__
     return None
+
+
+def a_known_sum_meets_a_new_one(tell, numel, wire, new_to):
+    """A sum of `numel` elements has been done; what it raises when ranks `new_to` come with another, and its tensor."""
+    world = commrt.init(timeout_s=5)
+    world.all_reduce(torch.ones(numel), wire=wire)
+    tensor = torch.ones(1000 if world.rank in new_to else numel)
+    try:
+        world.all_reduce(tensor, "sum", wire=wire)
+    except commrt.CommrtError as error:
+        return type(error).__name__, tensor.unique().tolist()
+    return None, tensor.unique().tolist()
+
+
+def tuples_of_another_thread(tell, models):
+    """What ends the making of tuples in a thread while each of `models` models looks for its state."""
+    dist.init_process_group("gloo")
+    errors, over = [], threading.Event()
+
+    def make():
+        while not over.is_set():
+            try:
+                tuple(number for number in range(20_000))
+            except SystemError as error:
+                errors.append(error)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    for _ in range(models):
+        model = hooked()
+        model(torch.ones(2, 3)).sum().backward()
+    over.set()
+    maker.join()
+    return len(errors)
+
+
+def hooked(module=None, state=None):
+    """A model of DDP with the hook."""
+    model = DistributedDataParallel(torch.nn.Linear(3, 1) if module is None else module)
+    model.register_comm_hook(commrt.DDPState() if state is None else state, commrt.ddp_hook)
+    return model
+
+
+def one_state_after_a_failure(tell):
+    """Rank 1 fails where rank 0 has begun a step; how far the state's steps are in the next world, and of its copy."""
+    dist.init_process_group("gloo")
+    module, state, steps = torch.nn.Linear(3, 1), commrt.DDPState(), []
+    for bad_step in (2, None):
+        with suppress(ZeroDivisionError, commrt.CommrtError), commrt.init(timeout_s=10) as world:
+            model = hooked(module, state)
+            for step in range(3):
+                divisor = 0 if (step, world.rank) == (bad_step, 1) else 1
+                (model(torch.ones(2, 3)).sum() * (1 / divisor)).backward()
+            steps.append(state.step)
+            world.agree("end", of="world")
+        dist.barrier()
+    return steps, pickle.loads(pickle.dumps(state)).step  # noqa: S301  # its own
+
+
+def silent_where_another_has_joined(tell):
+    """Rank 1 is silent in its last step, which rank 0 shadows in DDP's join(); what rank 0 is told."""
+    dist.init_process_group("gloo")
+    world = commrt.init(timeout_s=1)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)
+    try:
+        with model.join():
+            for step in range(2 + world.rank):
+                loss = model(torch.ones(2, 3)).sum()
+                if step == 2:
+                    threading.Event().wait(3)
+                loss.backward()
+    except commrt.TransportError as error:
+        return type(error).__name__, error.place.step
+    return None
+
+
+def after_its_group(tell):
+    """What backward() of a model of DDP says whose group was destroyed, in a world of the next one."""
+    for number in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with commrt.init():
+            if number == 0:
+                model = DistributedDataParallel(torch.nn.Linear(3, 1))
+                model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)
+            try:
+                model(torch.ones(2, 3)).sum().backward()
+            except commrt.UsageError as error:
+                return str(error)
+        dist.destroy_process_group()
+    return None
+
+
+def in_inference_mode(tell, algorithm):
+    """Sums and questions of all in a mode in which torch makes tensors that other threads cannot write to."""
+    with commrt.init(timeout_s=10) as world:
+        model = torch.nn.Linear(3, 1)
+        replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
+        tensor = torch.ones(4)
+        with torch.inference_mode():
+            world.all_reduce(tensor, "sum")
+            replica.consolidate()
+            return tensor.tolist(), replica.replicas_equal(), replica.disagreement()

@@ -187,11 +187,14 @@ def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor():
     [
         lambda world, work: work.wait(),
         lambda world, work: world.all_reduce(torch.ones(77)),
+        lambda world, work: world.all_reduce(torch.ones(4), async_op=True),
+        lambda world, work: world.run(commrt.Ring().schedule(0, 2), torch.ones(4), async_op=True),
+        lambda world, work: world.agree("x", y="z"),
         lambda world, work: world.close(),
     ],
-    ids=["for a transfer", "for a new one", "for the end"],
+    ids=["a transfer", "a sum", "a sum for later", "a schedule", "a question", "the end"],
 )
-def test_a_callback_that_would_wait_for_its_own_thread_is_refused(waits):
+def test_a_callback_neither_waits_for_its_own_thread_nor_begins_what_has_no_place_among_other_calls(waits):
     def body(world):
         tensor = torch.ones(4)
         world.all_reduce(tensor)
@@ -372,6 +375,59 @@ def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_
     (outcome,) = run_processes(1, doors.one_state_for_two_models, limit_s=60)
     assert outcome.error is None
     assert outcome.value == ("two models were given one DDPState: register each with a state of its own", True)
+
+
+@pytest.mark.processes
+def test_a_hook_looks_for_its_model_without_harm_to_tuples_that_other_threads_make():
+    (outcome,) = run_processes(1, doors.tuples_of_another_thread, 5, limit_s=60)
+    assert outcome.error is None
+    assert outcome.value == 0
+
+
+@pytest.mark.processes
+def test_a_state_begins_anew_in_the_next_world_and_where_it_is_loaded():
+    for outcome in run_processes(2, doors.one_state_after_a_failure, limit_s=60):
+        assert outcome.error is None
+        assert outcome.value == ([2], -1)
+
+
+@pytest.mark.processes
+def test_who_has_joined_is_told_by_our_error_as_well():
+    joined, _ = run_processes(2, doors.silent_where_another_has_joined, limit_s=60)
+    assert joined.error is None
+    assert joined.value == ("DeadlineExceeded", 2)
+
+
+@pytest.mark.processes
+def test_a_model_that_outlives_its_group_says_so():
+    (outcome,) = run_processes(1, doors.after_its_group, limit_s=60)
+    assert outcome.error is None
+    assert outcome.value.startswith("DDP's process group was destroyed: make a new DDP model")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
+def test_what_all_do_together_works_in_inference_mode(algorithm):
+    for outcome in run_processes(3, doors.in_inference_mode, algorithm, limit_s=60):
+        assert outcome.error is None
+        assert outcome.value == ([3.0] * 4, True, 0.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("size", "numel", "wire"),
+    [(2, 40, torch.float16), (4, 40, None), (4, 170, torch.bfloat16)],
+    ids=["2 of fp16", "4 of fp32", "4 of bf16"],
+)
+def test_a_sum_is_never_taken_for_the_comparison_that_another_rank_makes(size, numel, wire, transport, monkeypatch):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    new_to = range(size // 2, size)
+    for outcome in run_processes(size, doors.a_known_sum_meets_a_new_one, numel, wire, new_to, limit_s=60):
+        assert outcome.error is None
+        kind, values = outcome.value
+        assert kind in {"SizeMismatch", "PeerLost", "DeadlineExceeded", "TransportClosed"}
+        assert values == [1.0]
 
 
 @pytest.mark.processes

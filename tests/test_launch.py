@@ -144,6 +144,11 @@ def test_ranks_on_one_machine_need_no_address():
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"} | AT,
             "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict each other",
         ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2(x2)"} | AT,
+            r"LOCAL_WORLD_SIZE='2\(x2\)' is no number",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "-2"} | AT, "LOCAL_WORLD_SIZE=-2 is below 0"),
     ],
 )
 def test_contradictions_are_refused_with_a_sentence(env, says):

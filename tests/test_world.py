@@ -290,7 +290,7 @@ UNFIT = {
     "two dimensions": (lambda: torch.ones(2, 2), "flatten it first"),
     "gaps": (lambda: torch.ones(8)[::2], "flatten it first"),
     "sparse": (lambda: torch.ones(4).to_sparse(), "flatten it first"),
-    "inference": (inference_ones, r"use its clone\(\)"),
+    "inference": (inference_ones, r"clone\(\) it outside of that"),
     "no addition": (lambda: torch.ones(4).to(torch.float8_e5m2), "cannot run on torch.float8_e5m2"),
 }
 

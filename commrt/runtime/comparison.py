@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commrt.algorithms import halving_doubling
+from commrt.algorithms import tree
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.mix import mix_into
 from commrt.kernels.reduce import reduce_into
@@ -38,6 +38,8 @@ KEPT = 256
 SCHEDULES_KEPT = 16
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""
+ODD = 1
+"""A byte more in all messages, of which those of sums have an even number: neither is taken for the other."""
 
 
 class _Traits(NamedTuple):
@@ -129,13 +131,19 @@ class Comparison:
 
     def _gather(self, claim: str, players: Sequence[int], step: int = 0) -> list[str]:
         """What each player claims; on the lane."""
-        rows = torch.zeros(len(players), CLAIM_NBYTES, dtype=torch.uint8, device="cpu")
+        message = torch.zeros(len(players) * CLAIM_NBYTES + ODD, dtype=torch.uint8, device="cpu")
+        rows = message[:-ODD].view(-1, CLAIM_NBYTES)
         said = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
         rows[players.index(self._transport.rank), : len(said)] = said
-        schedule = halving_doubling.all_reduce(len(players))
-        mine = among(schedule, players, self._transport.rank, self._transport.ranks)
-        bind(mine, rows.view(-1), self._transport).run(Moment(step, "comparison"))
+        mine = among(_of_whole_messages(len(players)), players, self._transport.rank, self._transport.ranks)
+        bind(mine, message, self._transport).run(Moment(step, "comparison"))
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+@lru_cache
+def _of_whole_messages(ranks: int) -> Schedule:
+    """An all-reduce that never divides the buffer."""
+    return tree.reduce(ranks).then(tree.broadcast(ranks), "comparison")
 
 
 def _traits(schedule: Schedule) -> _Traits:
@@ -157,7 +165,9 @@ def _require_row(buffer: Tensor) -> None:
             "gaps: flatten it first"
         )
     if buffer.is_inference():
-        raise UsageError("the buffer was made under torch.inference_mode() and cannot be written: use its clone()")
+        raise UsageError(
+            "the buffer was made under torch.inference_mode() and cannot be written: clone() it outside of that"
+        )
 
 
 def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:

@@ -126,7 +126,7 @@ def _check_tensor(tensor: Tensor) -> None:
         (type(tensor) not in (Tensor, nn.Parameter), f"is a {type(tensor).__name__}: use a plain tensor"),
         (tensor.layout != torch.strided or tensor.is_nested, f"is {tensor.layout}, or nested: use a dense copy"),
         (tensor.is_meta, "is on the meta device and has no values"),
-        (tensor.is_inference(), "was made under torch.inference_mode(): use its clone()"),
+        (tensor.is_inference(), "was made under torch.inference_mode(): clone() it outside of that"),
     ):
         if is_so:
             raise UsageError(f"all_reduce() writes to its tensor, which {complaint}")

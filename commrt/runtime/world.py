@@ -157,7 +157,7 @@ class World:
 
     @contextmanager
     def gathered(self, what: str) -> Iterator[None]:
-        """Around `what`, which all ranks do together; raises `UsageError` inside ``join()``."""
+        """Around `what`, which all ranks do together; raises `UsageError` inside ``join()`` and on the lane."""
         self.lane.require_unbroken()
         self.require_all_ranks(what)
         self._require_a_place(what)
@@ -165,7 +165,8 @@ class World:
         try:
             if self._gathered == 1:
                 self.around.gather(what)
-            yield
+            with torch.inference_mode(mode=False):  # or the lane could not write to what is made in here
+                yield
         except CommrtError as error:
             self.around.failed(error)
             raise
@@ -283,7 +284,7 @@ class World:
         (int32, int64) have no mean. A GPU is connected. `moment` is what errors and traces call it. Where a model
         gossips or has backup workers it is over when the call returns, of those who are left if a rank is lost, and
         takes memory for a copy. Raises `UsageError` before anything is sent, `DisagreementError` where calls differ;
-        the world goes on if sizes, dtypes that travel or algorithms do.
+        the world goes on if sizes, dtypes that travel or algorithms do that were not used before on any rank.
         """
         call = checked(tensor, op, algorithm, wire, moment)
         with self.gathered("all_reduce()"):
@@ -323,10 +324,7 @@ class World:
             linger(self.store)
 
     def close(self) -> None:
-        """Finish what was started, then drop the connections; Ctrl-C meanwhile ends what runs. Not collective.
-
-        Safe to call twice.
-        """
+        """Finish what was started, then drop connections; Ctrl-C meanwhile ends it. Not collective; safe twice."""
         self.lane.require_elsewhere()
         if not self.closed:
             self.around.end()

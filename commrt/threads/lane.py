@@ -19,8 +19,8 @@ __all__ = ["Lane", "Result"]
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 ON_LANE = (
-    "a callback of a future runs on the thread that communicates, so it can neither wait for a transfer nor close the "
-    "world: do that where the transfer was begun"
+    "a callback of a future runs on the thread that communicates, at a moment that differs between ranks, so it can "
+    "neither begin nor wait for a transfer nor close the world: do that where the first transfer was begun"
 )
 INHERITED = (
     "this world belongs to the process that opened it, and a forked child cannot use it: communicate in that process "
@@ -104,7 +104,8 @@ class Lane:
             raise UsageError(ON_LANE)
 
     def require_unbroken(self) -> None:
-        """Raise `TransportClosed` if a task would get no further than this."""
+        """Raise `TransportClosed` if a task would get no further than this, `UsageError` as `require_elsewhere`."""
+        self.require_elsewhere()
         self.require_open()
         if self._failure is not None:
             raise _refusal_after(self._failure) from self._failure
