@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import suppress
 from itertools import pairwise
+from time import monotonic
 
 import torch
 from torch import nn
@@ -209,6 +210,30 @@ def dying_in_a_sum(tell, algorithm, victim):
     world.all_reduce(total.fill_(1), "sum")
     world.close()
     return total.unique().tolist()
+
+
+def dying_in_a_disagreement(tell, algorithm, victim, when):
+    """All claim something else; `victim` is killed when it has done `when`, a method of an owner."""
+    _, optimizer, world = joined(algorithm, 30.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    owner, name = when
+    does = getattr(owner, name)
+
+    def do_once(self, *args):
+        does(self, *args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if world.rank == victim:
+        setattr(owner, name, do_once)
+    begin_s = monotonic()
+    try:
+        world.agree("lunch", dish=f"number {world.rank}")
+    except commrt.DisagreementError as error:
+        said = str(error)
+    waited_s = monotonic() - begin_s
+    equal = world.all_equal("weights", "mark")
+    world.close()
+    return said, equal, waited_s
 
 
 def back_amid_a_call(tell, victim, timeout_s):

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from casualties import back_amid_a_call, dying_in_a_sum, missing_a_call
+from casualties import back_amid_a_call, dying_in_a_disagreement, dying_in_a_sum, missing_a_call
 
 import commrt
+from commrt.members.survival import Survival
+from commrt.runtime.executor import BoundProgram
 from commrt.testing.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -119,3 +121,16 @@ def test_a_rank_that_comes_back_amid_a_call_leaves_it_to_the_others_and_makes_th
 def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
     ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
     assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
+
+
+@pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
+@pytest.mark.parametrize(
+    "when", [(BoundProgram, "run"), (Survival, "_all_came_through")], ids=["it knows that", "all know how"]
+)
+def test_a_death_as_ranks_disagree_leaves_the_others_disagreeing_and_the_world_going_on(algorithm, when):
+    for end in survivors(run_processes(4, dying_in_a_disagreement, algorithm, 2, when, limit_s=60), {2}):
+        assert end.error is None
+        said, equal, waited_s = end.value
+        assert said.startswith("lunch: rank 1 disagrees with rank 0 about dish: 'number 1' against 'number 0'. Start")
+        assert equal
+        assert waited_s < 15  # half of the deadline

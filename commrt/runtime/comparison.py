@@ -7,6 +7,8 @@ need not come.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from itertools import chain
@@ -38,6 +40,8 @@ KEPT = 256
 SCHEDULES_KEPT = 16
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""
+MARK = re.compile(r"[0-9a-f]{64} ([0-9]{1,9}) bytes")
+"""Of a longer claim."""
 ODD = 1
 """A byte more in all messages, of which those of sums have an even number: neither is taken for the other."""
 
@@ -125,14 +129,22 @@ class Comparison:
                 "and fields that are equal on every rank"
             )
 
-    def are_same_now(self, digest: str, players: Sequence[int]) -> bool:
-        """True on every player if all came with the same `digest`; on the lane, by players only."""
-        return _difference(players, self._gather(digest, players)) is None
+    def claims_now(self, claim: str, players: Sequence[int]) -> list[str]:
+        """What each player claims, in any number of bytes; or equal words if all claim the same. On the lane.
 
-    def _gather(self, claim: str, players: Sequence[int], step: int = 0) -> list[str]:
+        Of one that asks for something else, the words with which it asks.
+        """
+        said = claim.encode()
+        marks = self._gather(f"{hashlib.sha256(said).hexdigest()} {len(said)} bytes", players)
+        found = [MARK.fullmatch(mark) for mark in marks]
+        if len({*marks}) == 1 or None in found:
+            return [mark if other is None else claim for mark, other in zip(marks, found, strict=True)]
+        return self._gather(claim, players, row_nbytes=max(int(other[1]) for other in found if other))
+
+    def _gather(self, claim: str, players: Sequence[int], step: int = 0, row_nbytes: int = CLAIM_NBYTES) -> list[str]:
         """What each player claims; on the lane."""
-        message = torch.zeros(len(players) * CLAIM_NBYTES + ODD, dtype=torch.uint8, device="cpu")
-        rows = message[:-ODD].view(-1, CLAIM_NBYTES)
+        message = torch.zeros(len(players) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
+        rows = message[:-ODD].view(-1, row_nbytes)
         said = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
         rows[players.index(self._transport.rank), : len(said)] = said
         mine = among(_of_whole_messages(len(players)), players, self._transport.rank, self._transport.ranks)

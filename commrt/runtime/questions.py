@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Mapping
 
 from torch.distributed import PrefixStore, Store
 
 from commrt.members.survival import Survival
 from commrt.runtime.comparison import Comparison
-from commrt.store.agreement import agree, tell_of_leaving
+from commrt.store.agreement import QUESTION, agree, disagreement, tell_of_leaving
 from commrt.transport.media import Media
 
 __all__ = ["Questions"]
@@ -25,7 +25,8 @@ class Questions:
 
     def ask(self, store: Store, topic: str, claim: Mapping[str, str]) -> None:
         """See `commrt.store.agreement.agree`, of those who are left."""
-        if self._survival.is_possible and self._all_have(f"{topic} {sorted(claim.items())}"):
+        if self._survival.is_possible:
+            self._compare(topic, json.dumps({QUESTION: topic, **claim}, sort_keys=True))
             return
         self._latest = self._next()
         members, timeout_s = self._survival.membership.members, self._transport.timeout_s
@@ -40,16 +41,30 @@ class Questions:
         """For the others: this rank will not come to it."""
         tell_of_leaving(PrefixStore(_named(self._next()), store), self._transport.rank, reason)
 
-    def _all_have(self, claim: str) -> bool:
-        """True if all who are left came with the same `claim`, whoever is lost meanwhile."""
-        mark, survival = hashlib.sha256(claim.encode()).hexdigest(), self._survival
-        compare = self._comparison.are_same_now
-        return survival.together(lambda: survival.submit(lambda: compare(mark, survival.membership.members)).result())
+    def _compare(self, topic: str, claim: str) -> None:
+        """With all who are left, whoever is lost meanwhile."""
+        survival = self._survival
+        claims = survival.together(lambda: survival.submit(lambda: self._claims(claim)).result())
+        self._latest = self._next()
+        if error := disagreement(topic, {rank: _taken_apart(said) for rank, said in claims.items()}):
+            raise error
+
+    def _claims(self, claim: str) -> dict[int, str]:
+        members = self._survival.membership.members
+        return dict(zip(members, self._comparison.claims_now(claim, members), strict=True))
 
     def _next(self) -> tuple[int, int]:
         """One that a lost rank can no longer reach, and who came later counts from the same."""
         generation, (latest, number) = self._survival.membership.generation, self._latest
         return generation, number + 1 if generation == latest else 1
+
+
+def _taken_apart(claim: str) -> dict[str, str]:
+    """What was put together to `claim`; all of it, where it was not."""
+    try:
+        return {name: str(said) for name, said in json.loads(claim).items()}
+    except (ValueError, AttributeError):
+        return {QUESTION: claim}
 
 
 def _named(question: tuple[int, int]) -> str:

@@ -22,7 +22,7 @@ from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, 
 from commrt.store.asking import ANSWER_S, ask, forget, settle
 from commrt.store.hearsay import listed, mapped, require, understood
 
-__all__ = ["agree", "tell_of_leaving"]
+__all__ = ["QUESTION", "agree", "disagreement", "tell_of_leaving"]
 
 QUESTION = "question"
 AGREED, DIFFERENT, LATE, LEFT = "agreed", "different", "late", "left"
@@ -61,11 +61,20 @@ def agree(
     with suppress(RuntimeError, TransportError):  # the verdict is known
         ask(lambda: question.leave(verdict), LINGER_S + ANSWER_S, rank)
     if verdict == DIFFERENT:
-        raise DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments", about)
+        raise _disagreement(topic, reason, about)
     if verdict == LATE:
         raise DeadlineExceeded(f"{topic}: {reason}", Place(rank=rank))
     if verdict == LEFT:
         raise PeerLost(f"{topic}: {reason}", Place(rank=rank))
+
+
+def disagreement(topic: str, claims: Mapping[int, Mapping[str, str]]) -> DisagreementError | None:
+    """What `agree` would raise where ranks have made these `claims`, in order; None if they are equal."""
+    (first, expected), *others = claims.items()
+    for rank, claim in others:
+        if (about := _first_difference(claim, expected)) is not None:
+            return _disagreement(topic, _difference(about, rank, claim, first, expected), about)
+    return None
 
 
 def tell_of_leaving(shelf: Store, rank: int, error: BaseException) -> None:
@@ -129,13 +138,9 @@ class _Question:
         if self.withdrawn.is_set():
             return
         if about is not None:
-            self._give(DIFFERENT, self._difference(about, claim, first), about)
+            self._give(DIFFERENT, _difference(about, self.rank, claim, self.members[0], first), about)
         elif self.shelf.add("agreeing", 1) == len(self.members):
             self._give(AGREED, "")
-
-    def _difference(self, about: str, claim: Mapping[str, str], first: Mapping[str, str]) -> str:
-        texts = _excerpt(claim.get(about, "nothing"), first.get(about, "nothing"))
-        return f"rank {self.rank} disagrees with rank {self.members[0]} about {about}: {texts}"
 
     def _give(self, verdict: str, reason: str, about: str = "") -> None:
         if not self.withdrawn.is_set():
@@ -176,6 +181,15 @@ def _first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str
     """A name; that of the question goes before all others."""
     names = sorted(ours.keys() | theirs.keys(), key=lambda name: (name != QUESTION, name))
     return next((name for name in names if ours.get(name) != theirs.get(name)), None)
+
+
+def _difference(about: str, rank: int, claim: Mapping[str, str], first_rank: int, first: Mapping[str, str]) -> str:
+    texts = _excerpt(claim.get(about, "nothing"), first.get(about, "nothing"))
+    return f"rank {rank} disagrees with rank {first_rank} about {about}: {texts}"
+
+
+def _disagreement(topic: str, reason: str, about: str) -> DisagreementError:
+    return DisagreementError(f"{topic}: {reason}. Start every rank with the same code and arguments", about)
 
 
 def _excerpt(mine: str, first: str, width: int = 160) -> str:
