@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import suppress
 from itertools import pairwise
+from threading import Event
 from time import monotonic
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.algorithms import ring
+from commrt.algorithms import halving_doubling, ring
 from commrt.runtime.executor import BoundProgram
 from commrt.store.asking import another_connection
 from commrt.store.doorbell import Doorbell
@@ -260,5 +261,76 @@ def back_amid_a_call(tell, victim, timeout_s):
             found.append("left behind")
             another_connection(world.store).set("told", "")
     found.append(replica.replicas_equal())
+    world.close()
+    return found
+
+
+def slow_to_begin(tell, timeout_s):
+    """Rank 2 is stopped in a call of all, and comes back when rank 1 has looked who is there, and has not begun."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    run, all_reduce = BoundProgram.run, halving_doubling.all_reduce
+
+    def stopped(program, *where):
+        BoundProgram.run = run
+        os.kill(os.getpid(), signal.SIGSTOP)
+        run(program, *where)
+
+    def slow(ranks):
+        if ranks == 3:
+            halving_doubling.all_reduce, generation = all_reduce, world.survival.generation
+            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+            while world.survival.generation == generation:
+                Event().wait(0.01)
+        return all_reduce(ranks)
+
+    if world.rank == 2:
+        world.store.set("stopped", str(os.getpid()))
+        BoundProgram.run = stopped
+    elif world.rank == 1:
+        halving_doubling.all_reduce = slow
+    try:
+        apart = replica.disagreement()
+    except commrt.LeftBehind:  # rank 2, if the others were quicker
+        apart = None
+    world.all_reduce(torch.ones(3), "sum")
+    world.close()
+    return apart
+
+
+def back_between_parts(tell, victim, timeout_s, *, is_in_step):
+    """`victim` is stopped in a transfer, of a step or of a part of `consolidate`; it comes back as the others go on."""
+    (model := model_of()).register_buffer("travels", torch.zeros(1))
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
+    one_step(model, optimizer, world.rank, 0)
+    sync_buffers, run = replica.sync_buffers, BoundProgram.run
+
+    def stopped(program, *where):
+        BoundProgram.run = run
+        world.store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        run(program, *where)
+
+    def slow():
+        replica.sync_buffers = sync_buffers
+        if world.rank == victim and not is_in_step:
+            BoundProgram.run = stopped
+        sync_buffers()
+        if world.rank == 0:
+            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+        if world.rank != victim:
+            Event().wait(0.3)  # work of their own, between two parts
+
+    replica.sync_buffers, found = slow, []
+    if world.rank == victim and is_in_step:
+        BoundProgram.run = stopped
+    elif world.rank == 3 and is_in_step:
+        another_connection(world.store).get("stopped")  # the step is that of the other three
+    one_step(model, optimizer, world.rank, 1)
+    for _ in range(2):
+        try:
+            found.append(replica.consolidate())
+        except commrt.LeftBehind:
+            found.append("left behind")
     world.close()
     return found

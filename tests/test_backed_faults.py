@@ -4,10 +4,18 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from casualties import back_amid_a_call, dying_in_a_disagreement, dying_in_a_sum, missing_a_call
+from casualties import (
+    back_amid_a_call,
+    back_between_parts,
+    dying_in_a_disagreement,
+    dying_in_a_sum,
+    missing_a_call,
+    slow_to_begin,
+)
 
 import commrt
 from commrt.members.survival import Survival
@@ -121,6 +129,19 @@ def test_a_rank_that_comes_back_amid_a_call_leaves_it_to_the_others_and_makes_th
 def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
     ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
     assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
+
+
+@pytest.mark.parametrize("is_in_step", [True, False], ids=["stopped in a step", "stopped in a part of the call"])
+def test_who_comes_back_between_two_parts_of_a_call_takes_it_from_nobody(is_in_step):
+    ends = run_processes(4, partial(back_between_parts, is_in_step=is_in_step), 2, 1.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    assert [end.value for end in ends] == [["left behind" if end.rank == 2 else None, None] for end in ends]
+
+
+def test_who_comes_back_as_another_is_about_to_begin_ends_nothing():
+    ends = run_processes(4, slow_to_begin, 2.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    assert all(end.value < 1e-6 for end in survivors(ends, {2}))
 
 
 @pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])

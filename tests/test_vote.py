@@ -29,6 +29,13 @@ def test_what_all_came_through_is_whole_and_nothing_else(said):
     assert votes(said) == {all(said)}
 
 
+def test_what_all_have_read_is_gone_from_the_store():
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda rank: Vote(store, rank, range(3), PATIENT_S, lambda _: False).outcome(True), range(3)))
+    assert store.num_keys() == 0
+
+
 @pytest.mark.parametrize("marks", [["1.0", "1.0"], ["1.0", "2.0"], ["1.0", "1.1"]])
 def test_what_ranks_with_different_marks_came_through_is_lost_for_all(marks):
     store = HashStore()

@@ -43,6 +43,12 @@ class Calls:
         """Which comes next; the same on ranks that have made the same calls."""
         return "{}.{}".format(*self._own)
 
+    @property
+    def is_missing_one(self) -> bool:
+        """True while the others have done parts of a call, and this rank fewer."""
+        latest = self._read()
+        return latest[1] > 0 and latest > self._own
+
     @contextmanager
     def coming(self, what: str) -> Iterator[None]:
         """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from threading import Event
+from time import monotonic
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -87,7 +88,7 @@ class Survival:
         """The step that training here comes to next."""
         self.calls = Calls(PrefixStore("calls", store), transport.rank, lambda: transport.timeout_s)
         self._voted = (0, 0)  # in which generation last, and how often: who came later has missed earlier ones
-        self._worked = set[int]()  # in which generations what all do together ran
+        self._begun: int | None = None  # in which generation what all do together now was begun
 
     @property
     def has_need(self) -> bool:
@@ -156,7 +157,8 @@ class Survival:
         return _Spared(self._lane.submit(lambda: self._spared(task)))
 
     def _spared(self, task: Callable[[], T]) -> T | TransportError:
-        self._worked.add(self.membership.generation)
+        if self._begun is not None and (self._begun != self.membership.generation or self.is_outside):
+            return PeerLost("the others connected anew before this was begun", Place(self._transport.rank))
         try:
             value = task()
             if self._is_on:
@@ -173,17 +175,22 @@ class Survival:
         before: Sequence[int] = ()
         self.calls.enter()
         while True:
+            if self._need is not None:
+                self.calls.require_next()  # before the others connect with this rank and wait for it, and after
             self._lane.submit(self._settle).result()
             if self._need is not None:
                 self.calls.require_next()
-            self._worked.clear()
+            self._begun = self.membership.generation  # before `work` looks who the members are
+            begun = self._begun, self.membership.members
             failure: TransportError | None = None
             try:
                 value = work()
             except LOST as error:
                 failure = error
+            finally:
+                self._begun = None
             members = self.membership.members
-            if self._all_came_through(failure):
+            if self._all_came_through(failure, *begun):
                 if self._need is not None:
                     self.calls.complete()
                 return value  # all have one, or the vote would say so
@@ -280,9 +287,17 @@ class Survival:
         """Connect anew until this rank's generation is at least that one; in which it is then. On the lane."""
         while self.membership.generation < generation or self.is_broken or self.is_called or self.is_outside:
             with suppress(LeftBehind):
-                self.rejoin(self.step) if self.is_outside else self.reform(self.step)
+                self._rejoin_between_calls() if self.is_outside else self.reform(self.step)
             self.apart_until = 0
         return self.membership.generation
+
+    def _rejoin_between_calls(self) -> None:
+        """Whom others wait for in the rest of a call of all, whose beginning it missed, takes it from them."""
+        end_s = monotonic() + self._transport.timeout_s
+        while self.calls.is_missing_one and monotonic() < end_s:
+            self.require_open()
+            Event().wait(LOOK_S)
+        self.rejoin(self.step)
 
     def reach(self, step: int) -> None:
         """This rank is at `step`."""
@@ -326,18 +341,17 @@ class Survival:
             self._transport.abort()
             raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
 
-    def _all_came_through(self, failure: TransportError | None) -> bool:
+    def _all_came_through(self, failure: TransportError | None, generation: int, members: Sequence[int]) -> bool:
         """Has nobody seen a `failure` in what all did together? The same answer everywhere.
 
-        Asked of the generation in which it ran: since then others may have called this rank to the next one, where they
-        do it again.
+        Asked of the `generation` in which it ran, and its `members`: since then others may have called this rank to the
+        next one, where they do it again.
         """
-        generation = min(self._worked, default=self.membership.generation)
         self._voted = generation, self._voted[1] + 1 if self._voted[0] == generation else 1
         shelf = PrefixStore("vote {}.{}".format(*self._voted), self._store)
-        rank, timeout_s, membership = self._transport.rank, self._transport.timeout_s, self.membership
-        vote = Vote(shelf, rank, membership.members, timeout_s, membership.are_gone, self.calls.mark)
-        is_whole = vote.outcome(failure is None and len(self._worked) < 2)
+        rank, timeout_s = self._transport.rank, self._transport.timeout_s
+        vote = Vote(shelf, rank, members, timeout_s, self.membership.are_gone, self.calls.mark)
+        is_whole = vote.outcome(failure is None)
         if not is_whole:
             loss = failure or PeerLost("another rank lost one in what all did together", Place(rank))
             self._lane.submit(lambda: self._let_go_of(generation, loss)).result()

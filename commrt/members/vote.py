@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 from time import monotonic
 from typing import TypeVar
@@ -81,6 +82,9 @@ class Vote:
             if self.are_gone(silent):
                 return
             Event().wait(next(looks))
+        if not silent:  # nobody comes back to this
+            for key in ("through", "outcome", "read"):
+                self._asked(partial(self.shelf.delete_key, key))
 
     def _settle(self, outcome: str) -> None:
         self._asked(lambda: self.shelf.compare_set("outcome", "", outcome))
