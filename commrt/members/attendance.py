@@ -41,6 +41,8 @@ class Need(NamedTuple):
     """How long one that promised nothing may be silent."""
     summon: Callable[[int, int], bool]
     """(rank, generation) -> it promised to come; from any thread."""
+    are_gathered: Callable[[], bool]
+    """True while others do something together."""
 
 
 class Loss(NamedTuple):

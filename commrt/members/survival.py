@@ -294,10 +294,13 @@ class Survival:
     def _rejoin_between_calls(self) -> None:
         """Whom others wait for in the rest of a call of all, whose beginning it missed, takes it from them."""
         end_s = monotonic() + self._transport.timeout_s
-        while self.calls.is_missing_one and monotonic() < end_s:
+        while self._is_amid_another_call() and monotonic() < end_s:
             self.require_open()
             Event().wait(LOOK_S)
         self.rejoin(self.step)
+
+    def _is_amid_another_call(self) -> bool:
+        return self._need is not None and self.calls.is_missing_one and self._need.are_gathered()
 
     def reach(self, step: int) -> None:
         """This rank is at `step`."""

@@ -42,7 +42,7 @@ __all__ = ["Backed"]
 _log = logging.getLogger("commrt")
 ENDED = (
     "commrt: rank %d drops its batches from step %d on, until others train again: fewer than the %d ranks whose "
-    "gradients make a step do, since the others have finished"
+    "gradients make a step do, since the others do something together or have finished"
 )
 UNEQUAL = (
     "commrt: rank %d: weights or buffers differed between ranks that had done the same steps, so all take those of "
@@ -105,7 +105,8 @@ class Backed(Replica):
             self._presence.say(Doing.BETWEEN)
         world.survival.is_outside = world.charter is not None
         self._begin_era(1)
-        world.survival.begin(self, alone=True, need=Need(self._needed, PATIENCE_S, self._relief.summon))
+        need = Need(self._needed, PATIENCE_S, self._relief.summon, self._company.are_gathered)
+        world.survival.begin(self, alone=True, need=need)
         if world.charter is not None:  # and this process has the place
             self._presence.say(Doing.COMES)
         self._relief.open()

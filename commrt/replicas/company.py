@@ -41,6 +41,10 @@ class Company:
         ranks = range(self._world.size)
         return (*ranks[self._world.rank + 1 :], *ranks[: self._world.rank])
 
+    def are_gathered(self) -> bool:
+        """True while others do something together; from any thread."""
+        return Doing.GATHERS in self._presence.of(self.others).values()
+
     def gather(self) -> None:
         """Before all ranks do something together: wait for those that were left behind, and live."""
         end_s = monotonic() + self._world.timeout_s
