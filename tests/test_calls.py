@@ -80,6 +80,15 @@ def test_it_makes_the_next_call_with_them():
     assert (here.mark, away.mark) == ("1.0", "1.0")
 
 
+def test_what_some_need_not_come_to_does_not_count_for_who_comes_too_late_either():
+    here, away = ranks(2)
+    through(here)
+    with pytest.raises(LeftBehind), away.coming("run", counts=False):
+        pass
+    away.leave()
+    assert away.mark == "0.0"
+
+
 def test_who_ends_in_a_call_takes_it_from_nobody():
     left, other = ranks(2)
     come(left)

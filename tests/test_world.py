@@ -462,7 +462,7 @@ def helper(fails=False):
 def test_what_ends_while_ranks_gather_is_over_for_this_one():
     heard = []
 
-    def interrupted(what):
+    def interrupted(what, _):
         heard.append(what)
         raise KeyboardInterrupt
 

@@ -50,9 +50,9 @@ class Calls:
         return latest[1] > 0 and latest > self._own
 
     @contextmanager
-    def coming(self, what: str) -> Iterator[None]:
+    def coming(self, what: str, *, counts: bool = True) -> Iterator[None]:
         """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank."""
-        self._what, self._counts = what, True
+        self._what, self._counts = what, counts
         end_s = monotonic() + self._timeout_s()
         while self._is_behind and self._read() < self._own and monotonic() < end_s:
             Event().wait(LOOK_S)

@@ -275,11 +275,11 @@ class Backed(Replica):
             self._begin_pass(current_pass())
             self._finish()
 
-    def _gather(self, what: str) -> None:
+    def _gather(self, what: str, counts: bool) -> None:  # as it is called
         """Before all ranks do `what` together."""
         with self._last_words.around():
             self._company.await_the_others()
-            with self._world.survival.calls.coming(what):
+            with self._world.survival.calls.coming(what, counts=counts):
                 self._show()
                 self._company.gather()
 

@@ -13,8 +13,8 @@ __all__ = ["Around"]
 class Around:
     """What is called before and after all ranks do something together, and before the world is closed in good order."""
 
-    gather: Callable[[str], None] = lambda _: None
-    """Takes what they do."""
+    gather: Callable[[str, bool], None] = lambda *_: None
+    """Takes what they do, and whether it counts as a call of all."""
     disperse: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None

@@ -156,7 +156,7 @@ class World:
             )
 
     @contextmanager
-    def gathered(self, what: str) -> Iterator[None]:
+    def gathered(self, what: str, *, counts: bool = True) -> Iterator[None]:
         """Around `what`, which all ranks do together; raises `UsageError` inside ``join()`` and on the lane."""
         self.lane.require_unbroken()
         self.require_all_ranks(what)
@@ -164,7 +164,7 @@ class World:
         self._gathered += 1
         try:
             if self._gathered == 1:
-                self.around.gather(what)
+                self.around.gather(what, counts)
             with torch.inference_mode(mode=False):  # or the lane could not write to what is made in here
                 yield
         except CommrtError as error:
@@ -261,7 +261,7 @@ class World:
                 f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
-        with self.gathered("run"):
+        with self.gathered("run", counts=False):  # only the ranks that it names come
             self._comparison.require(schedule, buffer, self.members, self.survival.generation)
             work = Work(buffer, self.rank, self.lane.submit(lambda: self._run(schedule, buffer, moment)))
             if not async_op or self.survival.is_possible:  # else what all do together would not be over at its end
