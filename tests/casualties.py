@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import suppress
 from itertools import pairwise
+from math import inf
 from threading import Event
 from time import monotonic
 
@@ -17,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.algorithms import halving_doubling, ring
 from commrt.runtime.executor import BoundProgram
-from commrt.store.asking import another_connection
+from commrt.store.asking import another_connection, ask
 from commrt.store.doorbell import Doorbell
 
 STRIKE = 5
@@ -237,8 +238,28 @@ def dying_in_a_disagreement(tell, algorithm, victim, when):
     return said, equal, waited_s
 
 
-def back_amid_a_call(tell, victim, timeout_s):
-    """`victim` is stopped, and the others consolidate; between two parts of that it comes back and does so too."""
+def stopped_while_it_asks(tell):
+    """For longer than the limit; the answer comes a little after it woke."""
+
+    def question():
+        Event().wait(0.1)  # until it is waited for; too early, and this passes for no reason
+        latest_s, looked_s = inf, monotonic()
+        tell(os.getpid())
+        while looked_s < latest_s:  # until it has been stopped
+            latest_s = looked_s + 0.5
+            Event().wait(0.01)
+            looked_s = monotonic()
+        Event().wait(0.2)
+        return "an answer"
+
+    return ask(question, 0.8)
+
+
+def back_amid_a_call(tell, victim, timeout_s, *, is_hasty=False):
+    """`victim` is stopped, and the others consolidate; between two parts of that it comes back and does so too.
+
+    Where it `is_hasty` it learns only that it is too late when it is a member again: the others said so just then.
+    """
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     sync_buffers, found = replica.sync_buffers, []
@@ -252,6 +273,8 @@ def back_amid_a_call(tell, victim, timeout_s):
 
     replica.sync_buffers = slow
     if world.rank == victim:
+        if is_hasty:
+            _look_only_as_a_member(world.survival)
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     for _ in range(2):
@@ -265,13 +288,27 @@ def back_amid_a_call(tell, victim, timeout_s):
     return found
 
 
-def slow_to_begin(tell, timeout_s):
-    """Rank 2 is stopped in a call of all, and comes back when rank 1 has looked who is there, and has not begun."""
+def _look_only_as_a_member(survival):
+    require_next, is_amid = survival.calls.require_next, survival._is_amid_another_call
+    survival.calls.require_next = lambda: survival.generation and require_next()
+    survival._is_amid_another_call = lambda: survival.generation and is_amid()
+
+
+def slow_to_begin(tell, timeout_s, *, is_stopped_again=False):
+    """Rank 2 is stopped in a call of all, and comes back when rank 1 has looked who is there, and has not begun.
+
+    Where it `is_stopped_again`, then until the call is over.
+    """
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     run, all_reduce = BoundProgram.run, halving_doubling.all_reduce
 
     def stopped(program, *where):
+        BoundProgram.run = stopped_again if is_stopped_again else run
+        os.kill(os.getpid(), signal.SIGSTOP)
+        run(program, *where)
+
+    def stopped_again(program, *where):
         BoundProgram.run = run
         os.kill(os.getpid(), signal.SIGSTOP)
         run(program, *where)
@@ -293,6 +330,8 @@ def slow_to_begin(tell, timeout_s):
         apart = replica.disagreement()
     except commrt.LeftBehind:  # rank 2, if the others were quicker
         apart = None
+    if is_stopped_again and world.rank == 1:
+        os.kill(int(world.store.get("stopped")), signal.SIGCONT)
     world.all_reduce(torch.ones(3), "sum")
     world.close()
     return apart

@@ -119,8 +119,9 @@ def test_a_rank_that_was_busy_until_a_call_was_over_is_told_and_gets_no_other_ca
         assert is_told(found) or (end.rank != 2 and (found == [3.0, 3.0] or "no answer from" in found))
 
 
-def test_a_rank_that_comes_back_amid_a_call_leaves_it_to_the_others_and_makes_the_next_one_with_them():
-    ends = run_processes(4, back_amid_a_call, 2, 2.0)
+@pytest.mark.parametrize("is_hasty", [False, True], ids=["outside", "a member again"])
+def test_a_rank_that_comes_back_amid_a_call_leaves_it_to_the_others_and_makes_the_next_one_with_them(is_hasty):
+    ends = run_processes(4, partial(back_amid_a_call, is_hasty=is_hasty), 2, 2.0)
     assert [end.error for end in ends] == [None] * 4
     assert [end.value for end in ends] == [["left behind" if end.rank == 2 else None, None, True] for end in ends]
 
@@ -138,8 +139,9 @@ def test_who_comes_back_between_two_parts_of_a_call_takes_it_from_nobody(is_in_s
     assert [end.value for end in ends] == [["left behind" if end.rank == 2 else None, None] for end in ends]
 
 
-def test_who_comes_back_as_another_is_about_to_begin_ends_nothing():
-    ends = run_processes(4, slow_to_begin, 2.0, limit_s=60)
+@pytest.mark.parametrize("is_stopped_again", [False, True], ids=["for good", "and is stopped again"])
+def test_who_comes_back_as_another_is_about_to_begin_ends_nothing(is_stopped_again):
+    ends = run_processes(4, partial(slow_to_begin, is_stopped_again=is_stopped_again), 2.0, limit_s=60)
     assert [end.error for end in ends] == [None] * 4
     assert all(end.value < 1e-6 for end in survivors(ends, {2}))
 

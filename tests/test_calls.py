@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from threading import Thread
+from time import monotonic
+
 import pytest
 from torch.distributed import HashStore
 
@@ -35,8 +38,8 @@ def ranks(count, timeout_s=0.2):
     return [Calls(store, rank, lambda: timeout_s) for rank in range(count)]
 
 
-def come(calls, what="a()"):
-    with calls.coming(what):
+def come(calls, what="a()", are_gathered=lambda: False):
+    with calls.coming(what, are_gathered):
         pass
     calls.enter()
 
@@ -201,3 +204,48 @@ def test_a_successor_does_next_what_the_others_do_next():
     here.go_on()
     new.follow()
     assert new.mark == here.mark == "2.0"
+
+
+def test_who_missed_a_call_leaves_it_to_the_others_for_as_long_as_they_come_on_with_it():
+    first, second = ranks(2)
+    come(first)
+    first.complete()
+    with pytest.raises(LeftBehind):
+        come(second)
+    second.leave()
+    next_one = Thread(target=come, args=(second, "b()"), kwargs={"are_gathered": lambda: True})
+    next_one.start()
+    for _ in range(3):
+        next_one.join(0.4)  # two deadlines
+        first.require_next()
+        first.complete()
+    assert next_one.is_alive()
+    first.leave()
+    come(first, "b()")
+    next_one.join(10.0)
+    assert (first.mark, second.mark) == ("1.0", "1.0")
+
+
+def test_who_missed_a_call_waits_a_deadline_if_nobody_is_in_it_any_more():
+    first, second = ranks(2)
+    come(first)
+    first.complete()
+    with pytest.raises(LeftBehind):
+        come(second)
+    second.leave()
+    begin_s = monotonic()
+    come(second, "b()")
+    assert monotonic() - begin_s < 0.7  # of 0.8 while they are
+
+
+def test_a_call_that_was_missed_is_missing_until_it_is_over():
+    first, second = ranks(2)
+    come(first)
+    first.complete()
+    with pytest.raises(LeftBehind):
+        come(second)
+    second.leave()
+    assert second.is_missing_one
+    first.leave()
+    first.go_on()
+    assert not second.is_missing_one

@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
-from time import monotonic
 
 from torch.distributed import HashStore, Store
 
 from commrt.errors import LeftBehind, Place
 from commrt.store.asking import ANSWER_S, ask
 from commrt.store.hearsay import require, understood
+from commrt.threads.patience import Patience
 
 __all__ = ["Calls"]
 
 LATEST = "latest"
 LOOK_S = 0.05
+STILL = 4.0
+"""How many deadlines others may need for a part: they lose a rank, find that out, connect anew, and do it again."""
 Stand = tuple[int, int]
 """How many calls are over, and parts of the next one."""
 
@@ -47,19 +49,36 @@ class Calls:
     def is_missing_one(self) -> bool:
         """True while the others have done parts of a call, and this rank fewer."""
         latest = self._read()
-        return latest[1] > 0 and latest > self._own
+        return latest[1] > 0 and (latest > self._own or self._is_behind)
 
     @contextmanager
-    def coming(self, what: str, *, counts: bool = True) -> Iterator[None]:
-        """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank."""
+    def coming(
+        self, what: str, are_gathered: Callable[[], bool] = lambda: False, *, counts: bool = True
+    ) -> Iterator[None]:
+        """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank.
+
+        They may still be in the one that it missed, while they `are_gathered`: it does not take that from them.
+        """
         self._what, self._counts = what, counts
-        end_s = monotonic() + self._timeout_s()
-        while self._is_behind and self._read() < self._own and monotonic() < end_s:
-            Event().wait(LOOK_S)
+        self.outlast(lambda: self._is_behind and self._read() < self._own, are_gathered)
         self._is_behind = False
         self.require_next()
         yield
         self._counts = False
+
+    def outlast(
+        self,
+        is_so: Callable[[], bool],
+        are_gathered: Callable[[], bool],
+        require_open: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait while `is_so`: as long as the others come on with a call, or a deadline if they are in none."""
+        patience, known = Patience(self._timeout_s()), self._told
+        while is_so() and patience.waited_s < self._timeout_s() * (STILL if are_gathered() else 1.0):
+            require_open()
+            if known != self._told:
+                patience, known = Patience(self._timeout_s()), self._told
+            Event().wait(LOOK_S)
 
     def enter(self) -> None:
         """A part of it."""

@@ -24,6 +24,7 @@ from commrt.members.attendance import HERE, LEFT, MISSED, Attendance, Loss, Need
 from commrt.store.asking import ANSWER_S, another_connection, ask
 from commrt.store.doorbell import Doorbell, answers, is_gone
 from commrt.store.hearsay import understood, where
+from commrt.threads.patience import Patience
 
 __all__ = ["Membership"]
 
@@ -118,6 +119,10 @@ class Membership:
         if self._doorbell is not None:
             self._doorbell.close()
 
+    def stand_aside(self, why: str) -> None:
+        """Tell the others not to wait for this rank until it comes back."""
+        self._say(LEFT, self.generation, self._rank, why, self._bell)
+
     def close(self) -> None:
         """After `leave`: hold the store no more."""
         self._store = HashStore()
@@ -130,13 +135,13 @@ class Membership:
         """
         self.generation += 1
         self._say(HERE, self.generation, self._rank, step, self._bell)
-        begin_s, promised, outside = monotonic(), set[int](), self._outside()
+        patience, promised, outside = Patience(timeout_s), set[int](), self._outside()
         while (verdict := self._standing()) is None:
             require_open()
             attendance = self._attendance()
             if self._rank in attendance.left:
                 raise LeftBehind("this rank has left, or was found gone", Place(self._rank, step=step))
-            if own := attendance.verdict(self.members, monotonic() - begin_s, timeout_s, self._need, promised, outside):
+            if own := attendance.verdict(self.members, patience.waited_s, timeout_s, self._need, promised, outside):
                 self._propose(own)
             else:
                 self._look_after(attendance, promised)

@@ -9,52 +9,33 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import inf
 from threading import Event
-from time import monotonic
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakSet
 
-import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
 from commrt.members.attendance import Loss, Need
 from commrt.members.calls import Calls
 from commrt.members.membership import Membership
+from commrt.members.reconnecting import ConnectGpu, Means, reconnect
 from commrt.members.vote import Vote
-from commrt.store.asking import begun
 from commrt.threads.answer import Answer, Pending
 from commrt.threads.lane import Lane
-from commrt.transport.media import Media, Queueing
-from commrt.transport.protocol import Transport
+from commrt.transport.media import Media
 
-__all__ = ["LOST", "Connect", "ConnectGpu", "Means", "Survival"]
+__all__ = ["LOST", "Survival"]
 
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""Between two looks at who lives."""
+"""Between two looks at what the others do."""
 LOST = (PeerLost, DeadlineExceeded)
 """What may mean that a rank is gone; all else is an error of this one, or of the program."""
-
-Connect = Callable[[int, Sequence[int], float], Transport]
-"""(generation, members, timeout_s) -> what carries host memory among them; collective, once in each generation."""
-
-
-class Means(NamedTuple):
-    """What it takes to go on without a rank."""
-
-    connect: Connect
-    towards: str | None = None
-    """An address in the network through which the ranks see each other; None if nobody needs to look."""
-
-
-ConnectGpu = Callable[[str, torch.device], Queueing]
-"""(name, device) -> what carries that GPU's memory among the members; collective, each name once."""
 
 _log = logging.getLogger("commrt")
 
@@ -148,9 +129,12 @@ class Survival:
             raise failure
         if not self.is_broken:
             self.membership.miss(failure)
-            self._transport.abort()
-            self.apart_until = inf
-            self.room += 1
+            self._break()
+
+    def _break(self) -> None:
+        self._transport.abort()
+        self.apart_until = inf
+        self.room += 1
 
     def submit(self, task: Callable[[], T]) -> Pending[T]:
         """Run `task` on the lane; where it loses a rank, ``result()`` raises that, and the lane goes on."""
@@ -175,11 +159,9 @@ class Survival:
         before: Sequence[int] = ()
         self.calls.enter()
         while True:
-            if self._need is not None:
-                self.calls.require_next()  # before the others connect with this rank and wait for it, and after
+            self._require_next()  # before the others connect with this rank and wait for it, and after
             self._lane.submit(self._settle).result()
-            if self._need is not None:
-                self.calls.require_next()
+            self._require_next()
             self._begun = self.membership.generation  # before `work` looks who the members are
             begun = self._begun, self.membership.members
             failure: TransportError | None = None
@@ -189,14 +171,39 @@ class Survival:
                 failure = error
             finally:
                 self._begun = None
-            members = self.membership.members
             if self._all_came_through(failure, *begun):
                 if self._need is not None:
                     self.calls.complete()
                 return value  # all have one, or the vote would say so
-            if isinstance(failure, DeadlineExceeded) and members == before:
+            if isinstance(failure, DeadlineExceeded) and begun[1] == before:
                 raise failure  # those for whom it waits live, and do something else
-            before = members
+            before = begun[1]
+
+    @contextmanager
+    def coming(self, what: str, *, counts: bool) -> Iterator[None]:
+        """See `Calls.coming`; who comes too late keeps nobody waiting. Not on the lane."""
+        with self._aside_if_behind(), self.calls.coming(what, self._are_gathered, counts=counts):
+            yield
+
+    def _require_next(self) -> None:
+        if self._need is not None:
+            with self._aside_if_behind():
+                self.calls.require_next()
+
+    @contextmanager
+    def _aside_if_behind(self) -> Iterator[None]:
+        try:
+            yield
+        except LeftBehind:
+            self._lane.submit(self._stand_aside).result()
+            raise
+
+    def _stand_aside(self) -> None:
+        """Be no member for those who are amid a call that this rank has missed: they would wait for it in the rest."""
+        if self._is_amid_another_call() and not self.is_outside:
+            self.membership.stand_aside("it came to what all do together when a part of that was over")
+            self._break()
+            self.is_outside = True
 
     def _settle(self) -> None:
         """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
@@ -293,14 +300,14 @@ class Survival:
 
     def _rejoin_between_calls(self) -> None:
         """Whom others wait for in the rest of a call of all, whose beginning it missed, takes it from them."""
-        end_s = monotonic() + self._transport.timeout_s
-        while self._is_amid_another_call() and monotonic() < end_s:
-            self.require_open()
-            Event().wait(LOOK_S)
+        self.calls.outlast(self._is_amid_another_call, self._are_gathered, self.require_open)
         self.rejoin(self.step)
 
     def _is_amid_another_call(self) -> bool:
-        return self._need is not None and self.calls.is_missing_one and self._need.are_gathered()
+        return self.calls.is_missing_one and self._are_gathered()
+
+    def _are_gathered(self) -> bool:
+        return self._need is not None and self._need.are_gathered()
 
     def reach(self, step: int) -> None:
         """This rank is at `step`."""
@@ -317,26 +324,14 @@ class Survival:
             _log.log(level, "commrt: rank %d has come back; %d ranks go on", rank, len(members))
 
     def _connect(self) -> None:
-        """What was bound before stays broken."""
         members, generation = self.membership.members, self.membership.generation
-        if (means := self._means) is not None and len(members) > 1:
-            timeout_s = self._transport.timeout_s
-            self._transport.replace_host(self._while_all_live(lambda: means.connect(generation, members, timeout_s)))
-            for device in self._transport.gpus:
-                connect = partial(self._connect_gpu, f"generation {generation}", device)
-                self._transport.add(device, self._while_all_live(connect))
-        self.require_open()
 
-    def _while_all_live(self, connect: Callable[[], T]) -> T:
-        """What `connect` returns; raises `PeerLost` if it waits for one who is gone, and lets it wait."""
-        answer = begun(connect)
-        while not answer.given:
-            with suppress(TimeoutError):
-                answer.error(LOOK_S)
-            is_called = self._called > self.membership.generation  # those who connect have gone on to another
-            if not answer.given and (is_called or self.membership.are_gone(self.membership.members)):
-                raise PeerLost("a rank was lost while those who are left connected", Place(self._transport.rank))
-        return answer.result()
+        def is_over() -> bool:  # those who connect have gone on to another, or one of them is gone
+            return self._called > generation or self.membership.are_gone(members)
+
+        if (means := self._means) is not None and len(members) > 1:
+            reconnect(self._transport, means.connect, self._connect_gpu, generation, members, is_over)
+        self.require_open()
 
     def require_open(self) -> None:
         """Who gave this world up meanwhile ended what was there then."""

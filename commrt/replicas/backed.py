@@ -279,7 +279,7 @@ class Backed(Replica):
         """Before all ranks do `what` together."""
         with self._last_words.around():
             self._company.await_the_others()
-            with self._world.survival.calls.coming(what, counts=counts):
+            with self._world.survival.coming(what, counts=counts):
                 self._show()
                 self._company.gather()
 

@@ -23,7 +23,7 @@ from commrt.launch import (
     launched,
     require_deadlines,
 )
-from commrt.members.survival import Connect, Means
+from commrt.members.reconnecting import Connect, Means
 from commrt.runtime.around import Around
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World

@@ -19,7 +19,8 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import CommrtError, DisagreementError, LeftBehind, TransportError, UsageError
 from commrt.launch import wants_nvtx
 from commrt.members.attendance import Loss
-from commrt.members.survival import Means, Survival
+from commrt.members.reconnecting import Means
+from commrt.members.survival import Survival
 from commrt.program import among, program
 from commrt.recording import Nvtx, Recorder
 from commrt.runtime.around import Around

@@ -16,6 +16,7 @@ from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.threads.answer import Answer
+from commrt.threads.patience import Patience
 
 __all__ = ["ANSWER_S", "HOLDER", "another_connection", "ask", "begun", "forget", "settle", "within"]
 
@@ -29,12 +30,13 @@ T = TypeVar("T")
 def ask(question: Callable[[], T], limit_s: float, rank: int | None = None) -> T:
     """What `question`, which may use a store, returns to `rank` within `limit_s` seconds.
 
-    It runs on a thread of its own, which is abandoned when the time is up. Raises `DeadlineExceeded` then, `PeerLost`
-    if the connection to the store broke, and whatever else `question` raises. Cost: 0.14 ms.
+    It runs on a thread of its own, which is abandoned when the time is up (`Patience`). Raises `DeadlineExceeded` then,
+    `PeerLost` if the connection to the store broke, and whatever else `question` raises. Cost: 0.14 ms.
     """
-    answer = begun(question)
-    with suppress(TimeoutError):  # what counts is whether the answer is there when we look
-        answer.error(limit_s)
+    answer, patience = begun(question), Patience(limit_s)
+    while not answer.given and (left_s := patience.left_s) > 0:
+        with suppress(TimeoutError):  # what counts is whether the answer is there when we look
+            answer.error(min(left_s, patience.most_s))
     if not answer.given:
         what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
         raise DeadlineExceeded(what, Place(rank=rank, peer=0))

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
 from commrt.launch import LOOPBACK
-from commrt.members.survival import Means
+from commrt.members.reconnecting import Means
 from commrt.runtime.world import World
 from commrt.testing import nccl
 from commrt.transport.local import Fabric
