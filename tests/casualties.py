@@ -255,6 +255,32 @@ def stopped_while_it_asks(tell):
     return ask(question, 0.8)
 
 
+def stopped_in_a_question(tell, victim, timeout_s):
+    """While a step's question to the store is on its way, for longer than the store may take."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    clerk = replica._backing.ballot._clerk
+    answer = clerk._answer
+
+    def stopped(wish):
+        clerk._answer = answer
+        tell(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        Event().wait(0.5)  # those who look after it look first
+        return answer(wish)
+
+    if world.rank == victim:
+        clerk._answer = stopped
+    one_step(model, optimizer, world.rank, 1)
+    if world.rank == victim:
+        world.store.set("awake", "")
+    another_connection(world.store).get("awake")
+    replica.consolidate()
+    equal = replica.replicas_equal()
+    world.close()
+    return equal
+
+
 def back_amid_a_call(tell, victim, timeout_s, *, is_hasty=False):
     """`victim` is stopped, and the others consolidate; between two parts of that it comes back and does so too.
 

@@ -843,6 +843,31 @@ def test_who_has_other_weights_in_takes_none_that_would_be_put_away_again():
     assert all_are_equal(Loop().run(body))
 
 
+def test_a_call_of_all_between_forward_and_backward_takes_from_nobody_the_weights_that_backward_needs():
+    """Nobody could give the late one newer weights before its forward pass; they are there when all come together."""
+
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        fetch = replica._relief.fetch
+        replica._relief.fetch = lambda due: setattr(replica._relief, "fetch", fetch)
+        loss = model(batch(world.rank, replica.step)).square().mean()
+        world.all_reduce(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+        was_counted = replica.last.counted
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return was_counted, weights(model)
+
+    ends = Loop().run(body)
+    assert not ends[LATE][0]
+    assert all_are_equal([found for _, found in ends])
+
+
 def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too():
     def body(loop, world):
         model = deepcopy(MODEL)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Timer
 
 import pytest
-from casualties import stopped_while_it_asks
+from casualties import stopped_in_a_question, stopped_while_it_asks
 from torch.distributed import HashStore
 
 from commrt.members import membership
@@ -40,6 +40,15 @@ def test_who_is_stopped_for_longer_than_the_limit_hears_an_answer_that_comes_soo
 
     (end,) = run_processes(1, stopped_while_it_asks, on_message=stop)
     assert (end.error, end.value) == (None, "an answer")
+
+
+@pytest.mark.processes
+def test_who_is_stopped_in_a_step_is_late_and_does_not_take_the_store_for_silent():
+    def wake(_, pid, process):
+        Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    ends = run_processes(4, stopped_in_a_question, 2, 1.0, on_message=wake)
+    assert [(end.error, end.value) for end in ends] == [(None, True)] * 4
 
 
 def test_who_is_stopped_while_it_waits_for_the_others_goes_on_with_those_that_come_after_it_woke(monkeypatch):

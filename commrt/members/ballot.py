@@ -40,6 +40,7 @@ from commrt.store.asking import ANSWER_S, HOLDER, another_connection, ask, forge
 from commrt.store.hearsay import GARBLED, not_understood, understood
 from commrt.store.presence import TRAINING, Presence
 from commrt.threads.answer import Answer
+from commrt.threads.patience import Patience
 
 __all__ = ["Ballot", "Terms"]
 
@@ -85,6 +86,7 @@ class Ballot:
         self.is_over = False
         """In the step that is held it was found that too few train."""
         self._was_over = False  # in the one before
+        self._asked_s, self._asking = -1.0, Patience(0.0)  # with the clerk's latest question
         self._asked(lambda: store.compare_set(FLOOR, "", "0"))
 
     def hold(self, deliberation: Deliberation, generation: int, move: Callable[[Move], Any]) -> Outcome:
@@ -102,13 +104,13 @@ class Ballot:
         return wish
 
     def _awaited(self, answer: Answer[Move | Outcome], generation: int) -> Move | Outcome:
-        begin_s = monotonic()
+        patience = Patience(self._terms.timeout_s())
         for pause_s in _pauses(LOOK_S / 20 if self._was_over else LOOK_S):
             with suppress(TimeoutError):
                 answer.error(pause_s)
             if answer.given:
                 break
-            self._look(monotonic() - begin_s, generation)
+            self._look(patience.waited_s, generation)
         try:
             return answer.result()
         except DistNetworkError as error:
@@ -123,7 +125,8 @@ class Ballot:
                 self._look_after(read, waited_s)
             elif read is not None:
                 self._look_for_more(read, waited_s, generation)
-            elif monotonic() - self._clerk.asked_s > (limit_s := self._terms.timeout_s() + ANSWER_S):
+            elif self._is_unanswered():
+                limit_s = self._terms.timeout_s() + ANSWER_S
                 what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
                 raise DeadlineExceeded(what, Place(rank=self._terms.rank, peer=0))  # noqa: TRY301  # as the others
         except BaseException:
@@ -131,6 +134,12 @@ class Ballot:
                 with suppress(Exception):
                     self._settle(read, FAILED if read.members else VOID)
             raise
+
+    def _is_unanswered(self) -> bool:
+        """True if the store owes an answer for too long."""
+        if self._asked_s != self._clerk.asked_s:
+            self._asked_s, self._asking = self._clerk.asked_s, Patience(self._terms.timeout_s() + ANSWER_S)
+        return self._asking.left_s <= 0
 
     def _look_after(self, read: Read, waited_s: float) -> None:
         """The members of a reduction: each the next one, so that all are looked after and nobody is asked by all."""

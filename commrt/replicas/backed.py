@@ -81,6 +81,7 @@ class Backed(Replica):
         self._samples: int | None = 0
         self._has_told = False
         self._is_successor = False  # and has not begun its first step
+        self._has_run_behind = False  # forward, with weights that the others have left
         params = [param for _, param in named]
         self._gate = Gate(optimizers, params, _nothing, self._refuse, self._require_sound)
         self._backing = Backing(
@@ -139,7 +140,7 @@ class Backed(Replica):
 
     def _drain(self, *, in_pass: bool = False, amid_step: bool = False) -> None:
         self._arrears.restore(in_pass=in_pass)
-        if self._arrears.due is not None:
+        if self._arrears.due is not None and (in_pass or amid_step or not self._has_run_behind):
             with self._last_words.around():
                 if in_pass or amid_step or self._is_successor or self._donor.is_intact:
                     self._catch_up(self._arrears.due, in_pass=in_pass, amid_step=amid_step)
@@ -169,6 +170,7 @@ class Backed(Replica):
     def _begin_forward(self, given: Sequence[object]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self._begin()
+            self._has_run_behind = self._arrears.due is not None
             self._take_part()
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
@@ -219,7 +221,7 @@ class Backed(Replica):
             self._backing.begin(self._samples or None)
 
     def _finish(self) -> None:
-        self._passing, self._samples = None, 0
+        self._passing, self._samples, self._has_run_behind = None, 0, False
         if self._is_stale:
             self._backing.drop()
             self.last = StepReport(self._backing.version, (), 0.0, (), counted=False)
@@ -352,6 +354,7 @@ class Backed(Replica):
         Weights are taken as they are, also where a loop has changed them outside of its optimizer's steps.
         """
         self._stepping.end_step()
+        self._has_run_behind = False
         self._arrears.restore(in_pass=False)
         self._arrears.accept()
         with self._world.gathered("consolidate()"):

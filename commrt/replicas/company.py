@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
-from time import monotonic
 
 from commrt.errors import CommrtError, DeadlineExceeded, Place, UsageError
 from commrt.runtime.world import World
 from commrt.store.charter import Charter
 from commrt.store.presence import TRAINING, Doing, Presence
+from commrt.threads.patience import Patience
 
 __all__ = ["Company"]
 
@@ -47,9 +47,9 @@ class Company:
 
     def gather(self) -> None:
         """Before all ranks do something together: wait for those that were left behind, and live."""
-        end_s = monotonic() + self._world.timeout_s
+        patience = Patience(self._world.timeout_s)
         self._presence.say(Doing.GATHERS)
-        while (outside := self._outside()) and monotonic() < end_s:
+        while (outside := self._outside()) and patience.left_s > 0:
             Event().wait(LOOK_S)
         if outside:
             _log.warning("commrt: rank %d goes on without ranks %s, which live", self._world.rank, outside)
@@ -61,10 +61,10 @@ class Company:
         """
         if not self._is_new:
             return
-        end_s = monotonic() + self._world.timeout_s
+        patience = Patience(self._world.timeout_s)
         self._presence.say(Doing.AWAITS)
         while Doing.TRAINS in self._presence.of(self.others).values():
-            if monotonic() > end_s:
+            if patience.left_s <= 0:
                 raise DeadlineExceeded(
                     f"this process took the place of rank {self._world.rank}, and calls for all before its first step, "
                     f"while the others train: they have not come within {self._world.timeout_s:g} s. What all do "
@@ -91,7 +91,7 @@ class Company:
     def train(self) -> None:
         """At the begin of a step."""
         self._is_new = False
-        if self._presence.doing in {Doing.BETWEEN, Doing.AWAITS}:
+        if self._presence.doing is not Doing.TRAINS:
             self._world.survival.calls.go_on()
             self._presence.say(Doing.TRAINS)
 
@@ -101,10 +101,10 @@ class Company:
         `takes_a_step` takes the state of one that has begun a step, and says if it has: then all calls that belong to
         earlier steps have been made, and for the next one all wait for this rank.
         """
-        end_s = monotonic() + self._world.timeout_s
+        patience = Patience(self._world.timeout_s)
         while not (self._is_welcome() and takes_a_step()):
             self._presence.say(Doing.COMES)
-            if monotonic() > end_s:
+            if patience.left_s <= 0:
                 what = f"the others have not come out of what all do together within {self._world.timeout_s:g} s"
                 raise DeadlineExceeded(what, Place(self._world.rank))
             Event().wait(LOOK_S)

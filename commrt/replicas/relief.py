@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from socket import gethostname
 from threading import Event
-from time import monotonic
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
@@ -17,6 +16,7 @@ from commrt.runtime.world import World
 from commrt.store.asking import ANSWER_S, ask
 from commrt.store.hearsay import understood
 from commrt.store.service import Service, asked
+from commrt.threads.patience import Patience
 
 __all__ = ["PATIENCE_S", "Due", "Relief"]
 
@@ -76,15 +76,15 @@ class Relief:
         None if all of them that live have changed their weights since, outside of a step.
         Raises `QuorumLost` if all of them are gone, `DeadlineExceeded`.
         """
-        end_s = monotonic() + self._world.timeout_s
+        patience = Patience(self._world.timeout_s)
         while True:
             changed = set[int]()
             for rank in due.donors:
-                said = self._asked(rank, due.version)
+                said, is_late = self._asked(rank, due.version), patience.left_s <= 0
                 if isinstance(said, bytes):
                     return unpacked(said)
                 changed |= {rank} if said is Has.OTHERS else set()
-            gone = self._require_hope(due, end_s)
+            gone = self._require_hope(due, is_late=is_late)
             if changed and changed | gone >= {*due.donors}:
                 return None
             Event().wait(AGAIN_S)
@@ -97,14 +97,14 @@ class Relief:
             return understood("answer of a service", said or b"", Has)
         return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
 
-    def _require_hope(self, due: Due, end_s: float) -> set[int]:
+    def _require_hope(self, due: Due, *, is_late: bool) -> set[int]:
         """Those of its donors that are gone."""
         self._world.survival.require_open()
         donors, place = list(due.donors), Place(self._world.rank, due.donors[0], due.version)
         gone = set(self._world.survival.membership.gone(donors))
         if len(gone) == len(donors):
             raise QuorumLost(f"only ranks {donors} had the weights of step {due.version}, and they are gone", place)
-        if monotonic() > end_s:
+        if is_late:
             what = (
                 f"this rank was late, and none of ranks {donors}, whose weights it needs, came to its next forward "
                 f"pass or closed its world within {self._world.timeout_s:g} s: look at their output"

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from threading import Event
-from time import monotonic
 from typing import TypeVar
 
 from torch.distributed import Store
 
 from commrt.store.asking import ANSWER_S, ask
 from commrt.store.hearsay import understood
+from commrt.threads.patience import Patience
 
 __all__ = ["TRAINING", "Doing", "Presence"]
 
@@ -76,15 +76,15 @@ class Presence:
 
         If `needed` ranks make a step, it begins anew while as many train, and the store changes as it does in steps.
         """
-        begin_s, keys = monotonic(), -1
-        while monotonic() < begin_s + self._timeout_s():
+        patience, keys = Patience(self._timeout_s()), -1
+        while patience.left_s > 0:
             doing = self.of([rank for rank in self._ranks if rank != self._rank])
             if all(others(each) for each in doing.values()):
                 return True
             Event().wait(LOOK_S)
             if needed is not None and sum(each in TRAINING for each in doing.values()) >= needed:
                 known, keys = keys, self._asked(self._store.num_keys)
-                begin_s = begin_s if known == keys else monotonic()
+                patience = patience if known == keys else Patience(self._timeout_s())
         return False
 
     def _asked(self, question: Callable[[], T]) -> T:
