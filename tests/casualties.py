@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import halving_doubling, ring
+from commrt.errors import Place
 from commrt.runtime.executor import BoundProgram
 from commrt.store.asking import another_connection, ask
 from commrt.store.doorbell import Doorbell
@@ -361,6 +362,61 @@ def slow_to_begin(tell, timeout_s, *, is_stopped_again=False):
     world.all_reduce(torch.ones(3), "sum")
     world.close()
     return apart
+
+
+def stopped_twice_in_a_part(tell, timeout_s):
+    """Rank 2 is stopped in a call of all; it is back when that begins anew, and is stopped again until it is over."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    run, let_go, store = BoundProgram.run, world.survival.let_go, another_connection(world.store)
+    stops = iter([True, False])
+
+    def stopped(program, moment):
+        BoundProgram.run = stopped if next(stops) else run
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise commrt.DeadlineExceeded("no answer from ranks [3]", Place(2, 3))  # as a hop finds after a stop
+
+    def tell_that_it_is_back(failure):
+        store.set("back", "")
+        let_go(failure)
+
+    def wake(failure):
+        world.survival.let_go = let_go
+        os.kill(int(store.get("stopped")), signal.SIGCONT)
+        store.get("back")
+        let_go(failure)
+
+    if world.rank == 2:
+        store.set("stopped", str(os.getpid()))
+        BoundProgram.run = stopped
+    world.survival.let_go = tell_that_it_is_back if world.rank == 2 else wake
+    try:
+        found = replica.replicas_equal()
+    except commrt.LeftBehind:
+        found = "left behind"
+    if world.rank == 1:
+        os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+    last = replica.replicas_equal()
+    world.close()
+    return found, last
+
+
+def never_through(tell, timeout_s):
+    """Rank 1 comes to each attempt of a call of all, and never hears anybody; how often it tried, or what all found."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    tries = []
+
+    def deaf(program, moment):
+        tries.append(world.members)
+        raise commrt.DeadlineExceeded("no answer from ranks [3]", Place(1, 3))
+
+    if world.rank == 1:
+        BoundProgram.run = deaf
+    try:
+        return replica.replicas_equal()
+    except commrt.DeadlineExceeded:
+        return len(tries)
 
 
 def back_between_parts(tell, victim, timeout_s, *, is_in_step):

@@ -14,7 +14,9 @@ from casualties import (
     dying_in_a_disagreement,
     dying_in_a_sum,
     missing_a_call,
+    never_through,
     slow_to_begin,
+    stopped_twice_in_a_part,
 )
 
 import commrt
@@ -137,6 +139,18 @@ def test_who_comes_back_between_two_parts_of_a_call_takes_it_from_nobody(is_in_s
     ends = run_processes(4, partial(back_between_parts, is_in_step=is_in_step), 2, 1.0, limit_s=60)
     assert [end.error for end in ends] == [None] * 4
     assert [end.value for end in ends] == [["left behind" if end.rank == 2 else None, None] for end in ends]
+
+
+def test_a_rank_that_is_stopped_twice_in_a_part_of_a_call_ends_it_for_nobody_and_learns_that_it_missed_it():
+    ends = run_processes(4, stopped_twice_in_a_part, 2.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    assert [end.value for end in ends] == [("left behind" if end.rank == 2 else True, True) for end in ends]
+
+
+def test_a_rank_that_hears_nobody_tries_a_call_of_all_four_times_and_then_ends_in_its_error():
+    ends = run_processes(4, never_through, 2.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    assert [end.value for end in ends] == [4 if end.rank == 1 else True for end in ends]
 
 
 @pytest.mark.parametrize("is_stopped_again", [False, True], ids=["for good", "and is stopped again"])

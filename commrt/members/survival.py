@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from math import inf
 from threading import Event
 from typing import Generic, TypeVar
@@ -36,6 +37,8 @@ LOOK_S = 0.1
 """Between two looks at what the others do."""
 LOST = (PeerLost, DeadlineExceeded)
 """What may mean that a rank is gone; all else is an error of this one, or of the program."""
+TRIES = 4
+"""Of the same members, who all say that they come: one may be stopped more than once, or a connection be mute."""
 
 _log = logging.getLogger("commrt")
 
@@ -156,7 +159,7 @@ class Survival:
         """What `work`, a collective, gives; done again by all who are left if a rank is lost. Not on the lane."""
         if not self._is_on:
             return work()
-        before: Sequence[int] = ()
+        tries: list[Sequence[int]] = []
         self.calls.enter()
         while True:
             self._require_next()  # before the others connect with this rank and wait for it, and after
@@ -175,9 +178,18 @@ class Survival:
                 if self._need is not None:
                     self.calls.complete()
                 return value  # all have one, or the vote would say so
-            if isinstance(failure, DeadlineExceeded) and begun[1] == before:
-                raise failure  # those for whom it waits live, and do something else
-            before = begun[1]
+            tries.append(begun[1])
+            if isinstance(failure, DeadlineExceeded) and self._is_in_vain(tries):
+                raise failure
+
+    def _is_in_vain(self, tries: Sequence[Sequence[int]]) -> bool:
+        """True if the members, who have tried before, live, and one does something else; or if nothing else helps."""
+        members = tries[-1]
+        again = sum(1 for _ in takewhile(lambda each: each == members, reversed(tries)))
+        if again == 1:
+            return False
+        self._require_next()  # the others may have done it while this process was stopped
+        return again >= TRIES or self._need is None or self._need.are_elsewhere(members)
 
     @contextmanager
     def coming(self, what: str, *, counts: bool) -> Iterator[None]:
