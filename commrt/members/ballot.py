@@ -105,7 +105,7 @@ class Ballot:
 
     def _awaited(self, answer: Answer[Move | Outcome], generation: int) -> Move | Outcome:
         patience = Patience(self._terms.timeout_s())
-        for pause_s in _pauses(LOOK_S / 20 if self._was_over else LOOK_S):
+        for pause_s in _pauses(LOOK_S / 20 if self._was_over else LOOK_S, min(LOOK_MOST_S, patience.most_s)):
             with suppress(TimeoutError):
                 answer.error(pause_s)
             if answer.given:
@@ -207,10 +207,10 @@ class Ballot:
         self._clerk.close()
 
 
-def _pauses(pause_s: float) -> Iterator[float]:
+def _pauses(pause_s: float, most_s: float) -> Iterator[float]:
     while True:
-        yield pause_s
-        pause_s = min(1.5 * pause_s, LOOK_MOST_S)
+        yield min(pause_s, most_s)
+        pause_s = min(1.5 * pause_s, most_s)
 
 
 def _forget(store: Store, floor: int, words: Collection[tuple[int, int]]) -> None:

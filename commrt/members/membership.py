@@ -144,6 +144,7 @@ class Membership:
             if own := attendance.verdict(self.members, patience.waited_s, timeout_s, self._need, promised, outside):
                 self._propose(own)
             else:
+                Event().wait(min(self._pause_s(attendance), patience.most_s))
                 self._look_after(attendance, promised)
                 outside = self._outside()
         if self._rank not in verdict.members:
@@ -194,15 +195,17 @@ class Membership:
         self._asked(lambda: self._store.compare_set(f"verdict {self.generation}", "", json.dumps(verdict)))
 
     def _look_after(self, attendance: Attendance, promised: set[int]) -> None:
-        """Wait a little, then see whether those who are not here are alive, and whether they will come."""
-        place = 1 + list(attendance.here).index(self._rank)
-        Event().wait(min(LOOK_S * place, LOOK_MOST_S))
+        """See whether those who are not here are alive, and whether they will come."""
         for rank in attendance.absent(self.members):
             if self._member_is_gone(rank):
                 why = f"rank {self._rank} found that its process is gone"
                 self._say(LEFT, self.generation, rank, why, self._connected.get(rank, FIRST))
             elif self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
                 promised.add(rank)
+
+    def _pause_s(self, attendance: Attendance) -> float:
+        place = 1 + list(attendance.here).index(self._rank)
+        return min(LOOK_S * place, LOOK_MOST_S)
 
     def are_gone(self, ranks: Iterable[int]) -> bool:
         """True if `disconnected` finds one; asks no more often than each `AGAIN_S`."""
