@@ -43,8 +43,6 @@ class Need(NamedTuple):
     """(rank, generation) -> it promised to come; from any thread."""
     are_gathered: Callable[[], bool]
     """True while others do something together."""
-    are_elsewhere: Callable[[Collection[int]], bool]
-    """True if one of those ranks lives, and does anything else."""
 
 
 class Loss(NamedTuple):

@@ -33,12 +33,11 @@ __all__ = ["LOST", "Survival"]
 
 T = TypeVar("T")
 
-LOOK_S = 0.1
-"""Between two looks at what the others do."""
 LOST = (PeerLost, DeadlineExceeded)
 """What may mean that a rank is gone; all else is an error of this one, or of the program."""
-TRIES = 4
-"""Of the same members, who all say that they come: one may be stopped more than once, or a connection be mute."""
+TRIES, TRIES_BACKED, TRIES_BROKEN = 2, 4, 16
+"""Of the same members, until a deadline that passes ends what all do together; with backup workers, where a rank may be
+stopped again as soon as it is back; and until a connection that breaks does, if the one that sees why did not end."""
 
 _log = logging.getLogger("commrt")
 
@@ -163,10 +162,9 @@ class Survival:
         self.calls.enter()
         while True:
             self._require_next()  # before the others connect with this rank and wait for it, and after
-            self._lane.submit(self._settle).result()
+            begun = self._lane.submit(self._settle).result()
             self._require_next()
-            self._begun = self.membership.generation  # before `work` looks who the members are
-            begun = self._begun, self.membership.members
+            self._begun = begun[0]  # before `work` looks who the members are
             failure: TransportError | None = None
             try:
                 value = work()
@@ -179,17 +177,17 @@ class Survival:
                     self.calls.complete()
                 return value  # all have one, or the vote would say so
             tries.append(begun[1])
-            if isinstance(failure, DeadlineExceeded) and self._is_in_vain(tries):
+            if failure is not None and self._is_in_vain(failure, tries):
                 raise failure
 
-    def _is_in_vain(self, tries: Sequence[Sequence[int]]) -> bool:
-        """True if the members, who have tried before, live, and one does something else; or if nothing else helps."""
-        members = tries[-1]
-        again = sum(1 for _ in takewhile(lambda each: each == members, reversed(tries)))
-        if again == 1:
-            return False
-        self._require_next()  # the others may have done it while this process was stopped
-        return again >= TRIES or self._need is None or self._need.are_elsewhere(members)
+    def _is_in_vain(self, failure: TransportError, tries: Sequence[Sequence[int]]) -> bool:
+        """True if the same members have tried so often that nothing will help: all live, and one does not come."""
+        of_deadlines = TRIES if self._need is None else TRIES_BACKED
+        limit = of_deadlines if isinstance(failure, DeadlineExceeded) else TRIES_BROKEN
+        is_last = sum(1 for _ in takewhile(lambda members: members == tries[-1], reversed(tries))) >= limit
+        if is_last:
+            self._require_next()  # the others may have done it while this process was stopped
+        return is_last
 
     @contextmanager
     def coming(self, what: str, *, counts: bool) -> Iterator[None]:
@@ -217,13 +215,17 @@ class Survival:
             self._break()
             self.is_outside = True
 
-    def _settle(self) -> None:
-        """Do not wait for the next period; all who are left come to the same call, whatever their steps."""
+    def _settle(self) -> tuple[int, Sequence[int]]:
+        """Do not wait for the next period; all who are left come to the same call, whatever their steps.
+
+        Gives the generation, and its members: others may call this rank to the next one at once.
+        """
         if self._need is not None:
             self.be_in(0)
         elif self.is_broken:
             self.reform(self.step)
         self.apart_until = 0
+        return self.membership.generation, self.membership.members
 
     def part(self, failure: TransportError) -> None:
         """Find out who is left after `failure`, without waiting for the next period. Not on the lane."""

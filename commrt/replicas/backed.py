@@ -106,8 +106,7 @@ class Backed(Replica):
             self._presence.say(Doing.BETWEEN)
         world.survival.is_outside = world.charter is not None
         self._begin_era(1)
-        company = self._company
-        need = Need(self._needed, PATIENCE_S, self._relief.summon, company.are_gathered, company.are_elsewhere)
+        need = Need(self._needed, PATIENCE_S, self._relief.summon, self._company.are_gathered)
         world.survival.begin(self, alone=True, need=need)
         if world.charter is not None:  # and this process has the place
             self._presence.say(Doing.COMES)

@@ -9,7 +9,7 @@ others say, so one of the two sees the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
@@ -44,10 +44,6 @@ class Company:
     def are_gathered(self) -> bool:
         """True while others do something together; from any thread."""
         return Doing.GATHERS in self._presence.of(self.others).values()
-
-    def are_elsewhere(self, ranks: Collection[int]) -> bool:
-        """True if one of `ranks` lives, and does nothing together with others; from any thread."""
-        return not {Doing.GATHERS, None}.issuperset(self._presence.of(ranks).values())
 
     def gather(self) -> None:
         """Before all ranks do something together: wait for those that were left behind, and live."""
