@@ -868,6 +868,30 @@ def test_a_call_of_all_between_forward_and_backward_takes_from_nobody_the_weight
     assert all_are_equal([found for _, found in ends])
 
 
+def test_a_late_rank_that_skips_a_batch_after_its_forward_pass_can_be_saved():
+    """Nobody could give it newer weights before that pass."""
+
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        fetch = replica._relief.fetch
+        replica._relief.fetch = lambda due: setattr(replica._relief, "fetch", fetch)
+        model(batch(world.rank, replica.step))
+        model.eval()
+        saved = replica.state_dict()["step"]
+        model.train()
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return saved, weights(model)
+
+    ends = Loop().run(body)
+    assert ends[LATE][0] == max(saved for saved, _ in ends)
+    assert all_are_equal([found for _, found in ends])
+
+
 def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too():
     def body(loop, world):
         model = deepcopy(MODEL)

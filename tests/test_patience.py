@@ -32,6 +32,12 @@ def test_a_stop_counts_as_a_quarter_of_the_limit(monkeypatch):
     assert [patient.left_s for _ in range(3)] == [7.0, 5.0, 4.0]
 
 
+def test_what_may_take_long_between_two_looks_counts(monkeypatch):
+    monkeypatch.setattr(patience, "monotonic", iter([0.0, 5.0, 1000.0]).__next__)
+    patient = Patience(8.0, between_s=6.0)
+    assert [patient.left_s for _ in range(2)] == [3.0, -3.0]
+
+
 @pytest.mark.processes
 def test_who_is_stopped_for_longer_than_the_limit_hears_an_answer_that_comes_soon_after():
     def stop(_, pid, process):

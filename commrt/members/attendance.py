@@ -5,7 +5,8 @@ Its lines, for generation g::
 
     missed g rank peer why             rank broke its connections, because of `peer`, and will come to g
     here g rank step bell              rank has come to g, before its step `step`; where to ring to see whether it lives
-    left g rank why bell in_order      rank comes to nothing any more: it closed its world, failed, or was found gone
+    left g rank why bell in_order      rank comes to nothing until it is here again: it closed its world, failed,
+                                       was found gone, or stands aside for the rest of what it missed
 
 Where those who come need not wait for a rank that is alive, one that was left behind, or that takes the place of a dead
 one, is a member again once it is here. The bell says which process of a rank is meant, and begins with its birth: how

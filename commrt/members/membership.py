@@ -145,7 +145,7 @@ class Membership:
                 self._propose(own)
             else:
                 Event().wait(min(self._pause_s(attendance), patience.most_s))
-                self._look_after(attendance, promised)
+                self._look_after(attendance, promised, patience)
                 outside = self._outside()
         if self._rank not in verdict.members:
             what = f"the other ranks went on without this one, which came too late: {_reason(verdict, self._rank)}"
@@ -194,7 +194,7 @@ class Membership:
     def _propose(self, verdict: Verdict) -> None:
         self._asked(lambda: self._store.compare_set(f"verdict {self.generation}", "", json.dumps(verdict)))
 
-    def _look_after(self, attendance: Attendance, promised: set[int]) -> None:
+    def _look_after(self, attendance: Attendance, promised: set[int], patience: Patience) -> None:
         """See whether those who are not here are alive, and whether they will come."""
         for rank in attendance.absent(self.members):
             if self._member_is_gone(rank):
@@ -202,6 +202,7 @@ class Membership:
                 self._say(LEFT, self.generation, rank, why, self._connected.get(rank, FIRST))
             elif self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
                 promised.add(rank)
+            patience.look()  # one that is silent costs half a second
 
     def _pause_s(self, attendance: Attendance) -> float:
         place = 1 + list(attendance.here).index(self._rank)

@@ -205,7 +205,8 @@ class Survival:
         try:
             yield
         except LeftBehind:
-            self._lane.submit(self._stand_aside).result()
+            with suppress(TransportError):  # the store's, which ends what comes next
+                self.submit(self._stand_aside).result()
             raise
 
     def _stand_aside(self) -> None:

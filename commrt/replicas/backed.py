@@ -300,6 +300,7 @@ class Backed(Replica):
     def _end(self) -> None:
         """Before the others may not have this rank's state any more."""
         self._backing.abandon("the world was closed in the middle of a backward pass")
+        self._has_run_behind = False
         with suppress(CommrtError, RuntimeError):
             self._show()
             self._company.end()
@@ -332,6 +333,7 @@ class Backed(Replica):
 
     def state_dict(self) -> dict[str, int | str]:
         """See `Replica.state_dict`; takes the others' state first, if this rank was late: call it before you save."""
+        self._has_run_behind = False  # the batch of that pass was skipped
         self.drain()
         if self._arrears.due is not None:
             raise UsageError("this rank was late, and the others have changed their weights since: consolidate() first")

@@ -91,7 +91,7 @@ class Company:
     def train(self) -> None:
         """At the begin of a step."""
         self._is_new = False
-        if self._presence.doing is not Doing.TRAINS:
+        if self._presence.doing in {Doing.BETWEEN, Doing.AWAITS, Doing.GATHERS}:
             self._world.survival.calls.go_on()
             self._presence.say(Doing.TRAINS)
 

@@ -25,6 +25,7 @@ PATIENCE_S = 2.0
 CALL_S = 0.5
 WAIT_S = 1.0
 """How long a donor may take to come to its next forward pass, before another is asked."""
+READY_S = WAIT_S + PATIENCE_S
 AGAIN_S = 0.01
 READY, STATE, COME = b"R", b"S", b"C"
 """Kinds of questions: is it there, what is it, will you connect anew."""
@@ -76,11 +77,12 @@ class Relief:
         None if all of them that live have changed their weights since, outside of a step.
         Raises `QuorumLost` if all of them are gone, `DeadlineExceeded`.
         """
-        patience = Patience(self._world.timeout_s)
+        patience = Patience(self._world.timeout_s, READY_S + self._world.timeout_s / 2)
         while True:
             changed = set[int]()
             for rank in due.donors:
-                said, is_late = self._asked(rank, due.version), patience.left_s <= 0
+                said = self._asked(rank, due.version)
+                is_late = patience.left_s <= 0
                 if isinstance(said, bytes):
                     return unpacked(said)
                 changed |= {rank} if said is Has.OTHERS else set()
@@ -92,7 +94,7 @@ class Relief:
     def _asked(self, rank: int, version: int) -> bytes | Has:
         """Who has it may take long to copy it."""
         address = self._address(rank)
-        said = None if address is None else asked(address, READY, version, WAIT_S + PATIENCE_S)
+        said = None if address is None else asked(address, READY, version, READY_S)
         if address is None or said != Has.IT.value:
             return understood("answer of a service", said or b"", Has)
         return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
