@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop upon stop: ``python bench/halting.py`` stops one rank at random instants, for up to three deadlines each time.
 
-All ranks only make calls of all meanwhile, which have parts. Those that are never stopped must come through each of
-them; the one that is may find that a call is over. Who came through has what the others have, of the same call. Rank 0
-is never stopped: it holds the store.
+All ranks make calls of all meanwhile, which have parts, and, with ``--steps``, so many steps before each. Those that
+are never stopped must come through each call; the one that is may find that a call is over. Who came through has what
+the others have, of the same call. Rank 0 is never stopped: it holds the store.
 """
 
 from __future__ import annotations
@@ -44,24 +44,31 @@ class Watch:
     wrong: tuple[str, ...]
 
 
-def work(tell: Callable[[Any], None], rounds: int, width: int, seed: int, timeout_s: float) -> list[Any]:
+def work(tell: Callable[[Any], None], rounds: int, steps: int, width: int, seed: int, timeout_s: float) -> list[Any]:
     """One process; what each call gave."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1))
-        model(torch.ones(2, width)).sum().backward()
-        optimizer.step()
+        _step(model, optimizer, width)
         tell("began")
         found, rng = list[Any](), Random(f"{seed} {world.rank}")
         for number in range(rounds):
+            for _ in range(steps):
+                _step(model, optimizer, width)
             Event().wait(rng.uniform(0.0, PAUSE_S))
             try:
                 found.append(_call(world, replica, number))
             except commrt.LeftBehind:
                 found.append(BEHIND)
         return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    optimizer.zero_grad()
+    (model(torch.randn(4, width)).square().mean() / width).backward()
+    optimizer.step()
 
 
 def _call(world: commrt.World, replica: commrt.Replica, number: int) -> Any:
@@ -77,7 +84,9 @@ def _call(world: commrt.World, replica: commrt.Replica, number: int) -> Any:
             return total.tolist()
 
 
-def keep(ranks: int, stops: int, seed: int, rounds: int = 30, width: int = 2000, timeout_s: float = 2.0) -> Watch:
+def keep(
+    ranks: int, stops: int, seed: int, rounds: int = 30, steps: int = 0, width: int = 2000, timeout_s: float = 2.0
+) -> Watch:
     """One run."""
     rng, end = Random(seed), Event()
     victim = rng.randrange(1, ranks)
@@ -86,8 +95,8 @@ def keep(ranks: int, stops: int, seed: int, rounds: int = 30, width: int = 2000,
         if rank == victim and process.pid is not None:
             Thread(target=_halt, args=(process.pid, list(_stops(rng, stops, timeout_s)), end), daemon=True).start()
 
-    limit_s = 60.0 + rounds * (PAUSE_S + 1.0) + stops * (LONGEST + 6.0) * timeout_s
-    ends = run_processes(ranks, work, rounds, width, seed, timeout_s, limit_s=limit_s, on_message=on_message)
+    limit_s = 60.0 + rounds * (PAUSE_S + 1.0 + steps) + stops * (LONGEST + 6.0) * timeout_s
+    ends = run_processes(ranks, work, rounds, steps, width, seed, timeout_s, limit_s=limit_s, on_message=on_message)
     end.set()
     calls = [each.value for each in ends if each.rank != victim and each.value is not None]
     missed = (ends[victim].value or []).count(BEHIND)
@@ -130,11 +139,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--stops", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for seed in range(options.seed, options.seed + options.runs):
-        print(seed, keep(options.ranks, options.stops, seed), flush=True)
+        print(seed, keep(options.ranks, options.stops, seed, steps=options.steps), flush=True)
 
 
 if __name__ == "__main__":

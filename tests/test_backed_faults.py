@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from casualties import (
+from latecomers import (
+    another_call,
     back_amid_a_call,
     back_between_parts,
+    connecting_in_vain,
     dying_in_a_disagreement,
     dying_in_a_sum,
+    late_beside_a_stopped_one,
     missing_a_call,
     never_through,
     slow_to_begin,
@@ -128,6 +131,15 @@ def test_a_rank_that_comes_back_amid_a_call_leaves_it_to_the_others_and_makes_th
     assert [end.value for end in ends] == [["left behind" if end.rank == 2 else None, None, True] for end in ends]
 
 
+@pytest.mark.parametrize("is_hasty", [False, True], ids=["outside", "standing aside"])
+@pytest.mark.parametrize("trains", [False, True], ids=["and does not train", "and trains"])
+def test_a_rank_that_was_left_behind_is_called_back_when_another_dies_and_too_few_would_be_left(is_hasty, trains):
+    body = partial(back_amid_a_call, is_hasty=is_hasty, dies=3, trains=trains)
+    steps = [True] if trains else []
+    for end in survivors(run_processes(4, body, 2, 2.0, limit_s=60), {3}):
+        assert (end.error, end.value) == (None, ["left behind", *steps, None, *steps, True])
+
+
 @pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
 def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
     ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
@@ -147,10 +159,35 @@ def test_a_rank_that_is_stopped_twice_in_a_part_of_a_call_ends_it_for_nobody_and
     assert [end.value for end in ends] == [("left behind" if end.rank == 2 else True, True) for end in ends]
 
 
-def test_a_rank_that_hears_nobody_tries_a_call_of_all_four_times_and_then_ends_in_its_error():
+def test_a_rank_that_hears_nobody_tries_a_call_of_all_four_times_and_then_leaves_it_to_the_others():
     ends = run_processes(4, never_through, 2.0, limit_s=60)
     assert [end.error for end in ends] == [None] * 4
-    assert [end.value for end in ends] == [4 if end.rank == 1 else True for end in ends]
+    assert [end.value for end in ends] == [(4 if end.rank == 1 else None, True) for end in ends]
+
+
+def test_a_rank_that_makes_another_call_than_the_others_learns_it_at_once_and_they_go_on_when_it_ends():
+    ends = run_processes(4, another_call, 4.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    said, waited_s = ends[1].value
+    assert said.startswith("rank 1 comes to all_reduce() where rank ")
+    assert said.endswith(" came to consolidate(): let all ranks make the same calls of all, in the same order")
+    assert waited_s < 4
+    assert [end.value[0] for end in survivors(ends, {1})] == [None] * 3
+
+
+def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():
+    ends = run_processes(4, late_beside_a_stopped_one, 2.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    assert [end.value for end in ends] == [(end.rank != 1, True) for end in ends]
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["once", "three times"])
+def test_connections_that_are_not_made_are_made_with_those_who_come_the_next_time(times):
+    ends = survivors(run_processes(4, connecting_in_vain, 4.0, times, limit_s=60), {3})
+    if times == 1:
+        assert [(end.error, end.value) for end in ends] == [(None, True)] * 3
+    else:
+        assert "not all 3 ranks connected" in ends[1].error
 
 
 @pytest.mark.parametrize("is_stopped_again", [False, True], ids=["for good", "and is stopped again"])

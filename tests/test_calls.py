@@ -9,7 +9,7 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore
 
-from commrt.errors import CommrtError, DeadlineExceeded, LeftBehind
+from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, LeftBehind
 from commrt.members.calls import Calls
 
 
@@ -249,3 +249,50 @@ def test_a_call_that_was_missed_is_missing_until_it_is_over():
     first.leave()
     first.go_on()
     assert not second.is_missing_one
+
+
+def test_who_comes_to_another_call_than_the_first_who_came_learns_whose():
+    first, second, third = ranks(3)
+    come(first, "consolidate()")
+    come(second, "consolidate()")
+    with pytest.raises(DisagreementError, match=r"rank 2 comes to all_reduce\(\) where rank 0 came to consolidate\(\)"):
+        come(third, "all_reduce()")
+
+
+def test_it_has_made_that_call_and_makes_the_next_one_with_the_others():
+    first, other = ranks(2)
+    come(first, "a()")
+    with pytest.raises(DisagreementError):
+        come(other, "b()")
+    other.leave()
+    come(other, "c()")
+    with pytest.raises(LeftBehind):
+        first.require_next()
+    first.leave()
+    come(first, "c()")
+
+
+def test_what_a_question_is_about_is_compared_with_its_answers():
+    first, second = ranks(2)
+    come(first, "agree (lunch)")
+    come(second, "agree (dinner)")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["who refused first", "who refused last"])
+def test_the_name_of_a_call_that_all_refused_is_not_that_of_the_next_one(order):
+    both = ranks(2)
+    for calls in both:
+        with calls.coming("a()"):
+            pass
+        calls.leave()
+    for rank in order:
+        come(both[rank], "b()")
+
+
+def test_what_only_some_come_to_has_no_name():
+    first, second = ranks(2)
+    with first.coming("run", counts=False):
+        pass
+    first.leave()
+    come(second, "a()")
+    come(first, "a()")

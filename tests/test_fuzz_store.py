@@ -101,6 +101,8 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(Calls(PrefixStore("calls", store), 0, lambda: 1.0).require_next)
     store.set("calls/latest", said)
     met(Calls(PrefixStore("calls", store), 0, lambda: 1.0).require_next)
+    store.set("calls/named", said)
+    met(Calls(PrefixStore("calls", store), 0, lambda: 1.0)._require_same)
     for key in ("through", "read", "doing/1", "ended/1", "begun/1", "report/1", "left/1", "ready/1", "id", "1"):
         store.set(key, said)
     vote = Vote(store, 0, [0, 1], 0.5, lambda _: True)

@@ -72,6 +72,21 @@ def test_who_finished_in_good_order_is_told_from_who_was_lost_also_when_it_was_n
 
 
 @pytest.mark.parametrize(
+    ("absent", "is_early", "promised", "is_short"),
+    [
+        pytest.param([], True, (), False, id="all are here"),
+        pytest.param([2], True, (), False, id="one may still come"),
+        pytest.param([2], False, (), True, id="one has been silent for long"),
+        pytest.param([2], False, (2,), False, id="one has promised to come"),
+        pytest.param([1, 2], False, (2,), True, id="one of two has promised to come"),
+    ],
+)
+def test_ranks_outside_are_needed_where_too_few_of_the_members_will_come(absent, is_early, promised, is_short):
+    lines = [["here", 1, rank, 4] for rank in range(3) if rank not in absent] + [["left", 1, 3, "gone"]]
+    assert log(*lines).is_short(range(4), 3, promised, is_early=is_early) == is_short
+
+
+@pytest.mark.parametrize(
     ("lines", "waits_s"),
     [
         pytest.param([], PATIENT_S, id="of whom nobody knows anything"),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Timer
 
 import pytest
-from casualties import stopped_in_a_question, stopped_while_it_asks
+from latecomers import stopped_in_a_question, stopped_while_it_asks
 from torch.distributed import HashStore
 
 from commrt.members import membership

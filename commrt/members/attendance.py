@@ -142,13 +142,19 @@ class Attendance:
         coming = frozenset(rank for rank, *_ in missed)
         return cls(here, coming, {peer: why for _, peer, why in missed}, left, bells)
 
-    def candidates(self, members: Sequence[int]) -> list[int]:
-        """The `members` before, and those who have come back."""
-        return sorted({*members, *self.here})
+    @property
+    def stay(self) -> tuple[int, ...]:
+        """Those who have come, and have not left."""
+        return tuple(sorted(rank for rank in self.here if rank not in self.left))
 
     def absent(self, members: Sequence[int]) -> list[int]:
         """Those who may still come."""
         return [rank for rank in members if rank not in self.here and rank not in self.left]
+
+    def is_short(self, members: Sequence[int], needed: int, promised: Collection[int], *, is_early: bool) -> bool:
+        """True if too few are here, and will come of `members`: who said so, and who is silent while it `is_early`."""
+        absent = self.absent(members)
+        return len(self.stay) + sum(is_early or rank in self.coming or rank in promised for rank in absent) < needed
 
     def verdict(
         self,
@@ -160,9 +166,8 @@ class Attendance:
         outside: Collection[int] = (),
     ) -> Verdict | None:
         """What follows after waiting so long; None if it is too early to say. Who is `outside` lives, and may come."""
-        candidates = self.candidates(members)
-        stay = tuple(rank for rank in candidates if rank in self.here and rank not in self.left)
-        if not stay or waited_s < self._wait_s(members, stay, timeout_s, need, {*promised}, outside):
+        stay = self.stay
+        if not stay or waited_s < self._wait_s(members, timeout_s, need, {*promised}, outside):
             return None
         step = max(self.here[rank] for rank in stay)
         late = f"did not come within {timeout_s if need is None else need.patience_s:g} s"
@@ -174,7 +179,6 @@ class Attendance:
     def _wait_s(
         self,
         members: Sequence[int],
-        stay: Sequence[int],
         timeout_s: float,
         need: Need | None,
         promised: set[int],
@@ -186,7 +190,7 @@ class Attendance:
             awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
             silent_s = GRACE_S
         else:
-            are_few = len(stay) < need.members
+            are_few = len(self.stay) < need.members
             awaited = [rank for rank in absent if rank in self.coming | promised or are_few]
             awaited += outside if are_few else ()
             silent_s = need.patience_s

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which call of all ranks comes next, here and where most are over: so one that was away learns what it has missed."""
+"""Which call of all ranks comes next, here and where most are over: so one that was away learns what it has missed.
+
+And its name, so that ranks that make different calls learn that before they wait for each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
+from typing import NamedTuple
 
 from torch.distributed import HashStore, Store
 
-from commrt.errors import LeftBehind, Place
+from commrt.errors import DisagreementError, LeftBehind, Place
 from commrt.store.asking import ANSWER_S, ask
 from commrt.store.hearsay import require, understood
 from commrt.threads.patience import Patience
 
 __all__ = ["Calls"]
 
-LATEST = "latest"
+LATEST, NAMED = "latest", "named"
 LOOK_S = 0.05
 STILL = 4.0
 """How many deadlines others may need for a part: they lose a rank, find that out, connect anew, and do it again."""
@@ -25,7 +29,9 @@ Stand = tuple[int, int]
 
 
 class Calls:
-    """Of one rank; the farthest that any has told stands on a shelf of the store. For the thread that trains.
+    """Of one rank; the farthest that any has told stands on a shelf of the store.
+
+    For the thread that trains, except `outlast` and `overtake`, which are for the lane as well.
 
     A call has parts, each of which is done by all or by nobody. A rank counts a call of which it entered a part, or in
     which an error ended its coming, and tells so when it goes on: who ends instead takes it from nobody. What all
@@ -38,6 +44,7 @@ class Calls:
         self._own: Stand = (0, 0)
         self._told: Stand = (0, 0)  # by the one that is farthest, as far as this one knows
         self._what, self._counts = "", False  # of the call in which this rank is
+        self._comings = 0  # to the next one, with those that all refused
         self._is_behind = False  # the others were in the call that it left last, and may still be
 
     @property
@@ -57,12 +64,15 @@ class Calls:
     ) -> Iterator[None]:
         """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank.
 
-        They may still be in the one that it missed, while they `are_gathered`: it does not take that from them.
+        They may still be in the one that it missed, while they `are_gathered`: it does not take that from them. Raises
+        `DisagreementError` if the first who came to the call came to another.
         """
         self._what, self._counts = what, counts
         self.outlast(lambda: self._is_behind and self._read() < self._own, are_gathered)
         self._is_behind = False
         self.require_next()
+        if counts:
+            self._require_same()
         yield
         self._counts = False
 
@@ -79,6 +89,32 @@ class Calls:
             if known != self._told:
                 patience, known = Patience(self._timeout_s()), self._told
             Event().wait(LOOK_S)
+
+    def _require_same(self) -> None:
+        mine = Named(self._own[0], self._comings, self._rank, self._what)
+        self._comings += 1
+        latest = self._named(None, mine)
+        while latest[:2] < mine[:2]:
+            latest = self._named(latest, mine)
+        if latest[:2] == mine[:2] and latest.kind != mine.kind:
+            raise DisagreementError(
+                f"rank {self._rank} comes to {self._what} where rank {latest.rank} came to {latest.what}: let all "
+                "ranks make the same calls of all, in the same order"
+            )
+
+    def _named(self, before: Named | None, after: Named) -> Named:
+        """What stands after this rank has written `after` in place of `before`, if that stood there."""
+        said = self._ask(lambda: self._store.compare_set(NAMED, "" if before is None else str(before), str(after)))
+        return understood(NAMED, said, Named.read)
+
+    def overtake(self) -> None:
+        """The others are too few to do without this rank what it missed: that is over for them as well."""
+        self._is_behind = False
+        self._exchange()
+
+    def give_up(self) -> None:
+        """Leave to the others what this rank cannot do."""
+        self._is_behind = True
 
     def enter(self) -> None:
         """A part of it."""
@@ -103,7 +139,7 @@ class Calls:
     def leave(self) -> None:
         """What this rank came to is over for it."""
         if self._counts:
-            self._counts, self._own = False, (self._own[0] + 1, 0)
+            self._counts, self._comings, self._own = False, 0, (self._own[0] + 1, 0)
 
     def go_on(self) -> None:
         """Train: who comes to an earlier one from now on comes too late."""
@@ -112,7 +148,7 @@ class Calls:
 
     def follow(self) -> None:
         """Do next what the others do next, who make no call meanwhile."""
-        self._own = self._read()
+        self._own, self._comings = self._read(), 0
 
     def close(self) -> None:
         """Hold the store no more."""
@@ -134,8 +170,38 @@ class Calls:
         return self._asked(lambda: self._store.compare_set(LATEST, "", "0.0"))
 
     def _asked(self, question: Callable[[], bytes]) -> Stand:
-        self._told = understood(LATEST, ask(question, self._timeout_s() + ANSWER_S, self._rank), _stand)
+        self._told = understood(LATEST, self._ask(question), _stand)
         return self._told
+
+    def _ask(self, question: Callable[[], bytes]) -> bytes:
+        return ask(question, self._timeout_s() + ANSWER_S, self._rank)
+
+
+class Named(NamedTuple):
+    """What the first who came to a call came to."""
+
+    call: int
+    """How many were before."""
+    coming: int
+    """How many were refused since."""
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.call} {self.coming} {self.rank} {self.what}"
+
+    @property
+    def kind(self) -> str:
+        """Without what it is about, which is compared elsewhere."""
+        return self.what.partition(" ")[0]
+
+    @classmethod
+    def read(cls, said: bytes) -> Named:
+        """Raises `ValueError` for what no rank would say."""
+        *numbers, what = said.decode().split(" ", 3)
+        require(all(each.isdecimal() for each in numbers))
+        call, coming, rank = map(int, numbers)
+        return cls(call, coming, rank, what)
 
 
 def _stand(said: bytes) -> Stand:

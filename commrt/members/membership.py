@@ -135,18 +135,18 @@ class Membership:
         """
         self.generation += 1
         self._say(HERE, self.generation, self._rank, step, self._bell)
-        patience, promised, outside = Patience(timeout_s), set[int](), self._outside()
+        patience, promised = Patience(timeout_s), set[int]()
         while (verdict := self._standing()) is None:
             require_open()
             attendance = self._attendance()
             if self._rank in attendance.left:
                 raise LeftBehind("this rank has left, or was found gone", Place(self._rank, step=step))
+            outside = self._outside(attendance)
             if own := attendance.verdict(self.members, patience.waited_s, timeout_s, self._need, promised, outside):
                 self._propose(own)
             else:
                 Event().wait(min(self._pause_s(attendance), patience.most_s))
-                self._look_after(attendance, promised, patience)
-                outside = self._outside()
+                self._look_after(attendance, outside, promised, patience)
         if self._rank not in verdict.members:
             what = f"the other ranks went on without this one, which came too late: {_reason(verdict, self._rank)}"
             raise LeftBehind(what, Place(self._rank, step=verdict.step))
@@ -157,9 +157,10 @@ class Membership:
         self.lost = tuple(loss for rank, loss in lost.items() if rank not in verdict.members)
         return verdict.step
 
-    def _outside(self) -> list[int]:
-        """Those who live, but were no members before; they come of themselves."""
-        strangers = [rank for rank in self._all if rank not in self.members] if self._need is not None else []
+    def _outside(self, attendance: Attendance) -> list[int]:
+        """Those who live, but were no members before, or stand aside; they come of themselves, or if needed."""
+        away = [rank for rank in self._all if rank not in attendance.here] if self._need is not None else []
+        strangers = [rank for rank in away if rank not in self.members or rank in attendance.left]
         return [rank for rank in strangers if self._address(rank) is not None and not self._is_gone(rank)]
 
     def follow(self) -> None:
@@ -194,15 +195,31 @@ class Membership:
     def _propose(self, verdict: Verdict) -> None:
         self._asked(lambda: self._store.compare_set(f"verdict {self.generation}", "", json.dumps(verdict)))
 
-    def _look_after(self, attendance: Attendance, promised: set[int], patience: Patience) -> None:
-        """See whether those who are not here are alive, and whether they will come."""
+    def _look_after(
+        self, attendance: Attendance, outside: Sequence[int], promised: set[int], patience: Patience
+    ) -> None:
+        """See whether those who are not here live, and will come; those `outside`, if too few do."""
         for rank in attendance.absent(self.members):
             if self._member_is_gone(rank):
                 why = f"rank {self._rank} found that its process is gone"
                 self._say(LEFT, self.generation, rank, why, self._connected.get(rank, FIRST))
-            elif self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
-                promised.add(rank)
+            else:
+                self._summon(rank, promised)
             patience.look()  # one that is silent costs half a second
+        if self._lacks_some(attendance, promised, patience):
+            for rank in outside:
+                self._summon(rank, promised)
+                patience.look()
+
+    def _lacks_some(self, attendance: Attendance, promised: set[int], patience: Patience) -> bool:
+        if self._need is None:
+            return False
+        is_early = patience.waited_s < min(self._need.patience_s, self._timeout_s() / 2)
+        return attendance.is_short(self.members, self._need.members, promised, is_early=is_early)
+
+    def _summon(self, rank: int, promised: set[int]) -> None:
+        if self._need is not None and rank not in promised and self._need.summon(rank, self.generation):
+            promised.add(rank)
 
     def _pause_s(self, attendance: Attendance) -> float:
         place = 1 + list(attendance.here).index(self._rank)

@@ -11,21 +11,21 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import takewhile
 from math import inf
 from threading import Event
-from typing import Generic, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
 from commrt.members.attendance import Loss, Need
 from commrt.members.calls import Calls
 from commrt.members.membership import Membership
 from commrt.members.reconnecting import ConnectGpu, Means, reconnect
-from commrt.members.vote import Vote
-from commrt.threads.answer import Answer, Pending
+from commrt.members.tries import Tries
+from commrt.members.vote import Votes
+from commrt.threads.answer import Pending, Spared
 from commrt.threads.lane import Lane
 from commrt.transport.media import Media
 
@@ -35,9 +35,6 @@ T = TypeVar("T")
 
 LOST = (PeerLost, DeadlineExceeded)
 """What may mean that a rank is gone; all else is an error of this one, or of the program."""
-TRIES, TRIES_BACKED, TRIES_BROKEN = 2, 4, 16
-"""Of the same members, until a deadline that passes ends what all do together; with backup workers, where a rank may be
-stopped again as soon as it is back; and until a connection that breaks does, if the one that sees why did not end."""
 
 _log = logging.getLogger("commrt")
 
@@ -65,12 +62,12 @@ class Survival:
         """The step from which this rank exchanges with the others again; infinite until they have connected."""
         self.room = 0
         """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
-        self._store, self._transport, self._lane = store, transport, lane
+        self._transport, self._lane = transport, lane
         self._means, self._connect_gpu = means, connect_gpu
         self.step = 0
         """The step that training here comes to next."""
         self.calls = Calls(PrefixStore("calls", store), transport.rank, lambda: transport.timeout_s)
-        self._voted = (0, 0)  # in which generation last, and how often: who came later has missed earlier ones
+        self._votes = Votes(store, transport.rank, lambda: transport.timeout_s, self.membership.are_gone)
         self._begun: int | None = None  # in which generation what all do together now was begun
 
     @property
@@ -140,7 +137,7 @@ class Survival:
 
     def submit(self, task: Callable[[], T]) -> Pending[T]:
         """Run `task` on the lane; where it loses a rank, ``result()`` raises that, and the lane goes on."""
-        return _Spared(self._lane.submit(lambda: self._spared(task)))
+        return Spared(self._lane.submit(lambda: self._spared(task)))
 
     def _spared(self, task: Callable[[], T]) -> T | TransportError:
         if self._begun is not None and (self._begun != self.membership.generation or self.is_outside):
@@ -158,7 +155,7 @@ class Survival:
         """What `work`, a collective, gives; done again by all who are left if a rank is lost. Not on the lane."""
         if not self._is_on:
             return work()
-        tries: list[Sequence[int]] = []
+        tries = Tries(have_backups=self._need is not None)
         self.calls.enter()
         while True:
             self._require_next()  # before the others connect with this rank and wait for it, and after
@@ -176,18 +173,20 @@ class Survival:
                 if self._need is not None:
                     self.calls.complete()
                 return value  # all have one, or the vote would say so
-            tries.append(begun[1])
-            if failure is not None and self._is_in_vain(failure, tries):
+            if tries.are_in_vain(failure or self._of_another(), begun[1]) and failure is not None:
+                self._give_up()
                 raise failure
 
-    def _is_in_vain(self, failure: TransportError, tries: Sequence[Sequence[int]]) -> bool:
-        """True if the same members have tried so often that nothing will help: all live, and one does not come."""
-        of_deadlines = TRIES if self._need is None else TRIES_BACKED
-        limit = of_deadlines if isinstance(failure, DeadlineExceeded) else TRIES_BROKEN
-        is_last = sum(1 for _ in takewhile(lambda members: members == tries[-1], reversed(tries))) >= limit
-        if is_last:
-            self._require_next()  # the others may have done it while this process was stopped
-        return is_last
+    def _of_another(self) -> PeerLost:
+        return PeerLost("another rank lost one in what all did together", Place(self._transport.rank))
+
+    def _give_up(self) -> None:
+        """Leave to the others, who may hear each other, what is in vain here."""
+        self._require_next()  # they may have done it while this process was stopped
+        if self._need is not None:
+            self.calls.give_up()
+            with suppress(TransportError):
+                self.submit(lambda: self._stand_aside("it gave up what all do together")).result()
 
     @contextmanager
     def coming(self, what: str, *, counts: bool) -> Iterator[None]:
@@ -206,13 +205,18 @@ class Survival:
             yield
         except LeftBehind:
             with suppress(TransportError):  # the store's, which ends what comes next
-                self.submit(self._stand_aside).result()
+                self.submit(self._leave_them_alone).result()
             raise
 
-    def _stand_aside(self) -> None:
-        """Be no member for those who are amid a call that this rank has missed: they would wait for it in the rest."""
-        if self._is_amid_another_call() and not self.is_outside:
-            self.membership.stand_aside("it came to what all do together when a part of that was over")
+    def _leave_them_alone(self) -> None:
+        """Who are amid a call that this rank has missed: they would wait for it in the rest."""
+        if self._is_amid_another_call():
+            self._stand_aside("it came to what all do together when a part of that was over")
+
+    def _stand_aside(self, why: str) -> None:
+        """Be no member any more, until it comes back."""
+        if not self.is_outside:
+            self.membership.stand_aside(why)
             self._break()
             self.is_outside = True
 
@@ -245,7 +249,7 @@ class Survival:
         """
         if not self.is_broken:
             self._transport.abort()  # or who waits for this rank would not come
-        begin: float = inf
+        begin, tries = inf, Tries(have_backups=self._need is not None)
         while begin == inf:
             lost, members = self.membership.lost, self.membership.members
             begin = self._assembled(step)
@@ -253,7 +257,9 @@ class Survival:
             self._require_enough(step)
             try:
                 self._connect()
-            except LOST as failure:  # one was lost on the way
+            except TransportError as failure:  # one was lost on the way, or stopped
+                if isinstance(failure, TransportClosed) or tries.are_in_vain(failure, self.membership.members):
+                    raise
                 self.membership.miss(failure)
                 begin = inf
         self.apart_until, self.is_outside = begin, False
@@ -280,7 +286,8 @@ class Survival:
     def rejoin(self, step: int) -> None:
         """Be one of those who exchange again, who connect anew for it; between steps of this rank."""
         while self.is_outside:
-            self.membership.follow()
+            if self._is_called_back():
+                self.calls.overtake()
             with suppress(LeftBehind):  # they were connecting just then
                 self.reform(step)
         self.apart_until = 0
@@ -295,8 +302,15 @@ class Survival:
         """True if others wait for this rank to connect anew."""
         return self._called > self.membership.generation and not self.is_outside
 
+    def _is_called_back(self) -> bool:
+        """True if the others, who connect anew, are too few without this rank, which is outside."""
+        self.membership.follow()
+        return self._called > self.membership.generation
+
     def _come(self) -> None:
-        if self.is_called:
+        if self.is_outside and self._is_called_back():
+            self.rejoin(self.step)
+        elif self.is_called:
             with suppress(LeftBehind):
                 self.reform(self.step)
             self.apart_until = 0
@@ -315,7 +329,9 @@ class Survival:
 
     def _rejoin_between_calls(self) -> None:
         """Whom others wait for in the rest of a call of all, whose beginning it missed, takes it from them."""
-        self.calls.outlast(self._is_amid_another_call, self._are_gathered, self.require_open)
+        self.calls.outlast(
+            lambda: self._is_amid_another_call() and not self._is_called_back(), self._are_gathered, self.require_open
+        )
         self.rejoin(self.step)
 
     def _is_amid_another_call(self) -> bool:
@@ -360,13 +376,9 @@ class Survival:
         Asked of the `generation` in which it ran, and its `members`: since then others may have called this rank to the
         next one, where they do it again.
         """
-        self._voted = generation, self._voted[1] + 1 if self._voted[0] == generation else 1
-        shelf = PrefixStore("vote {}.{}".format(*self._voted), self._store)
-        rank, timeout_s = self._transport.rank, self._transport.timeout_s
-        vote = Vote(shelf, rank, members, timeout_s, self.membership.are_gone, self.calls.mark)
-        is_whole = vote.outcome(failure is None)
+        is_whole = self._votes.outcome(failure is None, generation, members, self.calls.mark)
         if not is_whole:
-            loss = failure or PeerLost("another rank lost one in what all did together", Place(rank))
+            loss = failure or self._of_another()
             self._lane.submit(lambda: self._let_go_of(generation, loss)).result()
         return is_whole
 
@@ -381,20 +393,7 @@ class Survival:
 
     def close(self) -> None:
         """After `leave`: hold the store no more."""
-        self._means, self._store = None, HashStore()
+        self._means = None
+        self._votes.close()
         self.calls.close()
         self.membership.close()
-
-
-class _Spared(Generic[T]):
-    """An answer that may be the loss of a rank."""
-
-    def __init__(self, answer: Answer[T | TransportError]) -> None:
-        self._answer = answer
-
-    def result(self) -> T:
-        """See `Pending`."""
-        value = self._answer.result()
-        if isinstance(value, TransportError):
-            raise value
-        return value

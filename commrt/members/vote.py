@@ -14,13 +14,13 @@ from threading import Event
 from time import monotonic
 from typing import TypeVar
 
-from torch.distributed import Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportError
 from commrt.store.asking import ANSWER_S, ask
 from commrt.store.hearsay import understood
 
-__all__ = ["Vote"]
+__all__ = ["Vote", "Votes"]
 
 LOOK_S, LOOK_MOST_S = 0.002, 0.2
 """Between two looks at the store, first and at most: each time it is twice as long."""
@@ -112,3 +112,27 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, LOOK_MOST_S)
+
+
+class Votes:
+    """Of one rank, one after another in each generation: who came to it later has missed those before."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        timeout_s: Callable[[], float],
+        are_gone: Callable[[Collection[int]], bool],
+    ) -> None:
+        self._store, self._rank, self._timeout_s, self._are_gone = store, rank, timeout_s, are_gone
+        self._latest = (0, 0)  # in which generation, and which it was there
+
+    def outcome(self, came_through: bool, generation: int, members: Sequence[int], mark: str) -> bool:
+        """See `Vote.outcome`, of the `members` of `generation`."""
+        self._latest = generation, self._latest[1] + 1 if self._latest[0] == generation else 1
+        shelf = PrefixStore("vote {}.{}".format(*self._latest), self._store)
+        return Vote(shelf, self._rank, members, self._timeout_s(), self._are_gone, mark).outcome(came_through)
+
+    def close(self) -> None:
+        """Hold the store no more."""
+        self._store = HashStore()

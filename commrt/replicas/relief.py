@@ -23,9 +23,11 @@ __all__ = ["PATIENCE_S", "Due", "Relief"]
 PATIENCE_S = 2.0
 """How long one who is called may be silent before the others go on without it."""
 CALL_S = 0.5
-WAIT_S = 1.0
-"""How long a donor may take to come to its next forward pass, before another is asked."""
-READY_S = WAIT_S + PATIENCE_S
+READY_S = 3.0
+"""How long a donor may take to say whether it has a state, before another is asked; no more than a part of the
+deadline, for which those who lack a gradient wait for the one who asks."""
+PARTS, WAITS = 4, 3
+"""Of the deadline; and of that, for the donor to come to its next forward pass."""
 AGAIN_S = 0.01
 READY, STATE, COME = b"R", b"S", b"C"
 """Kinds of questions: is it there, what is it, will you connect anew."""
@@ -54,7 +56,11 @@ class Relief:
         self._ask(lambda: self._shelf.set(_key(self._world.rank), self._service.address))
 
     def _is_ready(self, version: int) -> bytes | None:
-        return self._donor.has(version, WAIT_S).value or None
+        return self._donor.has(version, self._ready_s / WAITS).value or None
+
+    @property
+    def _ready_s(self) -> float:
+        return min(READY_S, self._world.timeout_s / PARTS)
 
     def _give(self, version: int) -> bytes | None:
         return self._donor.give(version, self._world.timeout_s / 2)
@@ -77,7 +83,7 @@ class Relief:
         None if all of them that live have changed their weights since, outside of a step.
         Raises `QuorumLost` if all of them are gone, `DeadlineExceeded`.
         """
-        patience = Patience(self._world.timeout_s, READY_S + self._world.timeout_s / 2)
+        patience = Patience(self._world.timeout_s, self._ready_s + self._world.timeout_s / 2)
         while True:
             changed = set[int]()
             for rank in due.donors:
@@ -94,7 +100,7 @@ class Relief:
     def _asked(self, rank: int, version: int) -> bytes | Has:
         """Who has it may take long to copy it."""
         address = self._address(rank)
-        said = None if address is None else asked(address, READY, version, READY_S)
+        said = None if address is None else asked(address, READY, version, self._ready_s)
         if address is None or said != Has.IT.value:
             return understood("answer of a service", said or b"", Has)
         return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING

@@ -16,7 +16,7 @@ from math import inf
 from time import monotonic
 from typing import Generic, Protocol, TypeVar, cast
 
-__all__ = ["Answer", "Pending"]
+__all__ = ["Answer", "Pending", "Spared"]
 
 _log = logging.getLogger("commrt")
 
@@ -106,3 +106,17 @@ class Answer(Generic[T]):
             if monotonic() >= end_s:
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
         self._gate.release()  # for whoever else waits
+
+
+class Spared(Generic[T]):
+    """Of an answer that is a value or an error, which is raised only where it is awaited."""
+
+    def __init__(self, answer: Answer[T | Exception]) -> None:
+        self._answer = answer
+
+    def result(self) -> T:
+        """See `Pending`."""
+        value = self._answer.result()
+        if isinstance(value, Exception):
+            raise value
+        return value
