@@ -199,12 +199,13 @@ class Named(NamedTuple):
     def read(cls, said: bytes) -> Named:
         """Raises `ValueError` for what no rank would say."""
         *numbers, what = said.decode().split(" ", 3)
-        require(all(each.isdecimal() for each in numbers))
         call, coming, rank = map(int, numbers)
-        return cls(call, coming, rank, what)
+        named = cls(call, coming, rank, what)
+        require(min(named[:3]) >= 0 and str(named).encode() == said)  # or nothing could be written in its place
+        return named
 
 
 def _stand(said: bytes) -> Stand:
     calls, parts = map(int, said.decode().split("."))
-    require(calls >= 0 and parts >= 0)
+    require(calls >= 0 and parts >= 0 and f"{calls}.{parts}".encode() == said)
     return calls, parts
