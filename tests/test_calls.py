@@ -206,6 +206,28 @@ def test_a_successor_does_next_what_the_others_do_next():
     assert new.mark == here.mark == "2.0"
 
 
+def test_a_successor_takes_a_call_that_the_others_refused_for_no_call_that_they_are_in():
+    here, new = ranks(2)
+    through(here)
+    with here.coming("refused()"):
+        pass
+    here.leave()
+    here.go_on()
+    new.follow()
+    come(new, "b()")
+    come(here, "b()")
+
+
+def test_a_successor_learns_the_name_of_the_next_call_like_the_others():
+    here, new = ranks(2)
+    through(here)
+    here.go_on()
+    new.follow()
+    come(here, "b()")
+    with pytest.raises(DisagreementError):
+        come(new, "c()")
+
+
 def test_who_missed_a_call_leaves_it_to_the_others_for_as_long_as_they_come_on_with_it():
     first, second = ranks(2)
     come(first)

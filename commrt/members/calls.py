@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import HashStore, Store
 
@@ -19,6 +19,8 @@ from commrt.store.hearsay import require, understood
 from commrt.threads.patience import Patience
 
 __all__ = ["Calls"]
+
+T = TypeVar("T")
 
 LATEST, NAMED = "latest", "named"
 LOOK_S = 0.05
@@ -148,7 +150,14 @@ class Calls:
 
     def follow(self) -> None:
         """Do next what the others do next, who make no call meanwhile."""
-        self._own, self._comings = self._read(), 0
+        self._own = self._read()
+        latest = self._latest_name()
+        self._comings = 0 if latest is None or latest.call != self._own[0] else latest.coming + 1
+
+    def _latest_name(self) -> Named | None:
+        if not self._ask(lambda: self._store.check([NAMED])):
+            return None
+        return understood(NAMED, self._ask(lambda: self._store.get(NAMED)), Named.read)
 
     def close(self) -> None:
         """Hold the store no more."""
@@ -173,7 +182,7 @@ class Calls:
         self._told = understood(LATEST, self._ask(question), _stand)
         return self._told
 
-    def _ask(self, question: Callable[[], bytes]) -> bytes:
+    def _ask(self, question: Callable[[], T]) -> T:
         return ask(question, self._timeout_s() + ANSWER_S, self._rank)
 
 
