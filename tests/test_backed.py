@@ -557,6 +557,29 @@ def test_a_second_epoch_after_what_all_do_together_needs_no_special_call():
     assert all(run_ranks(4, body))
 
 
+def test_nobody_waits_for_a_silent_rank_to_fill_a_step_while_others_wait_in_a_call_of_all():
+    progress, all_are_dropped = Progress(), threading.Event()
+
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        if world.rank == LATE:
+            progress.wait_for(1)
+        for _ in range(20 if world.rank == LATE else 1):
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        if world.rank == LATE:
+            all_are_dropped.set()
+        progress.tell(1)
+        if world.rank == 1:
+            all_are_dropped.wait(LIMIT_S)  # silent: it says that it trains
+        replica.consolidate()
+        return replica.step, replica.replicas_equal()
+
+    assert run_ranks(3, body, timeout_s=4.0) == [(1, True)] * 3
+
+
 def test_a_batch_that_was_dropped_is_given_out_again_until_it_counts():
     def body(loop, world):
         model = deepcopy(MODEL)

@@ -38,7 +38,7 @@ from commrt.members.quorum import (
 )
 from commrt.store.asking import ANSWER_S, HOLDER, another_connection, ask, forget, settle
 from commrt.store.hearsay import GARBLED, not_understood, understood
-from commrt.store.presence import TRAINING, Presence
+from commrt.store.presence import TRAINING, Doing, Presence
 from commrt.threads.answer import Answer
 from commrt.threads.patience import Patience
 
@@ -86,6 +86,7 @@ class Ballot:
         self.is_over = False
         """In the step that is held it was found that too few train."""
         self._was_over = False  # in the one before
+        self._silent: Collection[int] = ()  # since too few train: they say that they do
         self._asked_s, self._asking = -1.0, Patience(0.0)  # with the clerk's latest question
         self._asked(lambda: store.compare_set(FLOOR, "", "0"))
 
@@ -95,6 +96,7 @@ class Ballot:
         Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few come, and what `move` raises.
         """
         self._was_over, self.is_over = self.is_over, False
+        self._silent = self._silent if self._was_over else ()
         wish = self._awaited(self._clerk.resume(deliberation, None), generation)
         while not isinstance(wish, Outcome):
             answer = move(wish)
@@ -164,8 +166,10 @@ class Ballot:
     def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
         doing = self._presence.of([rank for rank in range(self._terms.ranks) if rank not in here])
         gone = [rank for rank, what in doing.items() if what is None]
-        training = [rank for rank, what in doing.items() if what in TRAINING]
+        training = [rank for rank, what in doing.items() if what in TRAINING and rank not in self._silent]
         self._require_enough(gone, read.step)
+        if Doing.GATHERS in doing.values() and waited_s > self._terms.timeout_s() / 2:  # those who do wait for this one
+            self._silent, training = [*self._silent, *training], []
         if len(here) + len(training) < self._terms.needed:
             self.is_over = True
             self._settle(read, VOID)
