@@ -21,6 +21,7 @@ from latecomers import (
     slow_to_begin,
     stopped_twice_in_a_part,
 )
+from partings import another_call_and_on, given_up_by_all, refused_as_one_dies
 
 import commrt
 from commrt.members.survival import Survival
@@ -173,6 +174,25 @@ def test_a_rank_that_makes_another_call_than_the_others_learns_it_at_once_and_th
     assert said.endswith(" came to consolidate(): let all ranks make the same calls of all, in the same order")
     assert waited_s < 4
     assert [end.value[0] for end in survivors(ends, {1})] == [None] * 3
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["at once", "after a step"])
+def test_a_rank_that_has_made_another_call_than_the_others_makes_the_next_one_with_them(trains):
+    ends = run_processes(3, another_call_and_on, 4.0, trains, limit_s=60)
+    assert [end.error for end in ends] == [None] * 3
+    firsts = ["DisagreementError" if end.rank == 1 else "LeftBehind" for end in ends]
+    assert [end.value for end in ends] == [[first, True] for first in firsts]
+
+
+def test_a_call_that_all_who_came_gave_up_is_over_for_one_that_comes_to_it_later():
+    ends = run_processes(3, given_up_by_all, 1.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 3
+    assert [end.value for end in ends] == [("DeadlineExceeded", None)] * 2 + [("LeftBehind", None)]
+
+
+def test_a_death_as_all_refuse_a_sum_leaves_the_others_refusing_it_and_the_world_going_on():
+    ends = survivors(run_processes(4, refused_as_one_dies, limit_s=60), {3})
+    assert [(end.error, end.value) for end in ends] == [(None, ("DisagreementError", True))] * 3
 
 
 def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():

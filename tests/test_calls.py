@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from threading import Thread
-from time import monotonic
 
 import pytest
 from torch.distributed import HashStore
@@ -33,13 +33,13 @@ class Asked:
         return self.store.compare_set(*words)
 
 
-def ranks(count, timeout_s=0.2):
+def ranks(count, timeout_s=0.2, are_gathered=True):
     store = HashStore()
-    return [Calls(store, rank, lambda: timeout_s) for rank in range(count)]
+    return [Calls(store, rank, lambda: timeout_s, lambda: are_gathered) for rank in range(count)]
 
 
-def come(calls, what="a()", are_gathered=lambda: False):
-    with calls.coming(what, are_gathered):
+def come(calls, what="a()"):
+    with calls.coming(what):
         pass
     calls.enter()
 
@@ -235,7 +235,7 @@ def test_who_missed_a_call_leaves_it_to_the_others_for_as_long_as_they_come_on_w
     with pytest.raises(LeftBehind):
         come(second)
     second.leave()
-    next_one = Thread(target=come, args=(second, "b()"), kwargs={"are_gathered": lambda: True})
+    next_one = Thread(target=come, args=(second, "b()"))
     next_one.start()
     for _ in range(3):
         next_one.join(0.4)  # two deadlines
@@ -248,16 +248,40 @@ def test_who_missed_a_call_leaves_it_to_the_others_for_as_long_as_they_come_on_w
     assert (first.mark, second.mark) == ("1.0", "1.0")
 
 
-def test_who_missed_a_call_waits_a_deadline_if_nobody_is_in_it_any_more():
-    first, second = ranks(2)
+def test_who_missed_a_call_waits_for_nobody_if_nobody_is_in_it_any_more():
+    first, second = ranks(2, timeout_s=600, are_gathered=False)
     come(first)
     first.complete()
     with pytest.raises(LeftBehind):
         come(second)
     second.leave()
-    begin_s = monotonic()
     come(second, "b()")
-    assert monotonic() - begin_s < 0.7  # of 0.8 while they are
+    assert first._exchange() == (1, 0)
+
+
+@pytest.mark.parametrize("goes_on", [Calls.release, Calls.go_on], ids=["at once", "when it trains"])
+@pytest.mark.parametrize("are_gathered", [False, True], ids=["all gave it up", "others are in it"])
+def test_a_call_that_a_rank_gave_up_is_over_once_nobody_is_in_it_any_more(goes_on, are_gathered):
+    first, late = ranks(2, are_gathered=are_gathered)
+    come(first)
+    first.give_up()
+    first.leave()
+    goes_on(first)
+    with nullcontext() if are_gathered else pytest.raises(LeftBehind):
+        come(late)
+
+
+def test_who_was_left_behind_and_is_called_back_at_once_knows_already_that_the_call_is_over():
+    first, second = ranks(2)
+    come(first)
+    first.complete()
+    with pytest.raises(LeftBehind):
+        come(second)
+    second.overtake()  # before it leaves
+    with pytest.raises(LeftBehind):
+        first.require_next()
+    second.leave()
+    assert second.mark == "1.0"
 
 
 def test_a_call_that_was_missed_is_missing_until_it_is_over():

@@ -100,10 +100,10 @@ def test_what_is_said_in_order_is_understood():
 @example(b"-0 0 1 a()")
 def test_words_of_ranks_are_understood_or_refused_in_words(said):
     store = HashStore()
-    met(Calls(PrefixStore("calls", store), 0, lambda: 1.0).require_next)
+    met(Calls(PrefixStore("calls", store), 0, lambda: 1.0, lambda: False).require_next)
     store.set("calls/latest", said)
     store.set("calls/named", said)
-    calls = Calls(PrefixStore("calls", store), 0, lambda: 1.0)
+    calls = Calls(PrefixStore("calls", store), 0, lambda: 1.0, lambda: False)
     calls.enter()
     calls.leave()
     met(calls.require_next)

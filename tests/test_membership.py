@@ -178,3 +178,14 @@ def test_who_was_found_gone_and_is_there_after_all_learns_it():
     rooms[0]._say("left", 1, 1, "rank 0 found that its process is gone")
     (error,) = assembled(rooms[1:], [4])
     assert isinstance(error, LeftBehind)
+
+
+def test_those_who_finished_in_order_are_missed_by_nobody():
+    lines = [
+        ["here", 1, 0, 4],
+        *(["left", 1, rank, "closed", "0", True] for rank in (3, 4)),
+        ["left", 1, 1, "gone", "0"],
+    ]
+    attendance = Attendance.of(lines, 1, may_return=True)
+    assert not attendance.is_short((0, 1), 3, set(), is_early=False)
+    assert attendance.is_short((0, 1), 4, set(), is_early=False)

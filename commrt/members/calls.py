@@ -31,7 +31,7 @@ Stand = tuple[int, int]
 
 
 class Calls:
-    """Of one rank; the farthest that any has told stands on a shelf of the store.
+    """Of one rank; the farthest that any has told stands on a shelf of the store. Others may be in one together.
 
     For the thread that trains, except `outlast` and `overtake`, which are for the lane as well.
 
@@ -40,9 +40,11 @@ class Calls:
     refuse as soon as they have come does not count: no rank waits for another there.
     """
 
-    def __init__(self, store: Store, rank: int, timeout_s: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, rank: int, timeout_s: Callable[[], float], are_gathered: Callable[[], bool]
+    ) -> None:
         self._store: Store = store
-        self._rank, self._timeout_s = rank, timeout_s
+        self._rank, self._timeout_s, self._are_gathered = rank, timeout_s, are_gathered
         self._own: Stand = (0, 0)
         self._told: Stand = (0, 0)  # by the one that is farthest, as far as this one knows
         self._what, self._counts = "", False  # of the call in which this rank is
@@ -61,16 +63,14 @@ class Calls:
         return latest[1] > 0 and (latest > self._own or self._is_behind)
 
     @contextmanager
-    def coming(
-        self, what: str, are_gathered: Callable[[], bool] = lambda: False, *, counts: bool = True
-    ) -> Iterator[None]:
+    def coming(self, what: str, *, counts: bool = True) -> Iterator[None]:
         """To `what`; raises `LeftBehind` if that is over elsewhere, before others wait for this rank.
 
-        They may still be in the one that it missed, while they `are_gathered`: it does not take that from them. Raises
+        They may still be in the one that it missed, while they are gathered: it does not take that from them. Raises
         `DisagreementError` if the first who came to the call came to another.
         """
         self._what, self._counts = what, counts
-        self.outlast(lambda: self._is_behind and self._read() < self._own, are_gathered)
+        self.outlast(lambda: self._is_behind and self._are_gathered() and self._read() < self._own)
         self._is_behind = False
         self.require_next()
         if counts:
@@ -78,15 +78,10 @@ class Calls:
         yield
         self._counts = False
 
-    def outlast(
-        self,
-        is_so: Callable[[], bool],
-        are_gathered: Callable[[], bool],
-        require_open: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait while `is_so`: as long as the others come on with a call, or a deadline if they are in none."""
+    def outlast(self, is_so: Callable[[], bool], require_open: Callable[[], None] = lambda: None) -> None:
+        """Wait while `is_so`, as long as the others come on with a call."""
         patience, known = Patience(self._timeout_s()), self._told
-        while is_so() and patience.waited_s < self._timeout_s() * (STILL if are_gathered() else 1.0):
+        while is_so() and patience.waited_s < self._timeout_s() * STILL:
             require_open()
             if known != self._told:
                 patience, known = Patience(self._timeout_s()), self._told
@@ -131,6 +126,7 @@ class Calls:
                 f"one, was silent or busy for longer than the {self._timeout_s():g} s of the deadline, gave a call of "
                 "all ranks up, or skipped one. Raise timeout_s, and let all ranks make the same calls"
             )
+            self.leave()  # or who is called back at once would not know that it is over
             raise LeftBehind(what, Place(self._rank))
 
     def complete(self) -> None:
@@ -145,8 +141,14 @@ class Calls:
 
     def go_on(self) -> None:
         """Train: who comes to an earlier one from now on comes too late."""
+        self.release()
         if not self._is_behind and self._told < self._own:
             self._exchange()
+
+    def release(self) -> None:
+        """What this rank left to the others is over once none of them is in it any more, or who comes waits alone."""
+        if self._is_behind and not self._are_gathered():
+            self.overtake()
 
     def follow(self) -> None:
         """Do next what the others do next, who make no call meanwhile."""

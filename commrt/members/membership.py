@@ -11,6 +11,7 @@ while it lives. The first verdict stands, and is everybody's.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from threading import Event
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.errors import LeftBehind, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.errors import LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError, UsageError
 from commrt.members.attendance import HERE, LEFT, MISSED, Attendance, Loss, Need, Verdict, birth, lines_of
 from commrt.store.asking import ANSWER_S, another_connection, ask
 from commrt.store.doorbell import Doorbell, answers, is_gone
@@ -34,6 +35,8 @@ LOOK_MOST_S = 1.0
 AGAIN_S = 0.2
 FIRST = "0"
 """The birth of those that began together, for a bell."""
+
+_log = logging.getLogger("commrt")
 
 T = TypeVar("T")
 
@@ -156,6 +159,25 @@ class Membership:
         lost = {loss.rank: loss for loss in (*self.lost, *news)}
         self.lost = tuple(loss for rank, loss in lost.items() if rank not in verdict.members)
         return verdict.step
+
+    def require_enough(self, step: int) -> None:
+        """Raise `QuorumLost` if fewer are left than make a step."""
+        members, need = self.members, self._need
+        finished = [loss for loss in self.lost if loss.in_order]
+        if need is not None and len(members) + len(finished) < need.members:
+            what = (
+                f"ranks {list(members)} are left, fewer than the {need.members} whose gradients make a step: start "
+                "again from a checkpoint, with more backups or fewer ranks"
+            )
+            raise QuorumLost(f"{self.lost[-1]}. {what}", Place(self._rank, step=step))
+
+    def tell_since(self, lost: Sequence[Loss], members: Sequence[int]) -> None:
+        """Log what has changed since these were `lost` and those `members`."""
+        level = logging.WARNING if self._rank == self.members[0] else logging.INFO
+        for loss in (loss for loss in self.lost if loss not in lost):
+            _log.log(level, "commrt: %s; %d ranks go on", loss, len(self.members))
+        for rank in (rank for rank in self.members if rank not in members):
+            _log.log(level, "commrt: rank %d has come back; %d ranks go on", rank, len(self.members))
 
     def _outside(self, attendance: Attendance) -> list[int]:
         """Those who live, but were no members before, or stand aside; they come of themselves, or if needed."""

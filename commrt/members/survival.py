@@ -8,7 +8,6 @@ from rank to rank, as broken connections, until all know of it and come together
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
@@ -18,14 +17,22 @@ from weakref import WeakSet
 
 from torch.distributed import PrefixStore, Store
 
-from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, QuorumLost, TransportClosed, TransportError
-from commrt.members.attendance import Loss, Need
+from commrt.errors import (
+    DeadlineExceeded,
+    DisagreementError,
+    LeftBehind,
+    PeerLost,
+    Place,
+    TransportClosed,
+    TransportError,
+)
+from commrt.members.attendance import Need
 from commrt.members.calls import Calls
 from commrt.members.membership import Membership
 from commrt.members.reconnecting import ConnectGpu, Means, reconnect
 from commrt.members.tries import Tries
 from commrt.members.vote import Votes
-from commrt.threads.answer import Pending, Spared
+from commrt.threads.answer import Failed, Pending, Spared
 from commrt.threads.lane import Lane
 from commrt.transport.media import Media
 
@@ -35,8 +42,6 @@ T = TypeVar("T")
 
 LOST = (PeerLost, DeadlineExceeded)
 """What may mean that a rank is gone; all else is an error of this one, or of the program."""
-
-_log = logging.getLogger("commrt")
 
 
 class Survival:
@@ -66,7 +71,8 @@ class Survival:
         self._means, self._connect_gpu = means, connect_gpu
         self.step = 0
         """The step that training here comes to next."""
-        self.calls = Calls(PrefixStore("calls", store), transport.rank, lambda: transport.timeout_s)
+        shelf = PrefixStore("calls", store)
+        self.calls = Calls(shelf, transport.rank, lambda: transport.timeout_s, self._are_gathered)
         self._votes = Votes(store, transport.rank, lambda: transport.timeout_s, self.membership.are_gone)
         self._begun: int | None = None  # in which generation what all do together now was begun
 
@@ -139,16 +145,16 @@ class Survival:
         """Run `task` on the lane; where it loses a rank, ``result()`` raises that, and the lane goes on."""
         return Spared(self._lane.submit(lambda: self._spared(task)))
 
-    def _spared(self, task: Callable[[], T]) -> T | TransportError:
+    def _spared(self, task: Callable[[], T]) -> T | Failed:
         if self._begun is not None and (self._begun != self.membership.generation or self.is_outside):
-            return PeerLost("the others connected anew before this was begun", Place(self._transport.rank))
+            return Failed(PeerLost("the others connected anew before this was begun", Place(self._transport.rank)))
         try:
             value = task()
             if self._is_on:
                 self._transport.wait()
         except LOST as failure:
             self.let_go(failure)
-            return failure
+            return Failed(failure)
         return value
 
     def together(self, work: Callable[[], T]) -> T:
@@ -191,7 +197,7 @@ class Survival:
     @contextmanager
     def coming(self, what: str, *, counts: bool) -> Iterator[None]:
         """See `Calls.coming`; who comes too late keeps nobody waiting. Not on the lane."""
-        with self._aside_if_behind(), self.calls.coming(what, self._are_gathered, counts=counts):
+        with self._aside_if_behind(), self._apart_if_odd(), self.calls.coming(what, counts=counts):
             yield
 
     def _require_next(self) -> None:
@@ -206,6 +212,17 @@ class Survival:
         except LeftBehind:
             with suppress(TransportError):  # the store's, which ends what comes next
                 self.submit(self._leave_them_alone).result()
+            raise
+
+    @contextmanager
+    def _apart_if_odd(self) -> Iterator[None]:
+        """What comes next here must not meet what the others are in."""
+        try:
+            yield
+        except DisagreementError as refusal:
+            failure = PeerLost(str(refusal), Place(self._transport.rank))
+            with suppress(TransportError):
+                self.submit(lambda: self.let_go(failure)).result()
             raise
 
     def _leave_them_alone(self) -> None:
@@ -253,8 +270,8 @@ class Survival:
         while begin == inf:
             lost, members = self.membership.lost, self.membership.members
             begin = self._assembled(step)
-            self._tell(lost, members)
-            self._require_enough(step)
+            self.membership.tell_since(lost, members)
+            self.membership.require_enough(step)
             try:
                 self._connect()
             except TransportError as failure:  # one was lost on the way, or stopped
@@ -272,16 +289,6 @@ class Survival:
         except LeftBehind:
             self.is_outside = True
             raise
-
-    def _require_enough(self, step: int) -> None:
-        members, need = self.membership.members, self._need
-        finished = [loss for loss in self.membership.lost if loss.in_order]
-        if need is not None and len(members) + len(finished) < need.members:
-            what = (
-                f"ranks {list(members)} are left, fewer than the {need.members} whose gradients make a step: start "
-                "again from a checkpoint, with more backups or fewer ranks"
-            )
-            raise QuorumLost(f"{self.membership.lost[-1]}. {what}", Place(self._transport.rank, step=step))
 
     def rejoin(self, step: int) -> None:
         """Be one of those who exchange again, who connect anew for it; between steps of this rank."""
@@ -329,9 +336,7 @@ class Survival:
 
     def _rejoin_between_calls(self) -> None:
         """Whom others wait for in the rest of a call of all, whose beginning it missed, takes it from them."""
-        self.calls.outlast(
-            lambda: self._is_amid_another_call() and not self._is_called_back(), self._are_gathered, self.require_open
-        )
+        self.calls.outlast(lambda: self._is_amid_another_call() and not self._is_called_back(), self.require_open)
         self.rejoin(self.step)
 
     def _is_amid_another_call(self) -> bool:
@@ -344,15 +349,6 @@ class Survival:
         """This rank is at `step`."""
         if step >= self.apart_until:
             self.apart_until = 0
-
-    def _tell(self, lost: Sequence[Loss], before: Sequence[int]) -> None:
-        """What has changed since these were `lost` and those members."""
-        members = self.membership.members
-        level = logging.WARNING if self._transport.rank == members[0] else logging.INFO
-        for loss in (loss for loss in self.membership.lost if loss not in lost):
-            _log.log(level, "commrt: %s; %d ranks go on", loss, len(members))
-        for rank in (rank for rank in members if rank not in before):
-            _log.log(level, "commrt: rank %d has come back; %d ranks go on", rank, len(members))
 
     def _connect(self) -> None:
         members, generation = self.membership.members, self.membership.generation

@@ -108,9 +108,10 @@ class Backed(Replica):
         self._begin_era(1)
         need = Need(self._needed, PATIENCE_S, self._relief.summon, self._company.are_gathered)
         world.survival.begin(self, alone=True, need=need)
-        if world.charter is not None:  # and this process has the place
+        if world.charter is None:
+            self._relief.open()
+        else:  # this process has the place, but nobody may call it into the middle of what all do together
             self._presence.say(Doing.COMES)
-        self._relief.open()
         world.around = Around(self._gather, self._disperse, self._end, self._leave, self._last_words.speak_of)
 
     def _begin_era(self, era: int) -> None:
@@ -312,7 +313,9 @@ class Backed(Replica):
 
     def succeed(self) -> None:
         """Take the place of a rank that is gone, while nobody gathers; not collective."""
-        self._company.succeed(self._takes_a_step)
+        self._company.await_welcome(self._takes_a_step)
+        self._relief.open()
+        self._company.be_in()
         # Once more before the first step, whatever is loaded until then.
         self._arrears.due, self._is_successor = Due(self.step, self._company.others), True
 

@@ -75,18 +75,20 @@ class Company:
 
     def _outside(self) -> list[int]:
         """Those who train and are no members."""
-        self._be_in()
+        self.be_in()
         outside = set(self.others) - set(self._world.members)
         outside.difference_update(self._world.survival.membership.gone(outside))
         return [rank for rank, doing in self._presence.of(outside).items() if doing in COMPANY]
 
-    def _be_in(self) -> None:
+    def be_in(self) -> None:
+        """Be a member, if this rank is none, or the others connect anew."""
         self._world.lane.submit(lambda: self._world.survival.be_in(0)).result()
 
     def disperse(self) -> None:
         """After it."""
         with suppress(CommrtError, RuntimeError):  # who gathers knows already
             self._presence.say(Doing.BETWEEN)
+            self._world.survival.calls.release()
 
     def train(self) -> None:
         """At the begin of a step."""
@@ -95,8 +97,8 @@ class Company:
             self._world.survival.calls.go_on()
             self._presence.say(Doing.TRAINS)
 
-    def succeed(self, takes_a_step: Callable[[], bool]) -> None:
-        """Be let in, in place of a rank that is gone; raises `DeadlineExceeded`.
+    def await_welcome(self, takes_a_step: Callable[[], bool]) -> None:
+        """Until this rank is let in, in place of a rank that is gone; raises `DeadlineExceeded`.
 
         `takes_a_step` takes the state of one that has begun a step, and says if it has: then all calls that belong to
         earlier steps have been made, and for the next one all wait for this rank.
@@ -110,7 +112,6 @@ class Company:
             Event().wait(LOOK_S)
         self._is_new = True
         self._world.survival.calls.follow()  # whoever gathers from now on waits for this rank
-        self._be_in()
 
     def _is_welcome(self) -> bool:
         """True if all who live are in steps of their own; from then on they wait for this rank before they gather."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from time import monotonic
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
-__all__ = ["Answer", "Pending", "Spared"]
+__all__ = ["Answer", "Failed", "Pending", "Spared"]
 
 _log = logging.getLogger("commrt")
 
@@ -108,15 +108,21 @@ class Answer(Generic[T]):
         self._gate.release()  # for whoever else waits
 
 
-class Spared(Generic[T]):
-    """Of an answer that is a value or an error, which is raised only where it is awaited."""
+class Failed(NamedTuple):
+    """In place of a value; an error that is one is none of these."""
 
-    def __init__(self, answer: Answer[T | Exception]) -> None:
+    error: Exception
+
+
+class Spared(Generic[T]):
+    """Of an answer that is a value, or says what `Failed`: that is raised only where it is awaited."""
+
+    def __init__(self, answer: Answer[T | Failed]) -> None:
         self._answer = answer
 
     def result(self) -> T:
         """See `Pending`."""
         value = self._answer.result()
-        if isinstance(value, Exception):
-            raise value
+        if isinstance(value, Failed):
+            raise value.error
         return value
