@@ -174,6 +174,24 @@ def test_a_call_that_all_refuse_when_they_have_come_counts_for_nobody():
     assert fast.mark == slow.mark == "0.0"
 
 
+def test_a_late_rank_comes_to_a_call_that_all_refused_and_learns_only_then_that_it_missed_the_next_one():
+    fast, slow = ranks(2)
+    with fast.coming("refused()"):
+        pass
+    fast.leave()
+    come(fast)
+    fast.complete()
+    with slow.coming("refused()"):
+        pass
+    slow.leave()
+    with pytest.raises(LeftBehind, match=r"a\(\), to which"):
+        come(slow)
+    fast.leave()
+    for calls in (slow, fast):
+        calls._are_gathered = lambda: False
+        come(calls, "b()")
+
+
 def test_a_call_that_ends_because_the_store_is_silent_counts():
     (calls,) = ranks(1)
     calls._store = Silent()
