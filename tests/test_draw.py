@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from itertools import repeat
 from xml.etree import ElementTree as ET
 
 import pytest
 from typer.testing import CliRunner
 
 from commrt.cli.app import app
+from commrt.cli.draw import draw_schedule
 from commrt.errors import UsageError
+from commrt.schedule import ADD, Schedule, Step
 
 
 def draw(*args):
@@ -106,7 +109,7 @@ def test_a_png_is_one(tmp_path):
     [
         (["ring", "--out", "ring.txt"], "--out ring.txt: give a file that ends in .svg, .png, .pdf"),
         (["ring", "--out", "/nowhere/ring.svg"], "/nowhere/ring.svg cannot be written"),
-        (["ring", "--ranks", 100, "--out", "ring.svg"], "ring has 100 ranks and 198 steps: a picture can show 64"),
+        (["ring", "--ranks", 100, "--out", "ring.svg"], "ring has 100 ranks: a picture can show 64 ranks and 130"),
         (["scaling", "--out", "scaling.svg"], "efficiency is of a training step: give --model"),
         (["gossip", "--model", "resnet50", "--out", "step.svg"], "gossip exchanges between steps"),
     ],
@@ -115,6 +118,21 @@ def test_what_cannot_be_drawn_is_refused_in_words(args, says):
     with pytest.raises(UsageError) as refusal:
         draw(*args)
     assert says in str(refusal.value)
+
+
+def test_a_schedule_of_too_many_ranks_is_refused_before_its_steps_are_made():
+    steps = [Step.of(src=0, dst=1, lo=0, hi=1, combine=ADD)]
+    made = []
+    large = Schedule("large", ranks=65536, chunks=1, steps=lambda: made.append(True) or iter(steps))
+    with pytest.raises(UsageError, match="large has 65536 ranks: a picture can show 64 ranks and 130 steps"):
+        draw_schedule(large)
+    assert made == []
+
+
+def test_a_schedule_without_an_end_is_refused_after_as_many_steps_as_a_picture_can_show():
+    endless = Schedule("endless", 2, 1, lambda: repeat(Step.of(src=0, dst=1, lo=0, hi=1, combine=ADD)))
+    with pytest.raises(UsageError, match="endless has more than 130 steps: a picture can show 64 ranks and 130 steps"):
+        draw_schedule(endless)
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):

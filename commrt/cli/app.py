@@ -269,7 +269,12 @@ def draw(
     out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, max=65536, show_default="4; scaling: up to 4096", help="How many ranks there are."),
+        typer.Option(
+            min=1,
+            max=65536,
+            show_default="4; scaling: up to 4096",
+            help="How many ranks there are; of a schedule without --model at most 64.",
+        ),
     ] = None,
     cluster: ClusterOption = None,
     model: ModelOption = None,

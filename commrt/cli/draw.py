@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ SCALING = "scaling"
 
 MOST_RANKS, MOST_STEPS = 64, 130
 """Of a schedule that a picture can show."""
+ROOM = f"a picture can show {MOST_RANKS} ranks and {MOST_STEPS} steps"
 MOST_NAMED = 6
 """Phases that have room for their names; and a bar has room for its own from this part of the picture on."""
 LEAST_NAMED = 0.06
@@ -73,12 +74,7 @@ def _phases(steps: Sequence[Step]) -> Iterator[_Phase]:
 
 def draw_schedule(schedule: Schedule) -> Figure:
     """Who sends what to whom: a line per rank, a column per step, an arrow per transfer in its first chunk's colour."""
-    steps = [step.canonical() for step in schedule.played()]
-    if schedule.ranks > MOST_RANKS or len(steps) > MOST_STEPS:
-        raise UsageError(
-            f"{schedule.name} has {schedule.ranks} ranks and {len(steps)} steps: a picture can show {MOST_RANKS} ranks "
-            f"and {MOST_STEPS} steps"
-        )
+    steps = _shown(schedule)
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
     colours = _colours(schedule.chunks)
     for number, step in enumerate(steps):
@@ -97,6 +93,16 @@ def draw_schedule(schedule: Schedule) -> Figure:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
+
+
+def _shown(schedule: Schedule) -> list[Step]:
+    """All steps; raises `UsageError` for more than a picture has room for, before they are made."""
+    if schedule.ranks > MOST_RANKS:
+        raise UsageError(f"{schedule.name} has {schedule.ranks} ranks: {ROOM}")
+    steps = [step.canonical() for step in islice(schedule.played(), MOST_STEPS + 1)]
+    if len(steps) > MOST_STEPS:
+        raise UsageError(f"{schedule.name} has more than {MOST_STEPS} steps: {ROOM}")
+    return steps
 
 
 def _colours(chunks: int) -> np.ndarray:
