@@ -36,7 +36,7 @@ pictures: venv  # of schedules; those of measurements are made by what measures
 	$(BIN)/python docs/site/pictures.py
 
 inspect: export PYTHONPATH = $(CURDIR)
-inspect: venv  # compiles every kernel that is offered: 5 to 15 minutes on two cores
+inspect: venv  # compiles every kernel that is offered: 4 to 15 minutes on two cores
 	$(BIN)/python bench/inspect_kernels.py --golden bench/golden
 
 # All that needs no GPU, in 5 to 10 minutes; the page is in build/bench.
