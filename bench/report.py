@@ -20,9 +20,10 @@ BEGIN, END = "<!-- made by bench/report.py -->\n", "<!-- until here -->\n"
 HEAD = """# Benchmarks
 
 Made by `python bench/report.py` from records; do not edit. Variants of one table were measured in turn within one run,
-and a ratio is that of two times of the same turn: median (20 % .. 80 %). Below 1 is faster than the one it is compared
-with, **above 1**, in bold, slower. A variant whose result is wrong ends the run. No figure here is of a GPU. What was
-learnt from them, and what failed, is in [FINDINGS.md](../bench/FINDINGS.md).
+and a ratio is that of two times of the same turn: median (20 % .. 80 %), where a fifth of the turns gave less than the
+first figure in brackets, and a fifth more than the second. Below 1 is faster than the one it is compared with,
+**above 1**, in bold, slower. A variant whose result is wrong ends the run. No figure here is of a GPU. What was learnt
+from them, and what failed, is in [FINDINGS.md](../bench/FINDINGS.md).
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only",
@@ -40,7 +41,9 @@ ABOUT = {
     "netlab": "Hosts are network namespaces, joined by links of limited rate; several ranks on each. An exchange is of "
     "12.8 MB on each rank, from a common start until the slowest rank has its result. A step computes for 0.3 s by "
     "sleeping, a third of it forward; its time is the mean of all ranks. Where one link has a quarter of the rate, so "
-    "have the bytes. Gossip does less: it mixes with one partner where an all-reduce averages over all.",
+    "have the bytes. Gossip does less: it mixes with one partner where an all-reduce averages over all. An exchange is "
+    "bare, of a buffer and no model: of hierarchical gossip with bf16 that is all there is, as `attach` refuses a 16-bit "
+    "`wire=` for fp32 weights with `Gossip(within=...)`.",
     "kernels": "Without a GPU: the definitions in plain torch, which take the kernels' place there, beside what torch "
     "ships, one thread. They scale, cast, and write flags and a stamp; others that do less are compared with all the "
     "same, and named so. Of a copy: bytes that must be moved per second, of those that the fastest plain copy moves in "
