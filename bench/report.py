@@ -42,8 +42,8 @@ ABOUT = {
     "12.8 MB on each rank, from a common start until the slowest rank has its result. A step computes for 0.3 s by "
     "sleeping, a third of it forward; its time is the mean of all ranks. Where one link has a quarter of the rate, so "
     "have the bytes. Gossip does less: it mixes with one partner where an all-reduce averages over all. An exchange is "
-    "bare, of a buffer and no model: of hierarchical gossip with bf16 that is all there is, as `attach` refuses a 16-bit "
-    "`wire=` for fp32 weights with `Gossip(within=...)`.",
+    "bare, of a buffer and no model: of hierarchical gossip with bf16 that is all there is, as `attach` refuses a "
+    "16-bit `wire=` for fp32 weights with `Gossip(within=...)`.",
     "kernels": "Without a GPU: the definitions in plain torch, which take the kernels' place there, beside what torch "
     "ships, one thread. They scale, cast, and write flags and a stamp; others that do less are compared with all the "
     "same, and named so. Of a copy: bytes that must be moved per second, of those that the fastest plain copy moves in "

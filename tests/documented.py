@@ -10,7 +10,8 @@ How a page says what it needs, in a comment right before a block:
 - ``<!-- not run: REASON -->``: only compiled, or only looked at.
 
 ``<!-- ranks: 3 -->`` anywhere in a page: its Python runs in so many processes, as under torchrun; what the first prints
-counts. Blocks of a page share their names, in order; pages share nothing. Commands of a page share a folder.
+counts. Blocks of a page share their names, in order; pages share nothing. Ranks of a page share a folder, and so do
+its commands.
 """
 
 from __future__ import annotations
@@ -162,24 +163,23 @@ GIVEN = {
 # Python ---------------------------------------------------------------------------------------------------------------
 
 
-def run_python(tell, name):
-    """In a process of its own: the Python blocks of a page; returns (line, what it printed) for each."""
+def run_python(tell, name, folder):
+    """In a process of its own, as each rank: the Python blocks of a page; (line, what it printed) for each."""
     import torch  # noqa: PLC0415  # the process that runs pages has it
 
     torch.set_num_threads(1)  # several ranks share the cores
     page = Path(name)
     module = sys.modules["page"] = ModuleType("page")
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            return [
-                (block.line, _run_block(block, module.__dict__))
-                for block in blocks(page)
-                if block.language == "python" and block.is_executed
-            ]
-        finally:
-            os.chdir(ROOT)
-            _end_world()
+    os.chdir(folder)
+    try:
+        return [
+            (block.line, _run_block(block, module.__dict__))
+            for block in blocks(page)
+            if block.language == "python" and block.is_executed
+        ]
+    finally:
+        os.chdir(ROOT)
+        _end_world()
 
 
 def _end_world():

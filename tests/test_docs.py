@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import tomllib
 
 import documented
@@ -20,7 +21,8 @@ def run(page):
     """What each executed block printed, by its line."""
     printed = dict(run_commands(page))
     if any(block.language == "python" and block.is_executed for block in blocks(page)):
-        outcomes = run_processes(ranks(page), run_python, str(page), limit_s=documented.LIMIT_S)
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = run_processes(ranks(page), run_python, str(page), folder, limit_s=documented.LIMIT_S)
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
         printed |= outcomes[0].value

@@ -124,7 +124,7 @@ def train(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small CNN on 5,000 real MNIST images with several workers."""
+    """Train a small CNN on 4,000 real MNIST images with several workers, and test it with 1,000 others."""
     from commrt.cli import train as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.inject import parse  # noqa: PLC0415
     from commrt.cli.job import Job  # noqa: PLC0415
