@@ -180,7 +180,7 @@ def back_amid_a_call(tell, victim, timeout_s, *, is_hasty=False, dies=None, trai
 
 def _look_only_as_a_member(survival):
     require_next, is_amid = survival.calls.require_next, survival._is_amid_another_call
-    survival.calls.require_next = lambda: survival.generation and require_next()
+    survival.calls.require_next = lambda **how: survival.generation and require_next(**how)
     survival._is_amid_another_call = lambda: survival.generation and is_amid()
 
 

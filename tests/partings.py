@@ -13,6 +13,7 @@ import commrt
 from commrt.errors import PeerLost, Place
 from commrt.runtime.comparison import Comparison
 from commrt.runtime.executor import BoundProgram
+from commrt.runtime.summing import Summing
 from commrt.store.asking import another_connection
 
 
@@ -91,5 +92,31 @@ def another_call_and_on(tell, timeout_s, trains):
         if trains:
             one_step(model, optimizer, world.rank, replica.step)
     replica.consolidate()
+    world.close()
+    return heard
+
+
+def refused_by_one(tell, timeout_s):
+    """An algorithm that rank 1 cannot use, as it finds when all sum with it; what each makes of that, and of the next.
+
+    It has looked ahead, and seen nothing.
+    """
+    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    schedule, looks, heard = Summing._schedule, [], []
+
+    def odd(*what):
+        looks.append(what)
+        if len(looks) == 2:
+            raise commrt.UsageError("no schedule of so many ranks")
+        return schedule(*what)
+
+    if world.rank == 1:
+        Summing._schedule = odd
+    for _ in range(2):
+        try:
+            heard.append(world.all_reduce(torch.ones(2), "sum").is_completed())
+        except commrt.CommrtError as error:
+            heard.append(type(error).__name__)
     world.close()
     return heard

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, TransportClosed
 from commrt.members import attendance
-from commrt.members.attendance import Attendance, Loss, Verdict
+from commrt.members.attendance import Attendance, Loss, Need, Verdict
 from commrt.members.membership import Membership
 
 PATIENT_S = 20.0
@@ -180,12 +180,10 @@ def test_who_was_found_gone_and_is_there_after_all_learns_it():
     assert isinstance(error, LeftBehind)
 
 
-def test_those_who_finished_in_order_are_missed_by_nobody():
-    lines = [
-        ["here", 1, 0, 4],
-        *(["left", 1, rank, "closed", "0", True] for rank in (3, 4)),
-        ["left", 1, 1, "gone", "0"],
-    ]
+def test_one_that_is_silent_is_waited_for_where_those_who_finished_would_be_too_few_with_those_who_are_here():
+    """Who goes on without it could make no step."""
+    need = Need(2, 1.0, lambda *_: False, lambda: False)
+    lines = [["here", 1, 0, 4], ["left", 1, 2, "closed", "0", True]]
     attendance = Attendance.of(lines, 1, may_return=True)
-    assert not attendance.is_short((0, 1), 3, set(), is_early=False)
-    assert attendance.is_short((0, 1), 4, set(), is_early=False)
+    assert attendance.verdict((0, 1, 2), 2.0, 10.0, need) is None
+    assert attendance.verdict((0, 1, 2), 11.0, 10.0, need).members == (0,)

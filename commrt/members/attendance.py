@@ -147,11 +147,6 @@ class Attendance:
         """Those who have come, and have not left."""
         return tuple(sorted(rank for rank in self.here if rank not in self.left))
 
-    @property
-    def enough_for(self) -> int:
-        """So many may be needed for a step: who finished in order is missed by nobody."""
-        return len(self.stay) + sum(leave.in_order for leave in self.left.values())
-
     def absent(self, members: Sequence[int]) -> list[int]:
         """Those who may still come."""
         return [rank for rank in members if rank not in self.here and rank not in self.left]
@@ -159,7 +154,7 @@ class Attendance:
     def is_short(self, members: Sequence[int], needed: int, promised: Collection[int], *, is_early: bool) -> bool:
         """True if too few are here, and will come of `members`: who said so, and who is silent while it `is_early`."""
         absent = self.absent(members)
-        return self.enough_for + sum(is_early or rank in self.coming or rank in promised for rank in absent) < needed
+        return len(self.stay) + sum(is_early or rank in self.coming or rank in promised for rank in absent) < needed
 
     def verdict(
         self,
@@ -195,7 +190,7 @@ class Attendance:
             awaited = [rank for rank in absent if rank in self.coming or rank not in self.missed]
             silent_s = GRACE_S
         else:
-            are_few = self.enough_for < need.members
+            are_few = len(self.stay) < need.members  # who finished gives no gradient to those who go on
             awaited = [rank for rank in absent if rank in self.coming | promised or are_few]
             awaited += outside if are_few else ()
             silent_s = need.patience_s

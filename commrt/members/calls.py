@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import HashStore, Store
 
@@ -72,8 +72,7 @@ class Calls:
         self._what, self._counts = what, counts
         self.outlast(lambda: self._is_behind and self._are_gathered() and self._read() < self._own)
         self._is_behind = False
-        if self._exchange() > self._own and not self._is_refused():
-            self._be_left_behind()
+        self.require_next(unless=self._is_refused)
         if counts:
             self._require_same()
         yield
@@ -118,20 +117,17 @@ class Calls:
         """A part of it."""
         self._counts = True
 
-    def require_next(self) -> None:
-        """Raise `LeftBehind` if what this rank is about to do is over elsewhere."""
-        if self._exchange() > self._own:
-            self._be_left_behind()
-
-    def _be_left_behind(self) -> NoReturn:
-        self._is_behind = True
-        what = (
-            f"{self._what}, to which rank {self._rank} comes now, is over for the others: a rank, perhaps this one, "
-            f"was silent or busy for longer than the {self._timeout_s():g} s of the deadline, gave a call of all ranks "
-            "up, or skipped one. Raise timeout_s, and let all ranks make the same calls"
-        )
-        self.leave()  # or who is called back at once would not know that it is over
-        raise LeftBehind(what, Place(self._rank))
+    def require_next(self, *, unless: Callable[[], bool] = lambda: False) -> None:
+        """Raise `LeftBehind` if what this rank is about to do is over elsewhere, `unless` there is a reason not to."""
+        if self._exchange() > self._own and not unless():
+            self._is_behind = True
+            what = (
+                f"{self._what}, to which rank {self._rank} comes now, is over for the others: a rank, perhaps this "
+                f"one, was silent or busy for longer than the {self._timeout_s():g} s of the deadline, gave a call of "
+                "all ranks up, or skipped one. Raise timeout_s, and let all ranks make the same calls"
+            )
+            self.leave()  # or who is called back at once would not know that it is over
+            raise LeftBehind(what, Place(self._rank))
 
     def _is_refused(self) -> bool:
         """The others refused what this rank comes to, as it will, and have come to another call since."""

@@ -220,9 +220,10 @@ class Survival:
         try:
             yield
         except DisagreementError as refusal:
-            failure = PeerLost(str(refusal), Place(self._transport.rank))
-            with suppress(TransportError):
-                self.submit(lambda: self.let_go(failure)).result()
+            if self.is_possible:
+                failure = PeerLost(str(refusal), Place(self._transport.rank))
+                with suppress(TransportError):
+                    self.submit(lambda: self.let_go(failure)).result()
             raise
 
     def _leave_them_alone(self) -> None:

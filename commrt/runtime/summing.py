@@ -176,7 +176,10 @@ class Summing:
         if self._survival.is_possible:
             with torch.no_grad():
                 own = replace(call, tensor=call.kind.empty(call.kind.device).copy_(call.tensor))
-        return self._survival.submit(lambda: self._carry(own, recorder)).result(), own.tensor
+        refusal = self._survival.submit(lambda: self._carry(own, recorder)).result()
+        if refusal is not None and not isinstance(refusal, DisagreementError):
+            raise refusal  # of this rank alone, perhaps: no end that all could have come to
+        return refusal, own.tensor
 
     def begin(self, call: Sum, recorder: Recorder | None) -> Result[CommrtError | None]:
         """Return at once; the answer may be an error after which the world goes on. Collective."""
