@@ -580,6 +580,26 @@ def test_nobody_waits_for_a_silent_rank_to_fill_a_step_while_others_wait_in_a_ca
     assert run_ranks(3, body, timeout_s=4.0) == [(1, True)] * 3
 
 
+@pytest.mark.parametrize("timeout_s", [0.8, 4.0])
+def test_a_late_rank_that_the_others_wait_for_in_a_call_of_all_comes_to_it_however_short_their_deadline_is(timeout_s):
+    progress = Progress()
+
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        if world.rank == LATE:
+            progress.wait_for(2)
+        for _ in range(2):  # the late rank's second batch is of a step that nobody else comes to
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        progress.tell(2)
+        replica.consolidate()
+        return replica.step, replica.replicas_equal()
+
+    assert run_ranks(4, body, timeout_s=timeout_s) == [(2, True)] * 4
+
+
 def test_a_batch_that_was_dropped_is_given_out_again_until_it_counts():
     def body(loop, world):
         model = deepcopy(MODEL)

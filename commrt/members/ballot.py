@@ -46,8 +46,9 @@ __all__ = ["Ballot", "Terms"]
 
 LOOK_S, LOOK_MOST_S = 0.1, 1.0
 """Between two looks at those who are waited for, first and at most."""
-BACK_S = 1.0
-"""How long nobody wonders where the others are, who may come back to training from a call in which they met."""
+BACK_S, PARTS = 1.0, 4
+"""How long nobody wonders where the others are, who may come back to training from a call in which they met; and never
+longer than a part of the deadline, for which they wait for this rank in one to which it has not come."""
 LONG = timedelta(days=7)
 KEPT = 64
 """Steps of which the store knows everything; a rank that is farther behind was late."""
@@ -160,7 +161,7 @@ class Ballot:
             self._settle(read, first(words, self._terms.needed))
         elif self._terms.is_called():
             self._settle(read, VOID)
-        elif self._was_over or waited_s > BACK_S:
+        elif self._was_over or waited_s > min(BACK_S, self._terms.timeout_s() / PARTS):
             self._count_on({word.rank for word in words}, read, waited_s)
 
     def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
