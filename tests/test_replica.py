@@ -9,6 +9,7 @@ import pickle
 import weakref
 from contextlib import nullcontext
 from threading import Event, Lock
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from commrt.algorithms import ring
 from commrt.errors import CommrtError, DisagreementError, TransportClosed, TransportError, UsageError
 from commrt.kernels.layout import layout_of
 from commrt.replicas.engine import KEPT
+from commrt.replicas.handover import of_all
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import local_worlds, run_ranks
 
@@ -1817,3 +1819,25 @@ def test_gradients_on_their_way_are_not_kept_after_the_step():
         return kept() is None
 
     assert run_ranks(2, body) == [True, True]
+
+
+def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
+    """A rank may come back before the answer is read."""
+    before, now = (0, 1, 2), [(0, 1, 2)]
+
+    def run_now(schedule, flat, moment, members):
+        assert members == before
+        for rank, number in ((1, 5.0), (2, 7.0)):
+            flat[rank] += number / 3
+            flat[4 + rank] += 1 / 3
+        now[0] = (0, 1, 2, 3)
+
+    survival = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
+    world = SimpleNamespace(size=4, rank=0, run_now=run_now, survival=survival)
+
+    class Lane:
+        members = property(lambda _: now[0])
+
+    lane = Lane()
+    lane.world = world
+    assert of_all(lane, 12) == {0: 12, 1: 5, 2: 7}

@@ -18,7 +18,16 @@ from commrt.threads.answer import Pending
 from commrt.transport.protocol import Moment
 from commrt.wire.buckets import MIB
 
-__all__ = ["Broadcasting", "Gathering", "mean", "of_all", "overwrite_buffers", "overwrite_model", "overwrite_states"]
+__all__ = [
+    "Broadcasting",
+    "Gathering",
+    "mean",
+    "of_all",
+    "of_each",
+    "overwrite_buffers",
+    "overwrite_model",
+    "overwrite_states",
+]
 
 
 class Broadcasting(Protocol):
@@ -107,9 +116,14 @@ def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tenso
     ]
 
 
+def of_each(lane: Broadcasting, value: float, step: int) -> dict[int, float]:
+    """What each member gives, of those that were when it ran: others may be by now; collective."""
+    own = torch.zeros((2, lane.world.size), dtype=torch.float64, device="cpu")
+    own[0, lane.world.rank], own[1, lane.world.rank] = value, 1
+    values, shares = mean(lane, [own], step)[0]
+    return {rank: float(values[rank] / shares[rank]) for rank in range(lane.world.size) if shares[rank] > 0}
+
+
 def of_all(lane: Broadcasting, number: int) -> dict[int, int]:
-    """What each member gives; collective."""
-    own = torch.zeros(lane.world.size, dtype=torch.float64, device="cpu")
-    own[lane.world.rank] = number
-    every = mean(lane, [own], number)[0]
-    return {rank: round(float(every[rank]) * len(lane.members)) for rank in lane.members}
+    """Likewise, of whole numbers."""
+    return {rank: round(each) for rank, each in of_each(lane, number, number).items()}

@@ -18,7 +18,7 @@ from commrt.errors import UsageError
 from commrt.members.attendance import Loss
 from commrt.model.anchor import drop, hold
 from commrt.model.state import Stateful, fingerprint
-from commrt.replicas.handover import Broadcasting, mean, overwrite_buffers, overwrite_model
+from commrt.replicas.handover import Broadcasting, mean, of_each, overwrite_buffers, overwrite_model
 from commrt.replicas.last_words import LastWords
 from commrt.replicas.report import Stats, StepReport
 from commrt.runtime.world import World
@@ -127,10 +127,9 @@ class Replica(ABC):
             pairs = [(tensor, value / count) for tensor, value in zip(own, sums, strict=True)]
             apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
             norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
-            every = torch.zeros(self._lane.world.size, dtype=torch.float64, device="cpu")
-            every[self._lane.world.rank] = (apart / norm) ** 0.5
-            shares = self._lane.world.survival.together(lambda: mean(self._lane, [every], self.step))
-            return float(shares[0].max()) * len(self._lane.members)
+            own_share = (apart / norm) ** 0.5
+            shares = self._lane.world.survival.together(lambda: of_each(self._lane, own_share, self.step))
+            return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
