@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from interleaved import spread
 from seats import Desk, cores, now_s, seated
 
-from commrt.members.ballot import Move
-from commrt.members.quorum import Deliberation, Outcome, Read, key
+from commrt.membership.quorum import Deliberation, Outcome, Read, key
+from commrt.membership.quorum_vote import Move
 
 __all__ = ["CASES", "Case", "Row", "measured"]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks at a store, for a benchmark: one in this process, who ends its waits in a process each, the crowd in another.
 
-Each has a `Ballot` and connections of its own, and goes through `deliberate`. The store has a core (half of them, if
-there are more than two), all ranks the rest. Of the crowd there is one thread per rank,
-its clerk's; it computes when nobody else wants to: in a job it would have CPUs of its own. Linux only.
+Each has a `QuorumVote` and connections of its own, and goes through `deliberate`. The store has a core (half of them,
+if there are more than two), all ranks the rest. Of the crowd there is one thread per rank, its store thread; it
+computes when nobody else wants to: in a job it would have CPUs of its own. Linux only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from commrt.launch import LOOPBACK
-from commrt.members.ballot import Ballot, Move, Terms
-from commrt.members.quorum import Deliberation, Outcome, deliberate
-from commrt.store.presence import Doing, Presence
-from commrt.store.rendezvous import hold, listen
+from commrt.membership.generations import Generation
+from commrt.membership.launcher import LOOPBACK
+from commrt.membership.membership import Membership
+from commrt.membership.quorum import Deliberation, Outcome, deliberate
+from commrt.membership.quorum_vote import Move, QuorumVote, VoteSettings
+from commrt.membership.rendezvous import hold, listen
 from commrt.threads.answer import Answer
 
 __all__ = ["Desk", "cores", "now_s", "seated"]
@@ -90,15 +91,16 @@ class Table(NamedTuple):
         """Who announces last, if the measured rank does not."""
         return self.needed - 1
 
-    def seat(self, rank: int, counts: Counter[str]) -> Ballot:
+    def seat(self, rank: int, counts: Counter[str]) -> QuorumVote:
         """Of one rank; what it asks is counted."""
         store: Store = TCPStore(LOOPBACK, self.port, is_master=False, wait_for_workers=False)
         for name in ("commrt/0/1", "backed 1"):
             store = PrefixStore(name, store)
-        presence = Presence(store, rank, range(self.ranks), lambda: TIMEOUT_S, nobody)
-        presence.say(Doing.TRAINS)
-        terms = Terms(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, nobody, nobody)
-        ballot = Ballot(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms, presence)
+        founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
+        membership = Membership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
+        membership.found()
+        terms = VoteSettings(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
+        ballot = QuorumVote(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms)
         counts.clear()
         return ballot
 
@@ -109,11 +111,6 @@ class Table(NamedTuple):
 
 def nothing() -> None:
     """Nobody gives up."""
-
-
-def nobody(_: Collection[int]) -> Collection[int]:
-    """Nobody is gone."""
-    return ()
 
 
 class Others:
@@ -205,7 +202,7 @@ class Desk(NamedTuple):
     """What the measured rank has before it."""
 
     table: Table
-    ballot: Ballot
+    ballot: QuorumVote
     groups: Sequence[Group]
     store_pid: int
 
@@ -254,7 +251,7 @@ def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterato
 def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:
     """A process that is killed in the end, and what it is called by."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "commrt.members.ballot"])
+    context.set_forkserver_preload(["torch.distributed", "commrt.membership.quorum_vote"])
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args), daemon=True)
     process.start()

@@ -145,7 +145,7 @@ def work(
     """One worker."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        is_successor = world.charter is not None
+        is_successor = world.config is not None
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         begin_s = time.perf_counter()

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
         CommrtError,
         DeadlineExceeded,
         DisagreementError,
-        LeftBehind,
+        Evicted,
         PeerLost,
         QuorumLost,
         ScheduleError,
         TransportError,
         UsageError,
     )
-    from commrt.members.attendance import Loss
+    from commrt.membership.generations import Loss
     from commrt.proving.proof import prove, verify
     from commrt.replicas.reissue import reissued
     from commrt.replicas.replica import Replica
@@ -62,7 +62,7 @@ _HOMES = {
         "CommrtError",
         "DeadlineExceeded",
         "DisagreementError",
-        "LeftBehind",
+        "Evicted",
         "PeerLost",
         "QuorumLost",
         "ScheduleError",
@@ -77,7 +77,7 @@ _HOMES = {
     "commrt.replicas.report": ("Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
     "commrt.proving.proof": ("prove", "verify"),
-    "commrt.members.membership": ("Loss",),
+    "commrt.membership.generations": ("Loss",),
     "commrt.runtime.opening": ("init",),
     "commrt.transport.protocol": ("Moment",),
     "commrt.runtime.work": ("Work",),
@@ -95,9 +95,9 @@ __all__ = [
     "DDPState",
     "DeadlineExceeded",
     "DisagreementError",
+    "Evicted",
     "Gossip",
     "HalvingDoubling",
-    "LeftBehind",
     "Loss",
     "Moment",
     "PeerLost",

@@ -19,7 +19,8 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.launch import chosen_transport
+from commrt.membership.launcher import chosen_transport
+from commrt.membership.world_config import WorldConfig
 from commrt.model.admission import (
     check_cap,
     check_flags,
@@ -46,7 +47,6 @@ from commrt.replicas.synchronous import Synchronous
 from commrt.runtime.opening import current
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
-from commrt.store.charter import Charter
 from commrt.transport.meeting import host_identity
 from commrt.wire.buckets import MIB, Bucket, Named, build_buckets
 
@@ -167,7 +167,7 @@ class _Chosen:
         try:
             replica.overwrite_with_first()
             if have_state(self.optimizers):
-                self.world.survival.together(lambda: overwrite_states(lane, self.optimizers, 0))
+                self.world.elastic.together(lambda: overwrite_states(lane, self.optimizers, 0))
             prepare()
         except BaseException:
             replica.detach()
@@ -212,15 +212,15 @@ def _backed(chosen: _Chosen, algorithm: BackupWorkers, also: Sequence[Stateful],
     }
     claim = chosen.claim(algorithm, engine.schedule(0), engine.buckets) | more
     make = partial(Backed, chosen.model, chosen.optimizers, also, algorithm, engine, cut)
-    if world.charter is not None:
+    if world.config is not None:
         claim |= {"frozen parameters": _frozen(chosen.model)}
-        world.charter.require_same(world.rank, world.attached, claim)
+        world.config.require_same(world.rank, world.attached, claim)
         return _in_place(world, make(broadcast_buffers=broadcast_buffers))
     chosen.agree(algorithm, engine.schedule(0), engine.buckets, **more)
     replica = chosen.begin(make(broadcast_buffers=broadcast_buffers), Gathering(world), int)
     host = host_identity() if world.transport.kind == "shared" else None
     claim |= {"frozen parameters": _frozen(chosen.model)}  # they are rank 0's now
-    Charter(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
+    WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
     return replica
 
 
@@ -238,9 +238,9 @@ def _in_place(world: World, replica: Backed) -> Replica:
     """It takes the place of a rank that is gone."""
     try:
         replica.succeed()
-        world.charter = None  # this rank is as any other
+        world.config = None  # this rank is as any other
     except BaseException as error:
-        world.survival.leave(f"it was not let in: {error}")
+        world.elastic.depart(f"it was not let in: {error}")
         replica.withdraw()
         raise
     return replica
@@ -250,7 +250,7 @@ def _check_for_backups(chosen: _Chosen, also: Sequence[Stateful]) -> None:
     if not chosen.optimizers:
         raise UsageError("BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)")
     load(dump([*chosen.optimizers, *also]), [*chosen.optimizers, *also])  # raises where others could not
-    if chosen.world.charter is not None:  # and comes to the first model, or is refused
+    if chosen.world.config is not None:  # and comes to the first model, or is refused
         return
     own = f"more on rank {chosen.world.rank}" if attached_to(chosen.world) else "0"
     if not chosen.world.all_equal("other models", own) or own != "0":
@@ -268,7 +268,7 @@ def _gossiping(chosen: _Chosen, algorithm: Gossip) -> Replica:
     )
     _check_wire_of_rows(algorithm, bundles)
     chosen.agree(algorithm, rounds.schedule(0), bundles)
-    alone = world.all_equal("gossiping models", "0" if not world.survival.others() else f"more on rank {world.rank}")
+    alone = world.all_equal("gossiping models", "0" if not world.elastic.others() else f"more on rank {world.rank}")
     replica = Gossiping(chosen.model, chosen.params, chosen.optimizers, rounds, bundles, world.attached, alone=alone)
     return chosen.begin(replica, rounds, int)
 
@@ -282,7 +282,7 @@ def _check_wire_of_rows(algorithm: Gossip, bundles: Sequence[Bundle]) -> None:
 
 
 def _require_room(world: World) -> None:
-    if world.survival.has_need:
+    if world.elastic.needed:
         raise UsageError(
             "a model with BackupWorkers is attached to this world, whose ranks do different numbers of steps: attach "
             "both as one, in an nn.ModuleList, or detach() it first"

@@ -109,7 +109,7 @@ class RingShuffle:
         """One that is at home, unless ranks were lost since it was made: who was to get a batch may still read it."""
         waiting = self._journeys.setdefault(len(batch[0]), [])
         while waiting:
-            if (journey := waiting.pop()).room == self._world.survival.room:
+            if (journey := waiting.pop()).room == self._world.elastic.room:
                 return journey
         return Journey(self._neighbours, batch)
 

@@ -12,7 +12,7 @@
         ├── PeerLost               the connection to the peer broke: its process is gone
         ├── SizeMismatch           two ends of one transfer disagree about its size
         ├── TransportClosed        this side closed the transport, or an earlier error did
-        ├── LeftBehind             the others go on, and did not wait for this rank
+        ├── Evicted                the other ranks go on without this process
         └── QuorumLost             fewer ranks are left than gradients are needed for a step
 
 A message says what happened, what was expected, and what to do. ``UsageError`` is a ``ValueError`` and
@@ -27,7 +27,7 @@ __all__ = [
     "CommrtError",
     "DeadlineExceeded",
     "DisagreementError",
-    "LeftBehind",
+    "Evicted",
     "PeerLost",
     "Place",
     "QuorumLost",
@@ -108,11 +108,26 @@ class TransportClosed(TransportError):
     """The transport was closed by this side, or shut down after an earlier error (see ``__cause__``)."""
 
 
-class LeftBehind(TransportError):
-    """The other ranks lost one and came together again without this rank, which came too late or was out of reach.
+class Evicted(TransportError):
+    """The other ranks go on without this process, because it missed a deadline. End it; the launcher may restart it.
 
-    With backup workers it may come back: then they did without it only the call that raised this.
+    `generation` is the number of the generation that this process is no member of, `by` the rank that found it late
+    (None if another process has this rank's place now).
     """
+
+    def __init__(self, why: str, place: Place, generation: int, by: int | None) -> None:
+        self.generation, self.by = generation, by
+        self._why = why
+        noticed = "" if by is None else f" (noticed by rank {by})"
+        super().__init__(
+            f"this process was evicted, and generation {generation} goes on without it: {why}{noticed}. End this "
+            "process; with backup workers, start the program again to take the rank's place",
+            place,
+        )
+
+    def again(self) -> Evicted:
+        """The same error, for the next call that it ends."""
+        return Evicted(self._why, self.place, self.generation, self.by)
 
 
 class QuorumLost(TransportError):

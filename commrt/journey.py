@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
-from commrt.members.survival import LOST
+from commrt.runtime.elastic import LOST
 from commrt.runtime.world import World
 from commrt.threads.answer import Answer
 from commrt.transport.protocol import Exchange, Group, Moment, Parcel
@@ -40,21 +40,23 @@ class Neighbours:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._generation = world.survival.membership.generation
+        self._generation = world.elastic.generation.number
 
     def carry(self, exchange: Exchange, completed: int) -> _Arrival:
         """Run `exchange`, unless ranks that lost one have not come together again."""
-        survival = self.world.survival
-        if survival.is_apart or len(self.world.members) == 1:
+        elastic = self.world.elastic
+        step = elastic.next_step  # a batch leaves before the weights of its step do
+        elastic.next_step += 1
+        if not elastic.takes_part(step) or len(self.world.members) == 1:
             return NOTHING
         try:
-            if survival.membership.generation != self._generation:
+            if elastic.generation.number != self._generation:
                 return self._after_a_loss(completed)
             exchange(MOMENT)
-            if survival.is_possible:
+            if elastic.is_elastic:
                 self.world.transport.wait()
         except LOST as failure:
-            survival.let_go(failure)
+            elastic.recover(failure)
             return NOTHING
         return _Arrival(came=True)
 
@@ -64,7 +66,7 @@ class Neighbours:
         counts = torch.zeros(size, dtype=torch.int64, device="cpu")
         counts[self.world.rank] = completed
         self.world.run_now(halving_doubling.all_reduce(len(members)), counts, MOMENT, members)
-        self._generation = self.world.survival.membership.generation
+        self._generation = self.world.elastic.generation.number
         return _Arrival(came=False, completed=min(counts[list(members)].tolist()))
 
     def bind(self, leaving: Tensor, coming: Tensor) -> Exchange:
@@ -111,8 +113,8 @@ class Journey:
 
     def __init__(self, neighbours: Neighbours, batch: Sequence[Tensor]) -> None:
         world = neighbours.world
-        self._neighbours, self.room = neighbours, world.survival.room
-        """See `Survival.room`."""
+        self._neighbours, self.room = neighbours, world.elastic.room
+        """See `Elastic.room`."""
         self._leaving, self._coming = (Row(batch, world.transport.allocate) for _ in range(2))
         self._landed = [torch.empty_like(part) for part in batch]
         self._answer: Answer[_Arrival] | None = None

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.store.doorbell import Doorbell
+from commrt.membership.liveness import LivenessListener
 
 STRIKE = 5
 """The step at which something happens."""
@@ -123,7 +123,7 @@ def nobody_else(tell, timeout_s):
 
 def ringing(tell):
     """A process with a doorbell, and a child that outlives it, as a DataLoader's worker does for a while."""
-    bell = Doorbell("127.0.0.1")
+    bell = LivenessListener("127.0.0.1")
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -136,7 +136,7 @@ STEPS = 30
 
 
 def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
-    """Trains, saying each step, then makes replicas equal; how it ended. Waits for `awaited` to be left behind."""
+    """Trains, saying each step, then makes replicas equal; how it ended. Waits for `awaited` to be evicted."""
     model = model_of()
     replica, optimizer, world = joined(algorithm, timeout_s, model)
     with world:
@@ -144,8 +144,8 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
             for step in range(STEPS):
                 tell(step)
                 one_step(model, optimizer, world.rank, step)
-        except commrt.LeftBehind:
-            world.store.set("left behind", "")
+        except commrt.Evicted:
+            world.store.set("evicted", "")
             raise
         if world.rank in pauses:
             tell("consolidating")
@@ -153,5 +153,5 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
         replica.consolidate()
         if awaited is not None:
             tell("done")
-            world.store.wait(["left behind"])
+            world.store.wait(["evicted"])
         return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)

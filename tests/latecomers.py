@@ -14,14 +14,13 @@ import torch
 from casualties import joined, model_of, one_step
 
 import commrt
-from commrt.algorithms import halving_doubling
-from commrt.errors import Place, TransportError
+from commrt.errors import TransportError
+from commrt.membership.store_client import call_store, clone_connection
 from commrt.runtime.executor import BoundProgram
-from commrt.store.asking import another_connection, ask
 
 
 def missing_a_call(tell, victim, timeout_s, what, is_stopped):
-    """Two sums, and between them another call, for which `victim` is stopped, or busy, until it is over elsewhere."""
+    """Two sums, and between them another collective, to which `victim` comes when the others are through with it."""
     model = model_of()
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
     one_step(model, optimizer, world.rank, 0)
@@ -31,19 +30,15 @@ def missing_a_call(tell, victim, timeout_s, what, is_stopped):
         return total.tolist()
 
     def between():
-        try:
-            return {"sum": lambda: summed(1), "consolidate": replica.consolidate, "equal": replica.replicas_equal}[
-                what
-            ]()
-        except commrt.CommrtError as error:
-            return str(error)
+        calls = {"sum": lambda: summed(1), "consolidate": replica.consolidate, "equal": replica.replicas_equal}
+        return calls[what]()
 
     first = summed(0)
     if world.rank == victim and is_stopped:
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     elif world.rank == victim:
-        another_connection(world.store).get("over")  # its lane needs the world's own
+        clone_connection(world.store).get("over")  # its lane needs the world's own
     found = between()
     if world.rank == min({*range(world.size)} - {victim}):
         world.store.set("over", "")
@@ -110,7 +105,7 @@ def stopped_while_it_asks(tell):
         Event().wait(0.2)
         return "an answer"
 
-    return ask(question, 0.8)
+    return call_store(question, 0.8)
 
 
 def stopped_in_a_question(tell, victim, timeout_s):
@@ -132,193 +127,43 @@ def stopped_in_a_question(tell, victim, timeout_s):
     one_step(model, optimizer, world.rank, 1)
     if world.rank == victim:
         world.store.set("awake", "")
-    another_connection(world.store).get("awake")
+    clone_connection(world.store).get("awake")
     replica.consolidate()
     equal = replica.replicas_equal()
     world.close()
     return equal
 
 
-def back_amid_a_call(tell, victim, timeout_s, *, is_hasty=False, dies=None, trains=False):
-    """`victim` is stopped, and the others consolidate; between two parts of that it comes back and does so too.
-
-    Where it `is_hasty` it learns only that it is too late when it is a member again: the others said so just then.
-    Then one of them `dies`. A rank that `trains` does a step after each call.
-    """
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    sync_buffers, found = replica.sync_buffers, []
-
-    def slow():
-        if world.rank == 0:
-            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
-        if world.rank != victim:
-            another_connection(world.store).get("told")
-        if world.rank == dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sync_buffers()
-
-    replica.sync_buffers = slow
-    if world.rank == victim:
-        if is_hasty:
-            _look_only_as_a_member(world.survival)
-        world.store.set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-    for _ in range(2):
-        try:
-            found.append(replica.consolidate())
-        except commrt.LeftBehind:
-            found.append("left behind")
-            another_connection(world.store).set("told", "")
-        if trains:
-            one_step(model, optimizer, world.rank, 1)
-            found.append(replica.last.counted)
-    found.append(replica.replicas_equal())
-    world.close()
-    return found
-
-
-def _look_only_as_a_member(survival):
-    require_next, is_amid = survival.calls.require_next, survival._is_amid_another_call
-    survival.calls.require_next = lambda **how: survival.generation and require_next(**how)
-    survival._is_amid_another_call = lambda: survival.generation and is_amid()
-
-
-def slow_to_begin(tell, timeout_s, *, is_stopped_again=False):
-    """Rank 2 is stopped in a call of all, and comes back when rank 1 has looked who is there, and has not begun.
-
-    Where it `is_stopped_again`, then until the call is over.
-    """
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    run, all_reduce = BoundProgram.run, halving_doubling.all_reduce
-
-    def stopped(program, *where):
-        BoundProgram.run = stopped_again if is_stopped_again else run
-        os.kill(os.getpid(), signal.SIGSTOP)
-        run(program, *where)
-
-    def stopped_again(program, *where):
-        BoundProgram.run = run
-        os.kill(os.getpid(), signal.SIGSTOP)
-        run(program, *where)
-
-    def slow(ranks):
-        if ranks == 3:
-            halving_doubling.all_reduce, generation = all_reduce, world.survival.generation
-            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
-            while world.survival.generation == generation:
-                Event().wait(0.01)
-        return all_reduce(ranks)
-
-    if world.rank == 2:
-        world.store.set("stopped", str(os.getpid()))
-        BoundProgram.run = stopped
-    elif world.rank == 1:
-        halving_doubling.all_reduce = slow
-    try:
-        apart = replica.disagreement()
-    except commrt.LeftBehind:  # rank 2, if the others were quicker
-        apart = None
-    if is_stopped_again and world.rank == 1:
-        os.kill(int(world.store.get("stopped")), signal.SIGCONT)
-    world.all_reduce(torch.ones(3), "sum")
-    world.close()
-    return apart
-
-
-def stopped_twice_in_a_part(tell, timeout_s):
-    """Rank 2 is stopped in a call of all; it is back when that begins anew, and is stopped again until it is over."""
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    run, let_go, store = BoundProgram.run, world.survival.let_go, another_connection(world.store)
-    stops = iter([True, False])
-
-    def stopped(program, moment):
-        BoundProgram.run = stopped if next(stops) else run
-        os.kill(os.getpid(), signal.SIGSTOP)
-        raise commrt.DeadlineExceeded("no answer from ranks [3]", Place(2, 3))  # as a hop finds after a stop
-
-    def tell_that_it_is_back(failure):
-        store.set("back", "")
-        let_go(failure)
-
-    def wake(failure):
-        world.survival.let_go = let_go
-        os.kill(int(store.get("stopped")), signal.SIGCONT)
-        store.get("back")
-        let_go(failure)
-
-    if world.rank == 2:
-        store.set("stopped", str(os.getpid()))
-        BoundProgram.run = stopped
-    world.survival.let_go = tell_that_it_is_back if world.rank == 2 else wake
-    try:
-        found = replica.replicas_equal()
-    except commrt.LeftBehind:
-        found = "left behind"
-    if world.rank == 1:
-        os.kill(int(world.store.get("stopped")), signal.SIGCONT)
-    last = replica.replicas_equal()
-    world.close()
-    return found, last
-
-
-def never_through(tell, timeout_s):
-    """Rank 1 comes to each attempt of a call of all, and never hears anybody; then all come to the next one.
-
-    How often it tried, or nothing; and what all found then.
-    """
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    tries = []
-
-    def deaf(program, moment):
-        tries.append(world.members)
-        raise commrt.DeadlineExceeded("no answer from ranks [3]", Place(1, 3))
-
-    run = BoundProgram.run
-    if world.rank == 1:
-        BoundProgram.run = deaf
-    try:
-        found = replica.consolidate()
-    except commrt.DeadlineExceeded:
-        found = len(tries)
-    BoundProgram.run = run
-    last = replica.replicas_equal()
-    world.close()
-    return found, last
-
-
 def another_call(tell, timeout_s):
     """Rank 1 makes another call than the others, who have come to theirs; what each makes of it, and how late."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    store, around = another_connection(world.store), world.around
+    store, around = clone_connection(world.store), world.around
 
-    def come(*what):
-        around.gather(*what)
+    def come():
+        around.before_collective()
         store.set("come", "")
 
     if world.rank == 0:
-        world.around = replace(around, gather=come)
+        world.around = replace(around, before_collective=come)
     begin_s = monotonic()
-    try:
-        if world.rank == 1:
-            store.get("come")
-            world.all_reduce(torch.ones(2))
-        replica.consolidate()
-    except commrt.CommrtError as error:
-        return str(error), monotonic() - begin_s
-    return None, monotonic() - begin_s
+    with world:
+        try:
+            if world.rank == 1:
+                store.get("come")
+                world.all_reduce(torch.ones(2))
+            replica.consolidate()
+        except commrt.DisagreementError as error:
+            return str(error), monotonic() - begin_s, replica.replicas_equal()
+    return None
 
 
 def connecting_in_vain(tell, timeout_s, times):
     """Rank 3 dies, and rank 1 cannot connect anew so many `times`; what each makes of a step after it."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    survival, left = world.survival, iter(range(times))
-    connect = survival._means.connect
+    elastic, left = world.elastic, iter(range(times))
+    connect = elastic._reconnector.means.connect
 
     def unlucky(*where):
         if next(left, None) is not None:
@@ -326,7 +171,7 @@ def connecting_in_vain(tell, timeout_s, times):
         return connect(*where)
 
     if world.rank == 1:
-        survival._means = survival._means._replace(connect=unlucky)
+        elastic._reconnector.means = elastic._reconnector.means._replace(connect=unlucky)
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in (1, 2):
@@ -336,48 +181,10 @@ def connecting_in_vain(tell, timeout_s, times):
     return found
 
 
-def back_between_parts(tell, victim, timeout_s, *, is_in_step):
-    """`victim` is stopped in a transfer, of a step or of a part of `consolidate`; it comes back as the others go on."""
-    (model := model_of()).register_buffer("travels", torch.zeros(1))
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
-    one_step(model, optimizer, world.rank, 0)
-    sync_buffers, run = replica.sync_buffers, BoundProgram.run
-
-    def stopped(program, *where):
-        BoundProgram.run = run
-        world.store.set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        run(program, *where)
-
-    def slow():
-        replica.sync_buffers = sync_buffers
-        if world.rank == victim and not is_in_step:
-            BoundProgram.run = stopped
-        sync_buffers()
-        if world.rank == 0:
-            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
-        if world.rank != victim:
-            Event().wait(0.3)  # work of their own, between two parts
-
-    replica.sync_buffers, found = slow, []
-    if world.rank == victim and is_in_step:
-        BoundProgram.run = stopped
-    elif world.rank == 3 and is_in_step:
-        another_connection(world.store).get("stopped")  # the step is that of the other three
-    one_step(model, optimizer, world.rank, 1)
-    for _ in range(2):
-        try:
-            found.append(replica.consolidate())
-        except commrt.LeftBehind:
-            found.append("left behind")
-    world.close()
-    return found
-
-
 def late_beside_a_stopped_one(tell, timeout_s):
     """Rank 0 is late in a step, and the first of those whose weights it needs is stopped; the others wait for it."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    store = another_connection(world.store)
+    store = clone_connection(world.store)
     if world.rank == 0:
         store.get("stopped")
     one_step(model, optimizer, world.rank, 0)
@@ -386,9 +193,9 @@ def late_beside_a_stopped_one(tell, timeout_s):
         os.kill(os.getpid(), signal.SIGSTOP)
     one_step(model, optimizer, world.rank, 1)
     counted = replica.last.counted
+    replica.consolidate()
     if world.rank == 2:
         os.kill(int(store.get("stopped")), signal.SIGCONT)
-    replica.consolidate()
     last = replica.replicas_equal()
     world.close()
     return counted, last

@@ -21,7 +21,7 @@ from torch.distributed import FileStore, HashStore
 import commrt
 from commrt.algorithms import ring
 from commrt.cli import job
-from commrt.launch import LOOPBACK
+from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import opening
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import Moment

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost
-from commrt.store import agreement, asking
-from commrt.store.agreement import agree
-from commrt.store.asking import ask
+from commrt.membership import agreement, store_client
+from commrt.membership.agreement import agree
+from commrt.membership.store_client import call_store
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads.answer import Answer
@@ -88,11 +88,11 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
 
 def test_another_question_is_an_error_and_no_inequality():
     def body(world):
-        with pytest.raises(DisagreementError, match="about question") as caught:
+        with pytest.raises(DisagreementError, match="about topic") as caught:
             world.all_equal("weights" if world.rank else "buffers", "mark")
         return caught.value.about
 
-    assert run_ranks(2, body) == ["question"] * 2
+    assert run_ranks(2, body) == ["topic"] * 2
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def leaves(monkeypatch):
             other.wait([key], timedelta(seconds=PATIENT_S))
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(agreement, "ask", interrupted_ask)
+        monkeypatch.setattr(agreement, "call_store", interrupted_ask)
         with pytest.raises(KeyboardInterrupt):
             agree(store, rank, range(size), "colour", {"colour": "red"}, PATIENT_S)
         return left[0]
@@ -150,8 +150,8 @@ class JustTooLate(Answer):
 
 
 def test_an_answer_that_comes_just_too_late_is_an_answer(monkeypatch):
-    monkeypatch.setattr(asking, "Answer", JustTooLate)
-    assert ask(lambda: "yes", 0.1) == "yes"
+    monkeypatch.setattr(store_client, "Answer", JustTooLate)
+    assert call_store(lambda: "yes", 0.1) == "yes"
 
 
 def test_a_question_s_own_timeout_is_passed_on():
@@ -159,5 +159,5 @@ def test_a_question_s_own_timeout_is_passed_on():
         raise TimeoutError("of the question")
 
     with pytest.raises(TimeoutError, match="of the question") as raised:
-        ask(question, PATIENT_S)
+        call_store(question, PATIENT_S)
     assert not isinstance(raised.value, DeadlineExceeded)

@@ -10,7 +10,7 @@ from time import sleep
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.store.asking import forget, settle
+from commrt.membership.store_client import delete_once, set_once
 
 LIMIT_S = 20.0
 
@@ -34,22 +34,22 @@ def test_the_first_word_stands_and_whoever_waits_for_it_hears_it(use_libuv):
     begun.wait()
     sleep(0.2)  # nobody says that it waits; too early, and this passes for no reason
     shelf = PrefixStore("shelf", store)
-    assert [settle(shelf, "word", word) for word in ("first", "second")] == ["first", "first"]
+    assert [set_once(shelf, "word", word) for word in ("first", "second")] == ["first", "first"]
     listener.join(LIMIT_S / 2)
     assert heard == [b"first"]
 
 
 def test_who_settles_what_another_did_not_live_to_say_says_it():
     store = HashStore()
-    settle(store, "word", "first")
+    set_once(store, "word", "first")
     store.delete_key("word")  # as if the one who decided had died before the message left
-    settle(store, "word", "second")
+    set_once(store, "word", "second")
     assert store.get("word") == b"first"
 
 
 def test_what_was_forgotten_may_be_settled_anew_and_leaves_nothing():
     store = HashStore()
-    settle(store, "word", "first")
-    forget(store, "word")
+    set_once(store, "word", "first")
+    delete_once(store, "word")
     assert store.num_keys() == 0
-    assert settle(store, "word", "second") == "second"
+    assert set_once(store, "word", "second") == "second"

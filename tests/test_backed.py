@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
-from commrt.errors import DeadlineExceeded, DisagreementError, QuorumLost, UsageError
-from commrt.members import ballot
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, QuorumLost, UsageError
+from commrt.membership import quorum_vote
 from commrt.replicas.arrears import Arrears
 from commrt.testing.ranks import run_ranks
 
@@ -484,8 +484,8 @@ def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
 
 
 def test_a_rank_that_was_away_for_longer_than_the_store_remembers_comes_back(monkeypatch):
-    monkeypatch.setattr(ballot, "KEPT", 4)
-    monkeypatch.setattr(ballot, "TIDIED", 2)
+    monkeypatch.setattr(quorum_vote, "KEPT", 4)
+    monkeypatch.setattr(quorum_vote, "TIDIED", 2)
     steps = 40
     progress = Progress()
     ends = run_ranks(
@@ -796,7 +796,7 @@ def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_goo
             replica.detach()
         all_are_done.wait()
         if world.rank < 2:
-            world.lane.submit(lambda: world.survival.reform(0)).result()
+            world.elastic.recover_now(commrt.PeerLost("made up", Place(world.rank)))
         return tuple(world.members)
 
     assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]

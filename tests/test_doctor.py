@@ -29,7 +29,7 @@ from commrt.cli.variables import HARMS, Surroundings, harmful, misspelt
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
-from commrt.launch import VARIABLES, Launch, launched
+from commrt.membership.launcher import VARIABLES, Launch, launched
 
 ROOT = Path(__file__).parent.parent
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes

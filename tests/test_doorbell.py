@@ -11,12 +11,12 @@ import socket
 import casualties
 import pytest
 
-from commrt.store.doorbell import Doorbell, is_gone
+from commrt.membership.liveness import LivenessListener, is_gone
 from commrt.testing.processes import run_processes
 
 
 def test_it_answers_until_it_is_closed():
-    bell = Doorbell("127.0.0.1")
+    bell = LivenessListener("127.0.0.1")
     assert [is_gone(bell.address) for _ in range(3)] == [False] * 3
     bell.close()
     assert is_gone(bell.address)
@@ -24,7 +24,7 @@ def test_it_answers_until_it_is_closed():
 
 
 def test_it_listens_where_the_others_are_and_nowhere_else():
-    bell = Doorbell("localhost")
+    bell = LivenessListener("localhost")
     assert bell.address.startswith(("127.", "::1"))
     bell.close()
 
@@ -41,7 +41,7 @@ def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
 
 def test_it_answers_more_often_than_a_queue_is_long(monkeypatch):
     monkeypatch.setattr(socket, "SOMAXCONN", 2)
-    bell = Doorbell("127.0.0.1")
+    bell = LivenessListener("127.0.0.1")
     assert [is_gone(bell.address) for _ in range(20)] == [False] * 20
     bell.close()
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commrt.errors import UsageError
-from commrt.launch import LAUNCHERS, first_host, is_timeout, read_launch, read_timeout_s, read_transport
+from commrt.membership.launcher import LAUNCHERS, first_host, is_timeout, read_launch, read_timeout_s, read_transport
 
 NAMES = sorted(
     {name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size, *one.job, one.sign)}

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from junk import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt.store import service
-from commrt.store.doorbell import Doorbell, answers, is_gone
-from commrt.store.service import ANSWER, Service, asked
+from commrt.membership import state_server
+from commrt.membership.liveness import LivenessListener, is_answering, is_gone
+from commrt.membership.state_server import ANSWER, StateServer, request_state
 from commrt.testing.processes import run_processes
 from commrt.transport import meeting
 
@@ -34,7 +34,7 @@ def test_strangers_at_its_sockets_do_not_hold_up_a_world_and_none_is_open_to_oth
     for outcome in run_processes(3, train_under_knocks, 10):
         assert outcome.error is None
         places, ours, equal = outcome.value
-        assert ours >= 2  # a doorbell and a service
+        assert ours >= 2  # a doorbell and a state_server
         assert [place for place in places if not ip_address(place[0]).is_loopback] == []
         assert equal
 
@@ -51,15 +51,15 @@ def test_over_sockets_none_is_open_to_other_machines(monkeypatch):
 
 @pytest.fixture
 def open_service():
-    served = Service(LOOPBACK, {b"R": lambda number: str(number).encode()})
+    served = StateServer(LOOPBACK, {b"R": lambda number: str(number).encode()})
     yield served
     served.close()
 
 
 @cases(20)
 @given(said=FILES)
-@example(said=b"\0" * service.QUESTION.size)
-@example(said=b"\0" * (service.QUESTION.size - 1))
+@example(said=b"\0" * state_server.QUESTION.size)
+@example(said=b"\0" * (state_server.QUESTION.size - 1))
 def test_a_service_goes_on_after_any_bytes(open_service, said):
     host, port, _ = open_service.address.split()
     with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
@@ -67,17 +67,17 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
         with suppress(OSError):  # of one that has hung up already
             line.shutdown(socket.SHUT_WR)
         assert line.recv(100) == b""
-    assert asked(open_service.address, b"R", 7, 5.0) == b"7"
+    assert request_state(open_service.address, b"R", 7, 5.0) == b"7"
 
 
 def test_a_service_lets_silent_strangers_wait_for_a_short_time_and_takes_no_more_than_it_has_room_for(monkeypatch):
-    monkeypatch.setattr(service, "QUESTION_S", 0.5)
-    monkeypatch.setattr(service, "MOST_CALLERS", 4)
-    served = Service(LOOPBACK, {b"R": lambda number: b"yes"})
+    monkeypatch.setattr(state_server, "QUESTION_S", 0.5)
+    monkeypatch.setattr(state_server, "MOST_CALLERS", 4)
+    served = StateServer(LOOPBACK, {b"R": lambda number: b"yes"})
     host, port, _ = served.address.split()
     lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]
     assert [line.recv(1) for line in lines] == [b""] * 20  # shown out, at once or soon
-    assert asked(served.address, b"R", 7, 5.0) == b"yes"
+    assert request_state(served.address, b"R", 7, 5.0) == b"yes"
     for line in lines:
         line.close()
     served.close()
@@ -98,7 +98,7 @@ def test_who_asks_a_stranger_gets_some_bytes_or_nothing(said):
         stranger = threading.Thread(target=answer, daemon=True)
         stranger.start()
         address = f"{LOOPBACK} {listener.getsockname()[1]} {'00' * 16}"
-        found = met(asked, address, b"R", 7, 5.0)
+        found = met(request_state, address, b"R", 7, 5.0)
         stranger.join()
         assert found is None or len(found) <= len(said)
 
@@ -106,11 +106,11 @@ def test_who_asks_a_stranger_gets_some_bytes_or_nothing(said):
 @cases(20)
 @given(said=FILES)
 def test_a_doorbell_goes_on_after_any_bytes(said):
-    bell = Doorbell(LOOPBACK)
+    bell = LivenessListener(LOOPBACK)
     host, port = bell.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)
-    assert answers(bell.address)
+    assert is_answering(bell.address)
     assert not is_gone(bell.address)
     bell.close()
 

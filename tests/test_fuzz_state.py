@@ -191,6 +191,6 @@ def test_the_example_refuses_what_is_no_checkpoint_in_one_line(tmp_path, write):
 
 def test_the_errors_are_ours():
     for said, kind in ((b"nothing", DisagreementError), (pickle.dumps(Evil()), DisagreementError)):
-        with pytest.raises(kind, match="cannot be understood"):
+        with pytest.raises(kind, match="cannot be parsed"):
             unpacked(said)
     assert issubclass(UsageError, CommrtError)

@@ -16,19 +16,14 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 import commrt
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
-from commrt.members.attendance import Attendance, Verdict, lines_of
-from commrt.members.ballot import Ballot
-from commrt.members.calls import Calls
-from commrt.members.membership import Membership
-from commrt.members.quorum import announced, checked
-from commrt.members.vote import Vote
-from commrt.store.agreement import agree
-from commrt.store.charter import Charter
-from commrt.store.diagnosis import diagnose
-from commrt.store.hearsay import where
-from commrt.store.presence import Presence
-from commrt.store.progress import Progress
-from commrt.store.service import asked
+from commrt.membership.agreement import agree
+from commrt.membership.crash_reports import diagnose
+from commrt.membership.generations import Generation
+from commrt.membership.membership import Membership
+from commrt.membership.progress import Progress
+from commrt.membership.quorum import announced, checked
+from commrt.membership.state_server import request_state
+from commrt.membership.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
 from commrt.transport import clique, meeting
 from commrt.transport.departures import Departures
@@ -37,6 +32,7 @@ JUNK = st.one_of(
     FILES, VALUES.map(json.dumps).map(str.encode), st.sampled_from([b"null", b"{}", b"[]", b"0", b"x" * 10**6])
 )
 LINES = st.lists(st.lists(st.sampled_from(["here", "left", "missed"]) | VALUES, max_size=6).map(json.dumps), max_size=3)
+FOUNDERS = Generation(0, {0: 0, 1: 0})
 WORDS = st.lists(st.sampled_from(["0@0@a", "@0@", "x@0@", "-1@0@", "1@0@1:2:3", "0@x@", "1@1@"]), max_size=4)
 
 
@@ -52,7 +48,7 @@ def planted(key, said):
 @example(b'{"size": 2}')
 @example(b"\xff")
 def test_a_charter_is_one_or_is_refused_in_words(said):
-    met(Charter.found, planted("charter", said))
+    met(WorldConfig.read, planted("world configuration", said))
 
 
 @cases(40)
@@ -71,48 +67,36 @@ def test_a_question_with_a_foreign_answer_ends(said, key):
 @cases(60)
 @given(JUNK | LINES.map("\n".join).map(str.encode))
 @example(b'["here"]')
-@example(b'["left", 0, 1, 5, "bell"]')
-@example(b'["here", 0, 1, 5, "2 localhost 99999"]')
-@example(b'["missed", 0, [1], 2, "why"]')
-def test_what_members_said_is_understood_or_refused_in_words(said):
-    membership = Membership(HashStore(), 0, [0, 1])
-    membership._store.set("log 0", said)
-    attendance = met(membership._attendance)
-    if isinstance(attendance, Attendance):
-        met(attendance.verdict, [0, 1], 0.0, 1.0)
-    for read, key in ((membership._standing, "verdict 0"), (lambda: membership._address(1), "bell/0/1")):
-        membership._store.set(key, said)
-        met(read)
-
-
-def test_what_is_said_in_order_is_understood():
-    said = b'["here", 0, 1, 5, "0 127.0.0.1 80"]\n["missed", 1, 0, null, "why"]\n["left", 0, 2, "why", null, true]\n'
-    assert len(lines_of(said)) == 3
-    assert where(b"3 fe80::1%eth0 65535")
-    assert Verdict.read(b'[[0, 1], 3, [[2, 3, "why"]], [[0, "0 ::1 80"]]]').members == (0, 1)
+@example(b"0 - 0 open")
+@example(b"1 gone 0 open")
+@example(b"-1 - 0 open")
+@example(b"0 - 0 closed")
+@example(b'[1, [[0, 0]], 0, [[1, 2, "why", false]]]')
+@example(b'[0, 1, "why", 1]')
+@example(b"2 localhost 99999")
+def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
+    store = HashStore()
+    membership = Membership(store, 0, FOUNDERS, lambda: 0.2)
+    membership.generations = membership.open_generations()
+    membership.generation = FOUNDERS
+    for key in ("departed", "arrived/0.1", "process/1", "generation/junk"):
+        store.set(key, said)
+    store.set("head", "1 junk 0 open")
+    met(membership.current)
+    met(membership.absent, FOUNDERS, [0])
+    met(membership.waiting, FOUNDERS)
+    store.set("head", said)
+    met(membership.current)
 
 
 @cases(20)
 @given(JUNK | WORDS.map(" ".join).map(str.encode))
 @example(b"\xff 1")
 @example(b"one")
-@example(b"00.0")
-@example(b"-0 0 1 a()")
 def test_words_of_ranks_are_understood_or_refused_in_words(said):
     store = HashStore()
-    met(Calls(PrefixStore("calls", store), 0, lambda: 1.0, lambda: False).require_next)
-    store.set("calls/latest", said)
-    store.set("calls/named", said)
-    calls = Calls(PrefixStore("calls", store), 0, lambda: 1.0, lambda: False)
-    calls.enter()
-    calls.leave()
-    met(calls.require_next)
-    met(calls._require_same)
-    for key in ("through", "read", "doing/1", "ended/1", "begun/1", "report/1", "left/1", "ready/1", "id", "1"):
+    for key in ("ended/1", "begun/1", "report/1", "left/1", "ready/1", "id", "1"):
         store.set(key, said)
-    vote = Vote(store, 0, [0, 1], 0.5, lambda _: True)
-    met(vote._said, "through")
-    met(Presence(store, 0, [0, 1], lambda: 1.0, lambda _: ()).of, [1])
     progress = Progress(store, 0, lambda: [0, 1], 1.0, lambda _: True)
     progress._set("ended", "1")
     met(progress.last)
@@ -125,7 +109,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     departures.known([1])
     departures._question.error(5.0)
     departures.known([1])
-    met(asked, said[:99].decode(errors="replace"), b"R", 1, 0.5)
+    met(request_state, said[:99].decode(errors="replace"), b"R", 1, 0.5)
 
 
 @cases(60)
@@ -180,7 +164,6 @@ def test_a_world_that_reads_something_else_than_was_written_goes_on_or_ends_in_a
 
 def test_the_error_says_what_to_do():
     with pytest.raises(
-        DisagreementError, match=r"charter cannot be understood: b'junk'.*start all ranks with one version"
+        DisagreementError, match=r"world configuration cannot be parsed: b'junk'.*start all ranks with one version"
     ):
-        Charter.found(planted("charter", b"junk"))
-    assert Ballot
+        WorldConfig.read(planted("world configuration", b"junk"))

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import CommrtError, UsageError
-from commrt.launch import LAUNCHERS, Launch, read_launch, read_timeout_s, read_transport
+from commrt.membership.launcher import LAUNCHERS, Launch, read_launch, read_timeout_s, read_transport
 
 AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
 OPEN_MPI = {

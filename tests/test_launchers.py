@@ -17,7 +17,7 @@ import pytest
 from launched import in_a_group, with_variables
 from namespaces import address, hosts, why_none
 
-from commrt.launch import LAUNCHERS, read_launch
+from commrt.membership.launcher import LAUNCHERS, read_launch
 from commrt.testing.processes import free_port, run_processes
 
 pytestmark = pytest.mark.processes

@@ -1,189 +1,395 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is left: one answer for all, whoever comes first, and nobody who lives is passed over in haste."""
+"""Generations: one answer for all, eviction at the deadline, and nobody who lives is passed over in haste."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from commrt.errors import DeadlineExceeded, LeftBehind, PeerLost, Place, TransportClosed
-from commrt.members import attendance
-from commrt.members.attendance import Attendance, Loss, Need, Verdict
-from commrt.members.membership import Membership
+from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
+from commrt.membership import membership
+from commrt.membership.collectives import Collectives
+from commrt.membership.generations import GATHERING, OPEN, Generation, Generations, Head, Loss
+from commrt.membership.membership import Membership
+from commrt.threads.patience import Patience
 
-PATIENT_S = 20.0
-
-
-def entered(ranks):
-    store = HashStore()
-    rooms = [Membership(store, rank, range(ranks), "127.0.0.1") for rank in range(ranks)]
-    for room in rooms:
-        room.enter()
-    return rooms
+LONG_S, SHORT_S = 20.0, 0.3
 
 
-def assembled(rooms, steps, timeout_s=PATIENT_S, require_open=int):
-    """What each of `rooms` gets, all coming at once."""
+def members(ranks, timeout_s=LONG_S, needed=1, store=None):
+    store = HashStore() if store is None else store
+    founders = Generation(0, dict.fromkeys(range(ranks), 0))
+    found = [
+        Membership(store, rank, founders, lambda: timeout_s, host="127.0.0.1", needed=needed) for rank in range(ranks)
+    ]
+    for member in found:
+        member.found()
+        member.calls = Collectives(member)
+    return found
 
-    def come(room, step):
+
+def at_once(calls):
+    """What each call returns or raises, all made at once."""
+
+    def result(call):
         try:
-            return room.assemble(step, timeout_s, require_open)
-        except (LeftBehind, TransportClosed) as error:
+            return call()
+        except CommrtError as error:
             return error
 
-    with ThreadPoolExecutor(len(rooms)) as pool:
-        return list(pool.map(come, rooms, steps))
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(result, calls))
 
 
-def log(*lines):
-    return Attendance.of(lines, 1)
+def roll_call(found, steps):
+    return at_once([lambda m=m, step=step: m.roll_call(step, int) for m, step in zip(found, steps, strict=True)])
 
 
-def test_when_all_are_here_it_goes_on_from_the_latest_step():
-    here = log(["here", 1, 0, 4], ["here", 1, 2, 6], ["here", 1, 1, 4])
-    assert here.verdict(range(3), 0.0, PATIENT_S) == Verdict((0, 1, 2), 6, ())
+def arriving(member, what="save()"):
+    """As a rank does: after a change of the generation it goes on in the new one."""
+    return lambda: member.calls.arrive(what, 0, lambda: member.adopt(member.current()))
 
 
-def test_who_has_left_is_not_waited_for():
-    here = log(["left", 0, 1, "it closed its world"], ["here", 1, 0, 4], ["here", 1, 2, 4])
-    assert here.verdict(range(3), 0.0, PATIENT_S) == Verdict((0, 2), 4, (Loss(1, 4, "it closed its world"),))
+def end(found):
+    for member in found:
+        member.depart("the test is over")
+        member.close()
 
 
-def test_who_has_once_come_in_a_dead_ones_place_is_waited_for_the_next_time():
-    lines = [["left", 1, 1, "gone", "0 old"], ["here", 2, 1, 5, "1 new"], ["here", 3, 0, 6, "0 x"]]
-    assert Attendance.of(lines, 3, may_return=True).absent(range(2)) == [1]
+# generations
 
 
-@pytest.mark.parametrize(("bell", "left"), [("0 older", False), ("1 known", True), ("2 later", True), (None, True)])
-def test_what_is_said_of_an_older_process_says_nothing_of_the_one_in_its_place(bell, left):
-    lines = [["here", 1, 1, 4, "1 known"], ["left", 1, 1, "gone", bell]]
-    assert (1 in Attendance.of(lines, 1, may_return=True).left) == left
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 3), min_size=1), st.integers(0, 9), st.text(), st.booleans())
+def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished):
+    ranks = dict(sorted(incarnations.items()))
+    generation = Generation(step, ranks, step, (Loss(11, step, why, finished, 3), Loss(12, step, why)))
+    assert Generation.from_json(generation.to_json().encode()) == generation
 
 
-def test_who_finished_in_good_order_is_told_from_who_was_lost_also_when_it_was_no_member():
-    lines = [["left", 0, 1, "gone", "0 a"], ["left", 0, 3, "it closed its world", "0 b", True], ["here", 1, 0, 4]]
-    verdict = Attendance.of(lines, 1, may_return=True).verdict(range(3), PATIENT_S, PATIENT_S)
-    assert {loss.rank: loss.in_order for loss in verdict.lost} == {1: False, 2: False, 3: True}
+@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([OPEN, GATHERING]))
+def test_a_head_reads_as_it_was_written(number, collective, phase):
+    head = Head(number, "4/0.0.1", collective, phase)
+    assert Head.parse(str(head).encode()) == head
 
 
-@pytest.mark.parametrize(
-    ("absent", "is_early", "promised", "is_short"),
-    [
-        pytest.param([], True, (), False, id="all are here"),
-        pytest.param([2], True, (), False, id="one may still come"),
-        pytest.param([2], False, (), True, id="one has been silent for long"),
-        pytest.param([2], False, (2,), False, id="one has promised to come"),
-        pytest.param([1, 2], False, (2,), True, id="one of two has promised to come"),
-    ],
-)
-def test_ranks_outside_are_needed_where_too_few_of_the_members_will_come(absent, is_early, promised, is_short):
-    lines = [["here", 1, rank, 4] for rank in range(3) if rank not in absent] + [["left", 1, 3, "gone"]]
-    assert log(*lines).is_short(range(4), 3, promised, is_early=is_early) == is_short
+def test_of_proposals_for_one_generation_the_first_stands_for_all():
+    store, founders = HashStore(), Generation(0, dict.fromkeys(range(3), 0))
+    logs = [Generations(store, lambda question: question(), f"{rank}.0", founders) for rank in range(3)]
+    head, _ = logs[0].current()
+    lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
+    assert [log.propose(head, founders.without(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
+        True,
+        False,
+    ]
+    assert {log.current()[1].ranks for log in logs} == {(0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("lines", "waits_s"),
-    [
-        pytest.param([], PATIENT_S, id="of whom nobody knows anything"),
-        pytest.param([["missed", 1, 0, 2, "why"]], attendance.GRACE_S, id="that is missed and silent"),
-        pytest.param([["missed", 1, 0, 2, "why"], ["missed", 1, 2, 0, "why"]], PATIENT_S, id="that will come"),
-        pytest.param([["missed", 0, 0, 2, "why"]], PATIENT_S, id="that was missed before, and came"),
-    ],
-)
-def test_a_rank_is_waited_for(lines, waits_s):
-    here = log(*lines, ["here", 1, 0, 4], ["here", 1, 1, 4])
-    assert here.verdict(range(3), waits_s - 0.1, PATIENT_S) is None
-    assert here.verdict(range(3), waits_s + 0.1, PATIENT_S).members == (0, 1)
+def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_one():
+    store, founders = HashStore(), Generation(0, dict.fromkeys(range(2), 0))
+    log = Generations(store, lambda question: question(), "0.0", founders)
+    head, _ = log.current()
+    old = store.get("head")
+    assert log.propose(head, founders.without([Loss(1, 0, "gone")], 0))
+    log.current()
+    store.set("head", old)
+    assert log.current() == (head, founders)
+
+
+# roll calls
 
 
 @given(st.data())
-def test_everybody_gets_the_same_verdict(data):
+def test_all_who_answer_a_roll_call_are_the_same_next_generation_from_the_latest_step(data):
     ranks = data.draw(st.integers(1, 6))
     gone = data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
     steps = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
-    rooms = entered(ranks)
+    found = members(ranks)
     for rank in gone:
-        rooms[rank].leave("it was drawn")
-    stay = [room for rank, room in enumerate(rooms) if rank not in gone]
-    begins = assembled(stay, [step for rank, step in enumerate(steps) if rank not in gone])
-    assert set(begins) == {max(step for rank, step in enumerate(steps) if rank not in gone)}
-    assert {room.members for room in stay} == {tuple(rank for rank in range(ranks) if rank not in gone)}
-    assert {frozenset(loss.rank for loss in room.lost) for room in stay} == {frozenset(gone)}
-    for room in stay:
-        room.leave("the test is over")
+        found[rank].depart("it was drawn")
+    stay = [rank for rank in range(ranks) if rank not in gone]
+    if not gone:
+        found[0].depart("somebody must be lost, or there is no next generation")
+        gone, stay = {0}, stay[1:]
+    if stay:
+        (generation,) = set(map(str, roll_call([found[rank] for rank in stay], [steps[rank] for rank in stay])))
+        agreed = found[stay[0]].current()
+        assert str(agreed) == generation
+        assert (agreed.number, agreed.ranks, agreed.start) == (1, tuple(stay), max(steps[rank] for rank in stay))
+        assert {loss.rank for loss in agreed.lost} == gone
+    end(found)
+
+
+def test_a_roll_call_that_all_answer_keeps_all_in_a_new_generation():
+    found = members(3)
+    assert {generation.ranks for generation in roll_call(found, [4, 4, 5])} == {(0, 1, 2)}
+    end(found)
 
 
 def test_a_process_that_is_gone_is_found_long_before_the_deadline():
-    rooms = entered(3)
-    rooms[1]._doorbell.close()  # as its kernel would
-    assert assembled(rooms[::2], [4, 4]) == [4, 4]
-    (loss,) = rooms[0].lost
-    assert (loss.rank, "its process is gone" in loss.why) == (1, True)
+    found = members(3)
+    found[1].processes.close()  # as its kernel would
+    first, _ = roll_call(found[::2], [4, 4])
+    assert [(loss.rank, loss.why) for loss in first.lost] == [(1, "its process is gone")]
+    end(found)
 
 
-def test_a_rank_of_which_only_a_connection_broke_is_waited_for(monkeypatch):
-    monkeypatch.setattr(attendance, "GRACE_S", 0.0)
-    rooms = entered(3)
-    rooms[0].miss(PeerLost("the connection broke", Place(0, 1)))
-    late = threading.Timer(0.5, lambda: rooms[1].assemble(6, PATIENT_S, int))
+def test_a_member_that_lives_is_waited_for_up_to_the_deadline():
+    found = members(3)
+    late = threading.Timer(0.5, lambda: found[1].roll_call(6, int))
     late.start()
-    assert assembled(rooms[::2], [4, 4]) == [6, 6]
-    assert not rooms[0].lost
+    assert {(each.ranks, each.start) for each in roll_call(found[::2], [4, 4])} == {((0, 1, 2), 6)}
     late.join()
+    end(found)
 
 
-def test_who_comes_after_the_verdict_is_told_that_the_others_went_on():
-    rooms = entered(3)
-    rooms[0].miss(DeadlineExceeded("no answer", Place(0, 1)))
-    assert assembled(rooms[::2], [4, 4], timeout_s=0.2) == [4, 4]
-    (error,) = assembled([rooms[1]], [4])
-    assert isinstance(error, LeftBehind)
-    assert "came too late: rank 0 saw DeadlineExceeded: no answer" in str(error)
+def test_a_member_that_does_not_answer_in_time_is_evicted_and_told_by_whom():
+    found = members(2, SHORT_S)
+    (generation,) = roll_call(found[:1], [4])
+    assert generation.ranks == (0,)
+    with pytest.raises(Evicted, match=r"generation 1 goes on without it: .*roll call.*noticed by rank 0") as raised:
+        found[1].roll_call(4, int)
+    assert (raised.value.generation, raised.value.by) == (1, 0)
+    end(found)
+
+
+def test_an_evicted_process_cannot_come_back_by_itself():
+    found = members(2, SHORT_S)
+    roll_call(found[:1], [4])
+    for call in (found[1].current, lambda: found[1].calls.arrive("save()", 4, int)):
+        with pytest.raises(Evicted):
+            call()
+    assert found[0].current().ranks == (0,)
+    end(found)
 
 
 def test_waiting_ends_when_the_world_does():
     def refuse():
         raise TransportClosed("the world was given up")
 
-    (error,) = assembled(entered(2)[:1], [0], require_open=refuse)
-    assert isinstance(error, TransportClosed)
+    found = members(2)
+    with pytest.raises(TransportClosed):
+        found[0].roll_call(0, refuse)
+    end(found)
 
 
-def test_those_who_left_one_page_of_the_log_may_enter_the_next():
-    rooms = entered(2)
-    for room in rooms:
-        room.leave("it detached its model")
-        room.enter()
-    assert assembled(rooms, [3, 3]) == [3, 3]
-    assert not rooms[0].lost
+def test_a_member_that_was_stopped_itself_does_not_evict_those_who_come_after_it_woke(monkeypatch):
+    looked = threading.Event()
+
+    class Stopped(Patience):
+        """Before the first look."""
+
+        def __init__(self, limit_s):
+            super().__init__(limit_s)
+            self._looked_s -= 1000.0
+
+        @property
+        def waited_s(self):
+            waited_s = super().waited_s
+            looked.set()
+            return waited_s
+
+    monkeypatch.setattr(membership, "Patience", Stopped)
+    found = members(2)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(found[0].roll_call, 3, int)
+        looked.wait(LONG_S)
+        second = pool.submit(found[1].roll_call, 4, int)
+        assert {first.result().ranks, second.result().ranks} == {(0, 1)}
+    end(found)
 
 
-def test_whoever_has_not_entered_the_next_page_is_not_taken_for_gone():
-    rooms = entered(2)
-    for room in rooms:
-        room.leave("it detached its model")
-    rooms[0].enter()
-    assert not rooms[0].are_gone([1])
-    rooms[1].enter()
-    assert not rooms[0].are_gone([1])
+# collectives
 
 
-def test_who_was_found_gone_and_is_there_after_all_learns_it():
-    rooms = entered(2)
-    rooms[0]._say("left", 1, 1, "rank 0 found that its process is gone")
-    (error,) = assembled(rooms[1:], [4])
-    assert isinstance(error, LeftBehind)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_collective_begins_when_all_members_have_come(ranks):
+    found = members(ranks)
+    for _ in range(3):
+        assert at_once([arriving(member) for member in found]) == [None] * ranks
+        for member in found:
+            member.calls.leave()
+    end(found)
 
 
-def test_one_that_is_silent_is_waited_for_where_those_who_finished_would_be_too_few_with_those_who_are_here():
-    """Who goes on without it could make no step."""
-    need = Need(2, 1.0, lambda *_: False, lambda: False)
-    lines = [["here", 1, 0, 4], ["left", 1, 2, "closed", "0", True]]
-    attendance = Attendance.of(lines, 1, may_return=True)
-    assert attendance.verdict((0, 1, 2), 2.0, 10.0, need) is None
-    assert attendance.verdict((0, 1, 2), 11.0, 10.0, need).members == (0,)
+def test_collectives_leave_no_more_keys_on_the_store_the_more_there_are():
+    store = HashStore()
+    found = members(3, store=store)
+
+    def call_and_vote(member):
+        arriving(member)()
+        assert member.calls.vote(ok=True, generation=member.generation)
+        member.calls.leave()
+
+    counts = []
+    for _ in range(4):
+        at_once([lambda member=member: call_and_vote(member) for member in found])
+        counts.append(store.num_keys())
+    assert counts[1:] == counts[1:2] * 3
+    end(found)
+
+
+def test_a_member_that_does_not_come_in_time_is_evicted_and_the_others_begin():
+    found = members(3, SHORT_S)
+    assert at_once([arriving(member) for member in found[:2]]) == [None, None]
+    assert found[0].current().ranks == (0, 1)
+    with pytest.raises(Evicted, match=r"did not come to save\(\) within"):
+        arriving(found[2])()
+    end(found)
+
+
+@pytest.mark.parametrize("how", ["finished", "gone"])
+def test_a_member_that_has_left_is_not_waited_for(how):
+    found = members(3)
+    found[1].depart("it closed its world", finished=True) if how == "finished" else found[1].processes.close()
+    begin_s = monotonic()
+    assert at_once([arriving(member) for member in found[::2]]) == [None, None]
+    assert monotonic() - begin_s < LONG_S / 2
+    assert [loss.finished for loss in found[0].current().lost] == [how == "finished"]
+    end(found)
+
+
+def test_where_too_few_come_nobody_is_evicted_and_the_error_names_who_is_missing():
+    found = members(3, SHORT_S, needed=2)
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1, 2\] did not come to save\(\) within 0.3 s"):
+        arriving(found[0])()
+    assert found[0].current().ranks == (0, 1, 2)
+    end(found)
+
+
+def test_ranks_that_come_to_different_collectives_all_learn_it():
+    found = members(3)
+    errors = at_once([arriving(found[0]), arriving(found[1], "load()"), arriving(found[2])])
+    assert {type(error) for error in errors} == {DisagreementError}
+    assert all("make the same collective calls in the same order on all ranks" in str(error) for error in errors)
+    end(found)
+
+
+def test_a_rank_that_comes_to_another_collective_does_not_go_on_to_meet_the_others_later():
+    found = members(2)
+    at_once([arriving(found[0]), arriving(found[1], "load()")])
+    assert at_once([arriving(found[0], "next()"), arriving(found[1], "next()")]) == [None, None]
+    end(found)
+
+
+# votes
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7))
+def test_what_all_came_through_is_whole_and_nothing_else(said):
+    found = members(len(said))
+    votes = at_once([lambda m=m, ok=ok: m.calls.vote(ok, m.generation) for m, ok in zip(found, said, strict=True)])
+    assert set(votes) == {all(said)}
+    end(found)
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_member_that_says_nothing_did_not_come_through(silent):
+    found = members(3, SHORT_S)
+    voters = [member for rank, member in enumerate(found) if rank != silent]
+    assert at_once([lambda m=m: m.calls.vote(True, m.generation) for m in voters]) == [False, False]
+    end(found)
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_the_vote_of_a_process_that_is_gone_is_not_waited_for(silent):
+    found = members(3)
+    found[silent].processes.close()
+    begin_s = monotonic()
+    voters = [member for rank, member in enumerate(found) if rank != silent]
+    assert at_once([lambda m=m: m.calls.vote(True, m.generation) for m in voters]) == [False, False]
+    assert monotonic() - begin_s < LONG_S / 2
+    end(found)
+
+
+def test_one_that_lost_somebody_waits_for_nobody():
+    found = members(3)
+    assert found[1].calls.vote(False, found[1].generation) is False
+    end(found)
+
+
+def test_who_refuses_in_place_of_a_vote_tells_all_others_why():
+    found = members(3)
+    refusing = [
+        lambda: found[0].calls.refuse("the dtype is wrong", found[0].generation),
+        *(lambda m=m: m.calls.vote(True, m.generation) for m in found[1:]),
+    ]
+    _, *errors = at_once(refusing)
+    assert [str(error) for error in errors] == ["rank 0 refused: the dtype is wrong"] * 2
+    end(found)
+
+
+# a new process in a lost rank's place
+
+
+def successor(store, rank, ranks):
+    return Membership(
+        store, rank, Generation(0, dict.fromkeys(range(ranks), 0)), lambda: SHORT_S, host="127.0.0.1", needed=1
+    )
+
+
+def test_nobody_takes_the_place_of_a_process_that_lives():
+    found = members(2, store=(store := HashStore()))
+    with pytest.raises(UsageError, match=r"a process of rank 1 is a member and answers: another can take its place"):
+        successor(store, 1, 2).take_place(lambda: True)
+    end(found)
+
+
+@pytest.mark.parametrize("was_evicted", [True, False], ids=["evicted", "dead"])
+def test_a_new_process_takes_a_lost_ranks_place_and_the_old_one_is_out(was_evicted):
+    found = members(2, SHORT_S, store=(store := HashStore()))
+    if was_evicted:
+        roll_call(found[:1], [4])
+    else:
+        found[1].processes.close()
+    new = successor(store, 1, 2)
+    new.take_place(lambda: True)
+    assert found[0].current().members == {0: 0, 1: 1}
+    assert new.current().ranks == (0, 1)
+    with pytest.raises(Evicted):
+        found[1].current()
+    end([*found, new])
+
+
+def test_of_two_processes_that_take_a_place_at_once_only_one_is_a_member():
+    found = members(2, store=(store := HashStore()))
+    found[1].processes.close()
+    new = [successor(store, 1, 2) for _ in range(2)]
+
+    def take_place(each):
+        each.take_place(lambda: True)
+        return each
+
+    taken = [each for each in at_once([lambda each=each: take_place(each) for each in new]) if each in new]
+    ends = at_once([each.current for each in taken])
+    assert [isinstance(each, Generation) for each in ends].count(True) == 1
+    assert {type(each) for each in ends} <= {Generation, Evicted}
+    end([*found, *new])
+
+
+def test_no_process_takes_a_place_in_the_middle_of_a_collective():
+    found = members(2, SHORT_S, store=(store := HashStore()))
+    roll_call(found[:1], [4])
+    found[0].adopt(found[0].current())
+    arriving(found[0])()
+    with pytest.raises(DeadlineExceeded, match="did not come out of a collective"):
+        successor(store, 1, 2).take_place(lambda: True)
+    found[0].calls.leave()
+    new = successor(store, 1, 2)
+    new.take_place(lambda: True)
+    assert new.current().ranks == (0, 1)
+    end([*found, new])
+
+
+def test_where_all_others_have_finished_there_is_no_place_to_take():
+    found = members(2, store=(store := HashStore()))
+    found[1].processes.close()
+    found[0].depart("it closed its world", finished=True)
+    with pytest.raises(UsageError, match="all others have finished or are gone"):
+        successor(store, 1, 2).take_place(lambda: True)
+    end(found)

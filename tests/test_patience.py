@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event, Timer
+from threading import Timer
 
 import pytest
 from latecomers import stopped_in_a_question, stopped_while_it_asks
-from torch.distributed import HashStore
 
-from commrt.members import membership
-from commrt.members.membership import Membership
 from commrt.testing.processes import run_processes
 from commrt.threads import patience
 from commrt.threads.patience import Patience
@@ -55,33 +51,3 @@ def test_who_is_stopped_in_a_step_is_late_and_does_not_take_the_store_for_silent
 
     ends = run_processes(4, stopped_in_a_question, 2, 1.0, on_message=wake)
     assert [(end.error, end.value) for end in ends] == [(None, True)] * 4
-
-
-def test_who_is_stopped_while_it_waits_for_the_others_goes_on_with_those_that_come_after_it_woke(monkeypatch):
-    looked = Event()
-
-    class Stopped(Patience):
-        """Before the first look."""
-
-        def __init__(self, limit_s):
-            super().__init__(limit_s)
-            self._looked_s -= 1000.0
-
-        @property
-        def waited_s(self):
-            waited_s = super().waited_s
-            looked.set()
-            return waited_s
-
-    monkeypatch.setattr(membership, "Patience", Stopped)
-    store = HashStore()
-    rooms = [Membership(store, rank, range(2), "127.0.0.1") for rank in range(2)]
-    for room in rooms:
-        room.enter()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(rooms[0].assemble, 3, 20.0, int)
-        looked.wait(20.0)
-        second = pool.submit(rooms[1].assemble, 4, 20.0, int)
-        assert (first.result(30.0), second.result(30.0)) == (4, 4)
-    for room in rooms:
-        room.leave("it ends")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from commrt.members.quorum import (
+from commrt.membership.quorum import (
     DONE,
     FAILED,
     VOID,
@@ -196,7 +196,7 @@ class Model:
             yield from self.reductions(state, rank, wish, store)
 
     def read(self, state, rank, wish, store):
-        """Who waits looks after the others, as `commrt.members.ballot` does."""
+        """Who waits looks after the others, as `commrt.membership.quorum_vote` does."""
         if wish.key in store:
             yield state.with_answer(rank, store[wish.key])
         elif wish.members:

@@ -1832,8 +1832,8 @@ def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
             flat[4 + rank] += 1 / 3
         now[0] = (0, 1, 2, 3)
 
-    survival = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
-    world = SimpleNamespace(size=4, rank=0, run_now=run_now, survival=survival)
+    elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
+    world = SimpleNamespace(size=4, rank=0, run_now=run_now, elastic=elastic)
 
     class Lane:
         members = property(lambda _: now[0])

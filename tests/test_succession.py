@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
-from threading import Timer
 
 import pytest
 import successions
@@ -59,17 +56,3 @@ def test_a_successor_makes_the_calls_that_come_after_the_step_that_it_begins_wit
     assert [end.error for end in ends] == [None] * 4
     assert all(equal for end in ends for _, equal in end.value)
     assert [end.value[-1][0] for end in ends] == [40] * 4
-
-
-def replaced_or_woken(rank, message, process):
-    if message == "stopped":
-        Timer(3.5, os.kill, (process.pid, signal.SIGCONT)).start()
-        return None
-    return killed(rank, message, process)
-
-
-def test_a_successor_that_waits_to_be_let_in_is_not_called_into_the_middle_of_a_call():
-    ends = run_processes(4, successions.comes_amid_a_call, 8.0, limit_s=60, on_message=replaced_or_woken)
-    assert [end.error for end in ends] == [None] * 4
-    assert all(end.value[-1] for end in ends)
-    assert all(end.value[0] < 8.0 for end in ends[:3])  # no deadline has passed

@@ -18,8 +18,8 @@ from commrt.cli.inject import Kill
 from commrt.cli.job import Job, Result
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
-from commrt.launch import launched
-from commrt.store.rendezvous import meet
+from commrt.membership.launcher import launched
+from commrt.membership.rendezvous import meet
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
-from commrt.launch import LOOPBACK
+from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import world as world_module
 from commrt.runtime.around import Around
 from commrt.runtime.comparison import KEPT, SCHEDULES_KEPT, Comparison

@@ -18,7 +18,7 @@ from rich.table import Table
 from commrt.cli.findings import Finding, guarded
 from commrt.cli.outputs import json_of
 from commrt.errors import UsageError
-from commrt.launch import Launch, launched
+from commrt.membership.launcher import Launch, launched
 
 __all__ = ["examine", "run"]
 
@@ -88,13 +88,13 @@ def _launcher() -> Iterator[Finding]:
 
 
 def _deadline() -> Iterator[Finding]:
-    from commrt.launch import default_timeout_s  # noqa: PLC0415
+    from commrt.membership.launcher import default_timeout_s  # noqa: PLC0415
 
     yield Finding("deadline", "ok", f"{default_timeout_s():g} s for every wait, unless init() says otherwise")
 
 
 def _transport() -> Iterator[Finding]:
-    from commrt.launch import chosen_transport  # noqa: PLC0415
+    from commrt.membership.launcher import chosen_transport  # noqa: PLC0415
     from commrt.transport.meeting import host_identity  # noqa: PLC0415
 
     asked, can_share = chosen_transport(), host_identity() is not None

@@ -15,7 +15,7 @@ from commrt.cli.findings import Finding
 from commrt.cli.workers import run_workers
 from commrt.collective import all_reduce
 from commrt.errors import CommrtError, DisagreementError, UsageError
-from commrt.launch import chosen_transport
+from commrt.membership.launcher import chosen_transport
 from commrt.proving.proof import prove
 from commrt.runtime.opening import init
 from commrt.runtime.world import World

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 from commrt.cli.findings import Finding
-from commrt.launch import Launch
+from commrt.membership.launcher import Launch
 
 __all__ = ["clock", "cpus", "files", "needed_files", "processors", "quota", "shared_memory"]
 

@@ -29,7 +29,7 @@ from commrt.cli.mnist import TRAIN_IMAGES, Images, lenet
 from commrt.cli.recipes import PLAIN, RECIPES, Feed, batches, images_after, require_fit, steps
 from commrt.cli.tracing import check_file, traced
 from commrt.errors import UsageError
-from commrt.launch import is_timeout
+from commrt.membership.launcher import is_timeout
 from commrt.model.state import fingerprint
 from commrt.recipe import BatchSizeControl, Rate
 from commrt.recording import within_range
@@ -185,7 +185,7 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     torch.set_num_threads(1)
     joined = init(job.timeout_s, start_timeout_s=job.start_timeout_s)
     with joined as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
-        faults = job.inject if world.charter is None else tuple(one for one in job.inject if not isinstance(one, Kill))
+        faults = job.inject if world.config is None else tuple(one for one in job.inject if not isinstance(one, Kill))
         model = lenet(job.seed)
         recipe, batches = RECIPES[job.recipe], job.batches((world.rank, world.size))
         optimizer = recipe.optimizer(model, job.lr)

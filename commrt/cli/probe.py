@@ -9,7 +9,7 @@ from pathlib import Path
 from commrt.cli.outputs import require_writable, write
 from commrt.cli.workers import run_workers
 from commrt.errors import UsageError
-from commrt.launch import launched, require_deadlines
+from commrt.membership.launcher import launched, require_deadlines
 from commrt.pricing.cluster import Cluster
 from commrt.probing import probe
 from commrt.runtime.opening import init

@@ -25,7 +25,7 @@ from commrt.cli.reporting import facts, prepare, write
 from commrt.cli.results import rows, title
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError
-from commrt.launch import chosen_transport, launched
+from commrt.membership.launcher import chosen_transport, launched
 
 __all__ = ["run"]
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from commrt.cli.findings import Finding, Verdict
-from commrt.launch import VARIABLES
+from commrt.membership.launcher import VARIABLES
 
 __all__ = ["HARMS", "Harm", "Surroundings", "harmful", "interfaces", "misspelt"]
 

@@ -26,8 +26,8 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from torch.distributed import Store
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
-from commrt.launch import LOOPBACK, Launch, announce
-from commrt.store.rendezvous import hold, listen
+from commrt.membership.launcher import LOOPBACK, Launch, announce
+from commrt.membership.rendezvous import hold, listen
 
 __all__ = ["run_workers"]
 

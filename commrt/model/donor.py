@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from commrt.membership.store_client import parse, parse_int, require
 from commrt.model.imprint import Imprint
 from commrt.model.state import Stateful, dump, flatten, load, restore, unread_buffers
-from commrt.store.hearsay import number, require, understood
 
 __all__ = ["Donor", "Edition", "Gift", "Has", "Parts", "packed", "unpacked"]
 
@@ -39,8 +39,6 @@ class Edition(NamedTuple):
 
     version: int
     """How many updates it has applied."""
-    generation: int
-    """Through which connections."""
     optimizer_steps: int
     order: list[int] | None
     """In which gradients became ready, once that is known."""
@@ -248,7 +246,7 @@ def packed(gift: Gift) -> bytes:
 
 def unpacked(said: bytes) -> Gift:
     """What was `packed`; never runs what came with it. Raises `DisagreementError` for anything else."""
-    return understood("state of another rank", said, _gift)
+    return parse("state of another rank", said, _gift)
 
 
 def _gift(said: bytes) -> Gift:
@@ -264,6 +262,6 @@ def _gift(said: bytes) -> Gift:
 def _checked(edition: Edition) -> Edition:
     *numbers, order, era, in_pass = edition
     for each in (*numbers, era, *(order or [])):
-        number(each)
+        parse_int(each)
     require(isinstance(order, list | None) and isinstance(in_pass, bool))
     return edition

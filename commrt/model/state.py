@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from commrt.errors import UsageError
-from commrt.store.hearsay import GARBLED
+from commrt.membership.store_client import MALFORMED
 
 __all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore", "unread_buffers"]
 
@@ -101,7 +101,7 @@ def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
     """
     try:
         states = torch.load(io.BytesIO(flat.numpy().data), map_location="cpu", weights_only=True)
-    except (UnpicklingError, EOFError, RuntimeError, *GARBLED) as error:
+    except (UnpicklingError, EOFError, RuntimeError, *MALFORMED) as error:
         kinds = ", ".join(type(owner).__name__ for owner in owners)
         raise UsageError(
             f"the state of {kinds} cannot be sent to other ranks: state_dict() must hold numbers, strings, tensors and "
@@ -114,7 +114,7 @@ def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
             _take(state, owner)
         except UsageError:
             raise
-        except GARBLED as error:
+        except MALFORMED as error:
             what = f"{type(owner).__name__} does not take the state that another rank sent: {error!r:.200}"
             raise UsageError(f"{what}; make it of the same parameters and options on all ranks") from error
 

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.errors import CommrtError, UsageError
-from commrt.members.attendance import Need
-from commrt.members.ballot import Ballot, Terms
+from commrt.membership.quorum_vote import QuorumVote, VoteSettings
+from commrt.membership.world_config import WorldConfig
 from commrt.model.admission import check_stateful
 from commrt.model.anchor import Hook
 from commrt.model.autograd import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
@@ -28,14 +28,12 @@ from commrt.model.state import Stateful
 from commrt.model.stepping import Stepping
 from commrt.replicas.arrears import Arrears
 from commrt.replicas.backing import Backing
-from commrt.replicas.company import Company
 from commrt.replicas.engine import Cut, Engine
 from commrt.replicas.handover import Gathering, of_all
-from commrt.replicas.relief import PATIENCE_S, Due, Relief
+from commrt.replicas.relief import Due, Relief
 from commrt.replicas.replica import Replica, attached
 from commrt.replicas.report import StepReport
 from commrt.runtime.around import Around
-from commrt.store.presence import Doing, Presence
 
 __all__ = ["Backed"]
 
@@ -95,36 +93,28 @@ class Backed(Replica):
         self._live([*self._on_model(), *gradients, *self._stepping.register()])
 
     def _meet_the_others(self, shelf: PrefixStore) -> None:
-        world, membership = self._world, self._world.survival.membership
+        world = self._world
         self._shelf = shelf
+        self._others = (*range(world.rank + 1, world.size), *range(world.rank))  # in the order in which to ask them
+        founds = world.config is None
+        world.elastic.begin(self, world.attached, alone=True, needed=self._needed, founds=founds)
         self._relief = Relief(world, shelf, self._donor)
-        self._presence = Presence(shelf, world.rank, range(world.size), lambda: world.timeout_s, membership.gone)
-        self._company = Company(world, self._presence, self._needed)
-        if world.charter is not None:
-            membership.require_vacant()
-        if world.charter is None:
-            self._presence.say(Doing.BETWEEN)
-        world.survival.is_outside = world.charter is not None
         self._begin_era(1)
-        need = Need(self._needed, PATIENCE_S, self._relief.summon, self._company.are_gathered)
-        world.survival.begin(self, alone=True, need=need)
-        if world.charter is None:
+        if founds:
             self._relief.open()
-        else:  # this process has the place, but nobody may call it into the middle of what all do together
-            self._presence.say(Doing.COMES)
-        world.around = Around(self._gather, self._disperse, self._end, self._leave, self._last_words.speak_of)
+        world.around = Around(self._show, self._end, self._leave, self._last_words.speak_of)
 
     def _begin_era(self, era: int) -> None:
-        """Steps of which none was done in this world: those after a checkpoint was loaded may have old numbers."""
-        world, survival, membership = self._world, self._world.survival, self._world.survival.membership
+        """Number steps anew: those after a checkpoint was loaded may have numbers that were used before."""
+        world, elastic = self._world, self._world.elastic
         if era > 1:
             self._backing.ballot.close()
         self._era = era
-        terms = Terms(
+        terms = VoteSettings(
             world.rank, world.size, self._needed, lambda: world.timeout_s,
-            survival.require_open, lambda: survival.is_called, membership.gone, membership.disconnected,
+            elastic.require_open, lambda: elastic.is_called, elastic.membership,
         )  # fmt: skip
-        self._backing.ballot = Ballot(PrefixStore(f"era {era}", self._shelf), terms, self._presence)
+        self._backing.ballot = QuorumVote(PrefixStore(f"era {era}", self._shelf), terms)
 
     @property
     def step(self) -> int:
@@ -151,7 +141,7 @@ class Backed(Replica):
     def _go_on_at(self, step: int) -> None:
         self._donor.shut()
         self._arrears.forget()
-        self._world.survival.step = step
+        self._world.elastic.go_on_at(step)
         self._gate.steps = 0
         self._backing.go_on_at(step)
         self._donor.settle()
@@ -172,13 +162,9 @@ class Backed(Replica):
         if self.model.training and torch.is_grad_enabled():
             self._begin()
             self._has_run_behind = self._arrears.due is not None
-            self._take_part()
+            self._is_successor = False
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
-
-    def _take_part(self) -> None:
-        self._company.train()
-        self._is_successor = False
 
     def _begin(self) -> None:
         """From here to the optimizer's step this rank's state is whole, and stays."""
@@ -190,10 +176,9 @@ class Backed(Replica):
 
     def _open(self, *, in_pass: bool = True, is_whole: bool = True) -> None:
         backing = self._backing
-        generation = self._world.survival.generation
         if in_pass and self._donor.is_new(backing.version):
             backing.keep_buffers()  # as the loop left them
-        edition = Edition(backing.version, generation, self._gate.steps, backing.order, self._era, in_pass)
+        edition = Edition(backing.version, self._gate.steps, backing.order, self._era, in_pass)
         self._donor.open(edition, backing.buffers, is_whole=is_whole)
 
     def _on_gradient(self, name: str) -> None:
@@ -214,7 +199,7 @@ class Backed(Replica):
         return self._passing is None or self._passing != current_pass()
 
     def _begin_pass(self, number: int) -> None:
-        self._take_part()
+        self._is_successor = False
         self._passing, self._is_stale = number, self._arrears.due is not None
         if not self._is_stale:  # a compiled model, or one that is taken apart, has called no hooks
             self._arrears.renew()
@@ -236,7 +221,7 @@ class Backed(Replica):
         self._stepping.renew(outcome.counts)
         if outcome.is_over and not outcome.counts:
             known = [rank for rank in outcome.members if rank != self._world.rank]  # it may have another's place
-            self._arrears.owe(self.last.step + 1, known or self._company.others, max(outcome.place - self._needed, 0))
+            self._arrears.owe(self.last.step + 1, known or self._others, max(outcome.place - self._needed, 0))
         elif not outcome.counts:
             self._arrears.keep()
 
@@ -257,8 +242,6 @@ class Backed(Replica):
         backing.follow(edition.order)
         if edition.era != self._era:
             self._begin_era(edition.era)
-        self._world.survival.step = edition.version
-        self._world.lane.submit(lambda: self._world.survival.note(edition.generation)).result()
         self._arrears.due, self._arrears.taken = None, gift.states if edition.in_pass or amid_step else None
 
     def _require_sound(self) -> None:
@@ -278,49 +261,37 @@ class Backed(Replica):
             self._begin_pass(current_pass())
             self._finish()
 
-    def _gather(self, what: str, counts: bool) -> None:  # as it is called
-        """Before all ranks do `what` together."""
-        with self._last_words.around():
-            self._company.await_the_others()
-            with self._world.survival.coming(what, counts=counts):
-                self._show()
-                self._company.gather()
-
-    def _disperse(self) -> None:
-        """After it."""
-        self._world.survival.calls.leave()
-        self._company.disperse()
-
     def _show(self) -> None:
-        """Between steps: let who was late have this rank's state."""
-        self.drain()
-        if self._arrears.due is None:
-            self._arrears.renew()
-            self._open(in_pass=False, is_whole=not self._gate.is_due)
+        """Between steps: catch up, and let late ranks have this rank's state. Before each collective."""
+        with self._last_words.around():
+            self.drain()
+            if self._arrears.due is None:
+                self._arrears.renew()
+                self._open(in_pass=False, is_whole=not self._gate.is_due)
 
     def _end(self) -> None:
-        """Before the others may not have this rank's state any more."""
+        """Before the world is closed in good order: serve late ranks until nobody trains any more."""
         self._backing.abandon("the world was closed in the middle of a backward pass")
         self._has_run_behind = False
         with suppress(CommrtError, RuntimeError):
             self._show()
-            self._company.end()
+            if self._world.elastic.finish():
+                WorldConfig.withdraw(self._world.store)
 
     def _leave(self) -> None:
         self._relief.close()
         self._backing.ballot.close()
-        self._company.leave()
 
     def succeed(self) -> None:
-        """Take the place of a rank that is gone, while nobody gathers; not collective."""
-        self._company.await_welcome(self._takes_a_step)
+        """Take the place of a rank that is lost, between two collectives of the others; not collective."""
+        self._world.elastic.take_place(self._fetch_amid_step)
         self._relief.open()
-        self._company.be_in()
         # Once more before the first step, whatever is loaded until then.
-        self._arrears.due, self._is_successor = Due(self.step, self._company.others), True
+        self._arrears.due, self._is_successor = Due(self.step, self._others), True
 
-    def _takes_a_step(self) -> bool:
-        self._arrears.due = Due(0, self._company.others)
+    def _fetch_amid_step(self) -> bool:
+        """Take the state of another rank; True if that one was in a forward or backward pass."""
+        self._arrears.due = Due(0, self._others)
         self.drain()
         return self._arrears.taken is not None
 
@@ -363,7 +334,7 @@ class Backed(Replica):
         self._arrears.restore(in_pass=False)
         self._arrears.accept()
         with self._world.gathered("consolidate()"):
-            versions = self._world.survival.together(lambda: of_all(self._lane, self._backing.version))
+            versions = self._world.elastic.together(lambda: of_all(self._lane, self._backing.version))
             latest = max(versions.values())
             if self._backing.version < latest:
                 self._arrears.owe(latest, [rank for rank, version in versions.items() if version == latest], 0)
@@ -383,8 +354,6 @@ class Backed(Replica):
 
     def detach(self) -> None:
         """See `Replica.detach`; the others go on without this rank, if there are enough."""
-        with suppress(CommrtError, RuntimeError):
-            self._presence.say(Doing.LEFT)
         self.withdraw()
 
     def withdraw(self) -> None:
@@ -394,5 +363,5 @@ class Backed(Replica):
         self._donor.shut()
         self._relief.close()
         self._backing.ballot.close()
-        self._world.survival.end(self)
+        self._world.elastic.end(self)
         self._engine.release()

@@ -15,15 +15,15 @@ from torch import nn
 
 from commrt.algorithms import tree
 from commrt.errors import UsageError
-from commrt.members.ballot import Ballot, Move
-from commrt.members.quorum import Outcome, Reduce, deliberate
-from commrt.members.survival import LOST
+from commrt.membership.quorum import Outcome, Reduce, deliberate
+from commrt.membership.quorum_vote import Move, QuorumVote
+from commrt.membership.store_client import parse, require
 from commrt.model.gate import Gate
 from commrt.model.state import flatten, restore, unread_buffers
 from commrt.recording import within_range
 from commrt.replicas.engine import Cut, Engine
 from commrt.replicas.report import Span, StepReport
-from commrt.store.hearsay import require, understood
+from commrt.runtime.elastic import LOST
 from commrt.threads.answer import Answer
 from commrt.threads.lane import Result
 from commrt.threads.streams import Mark
@@ -70,7 +70,7 @@ class Backing:
         """In which gradients become ready, as places among the parameters; None before the first step."""
         self.buffers = torch.empty(0, dtype=torch.uint8)
         """Those of the first member, as bytes, after the latest step that counted; where they are sent."""
-        self.ballot: Ballot
+        self.ballot: QuorumVote
         """To be set: steps that are done again after a checkpoint was loaded need a shelf of their own."""
         self._model, self._engine, self._gate, self._cut, self._needed = model, engine, gate, cut, needed
         self._early, self._world = early, engine.world
@@ -90,7 +90,7 @@ class Backing:
         self._launches = LaunchOrder([bucket.names for bucket in buckets])
         allocate = self._world.transport.allocate
         self._row = Row([*self._model.buffers()], allocate) if self._with_buffers else None
-        self._room = self._world.survival.room
+        self._room = self._world.elastic.room
 
     def go_on_at(self, version: int) -> None:
         """Weights of `version` were loaded; steps that this rank knew of are not those to come."""
@@ -198,7 +198,7 @@ class Backing:
         self._gate.drop()
 
     def _report(self, running: _Pass, outcome: Outcome, step: int, exposed_s: float) -> StepReport:
-        said = [understood("note on a gradient", note, _parts) for note in outcome.notes]
+        said = [parse("note on a gradient", note, _parts) for note in outcome.notes]
         samples = [count for count, _, _ in said if count is not None]
         closed_s = max((when for _, when, _ in said), default=0.0)
         late_s = max(self._ready_s - closed_s, 0.0) if closed_s and not outcome.counts else 0.0
@@ -218,9 +218,9 @@ class Backing:
 
     def _hold(self, running: _Pass) -> Outcome:
         """On the lane, all that follows."""
-        survival, step = self._world.survival, self.version
-        survival.step, self._ready_s = step, time()
-        generation = survival.be_in(0)
+        elastic, step = self._world.elastic, self.version
+        elastic.next_step, self._ready_s = step, time()
+        generation = elastic.be_in(0)
         attempt = self._attempts[1] if self._attempts[0] == step else 0
         note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}:{self._late_s:.4f}"
         course = deliberate(self._world.rank, generation, self._needed, step, attempt, note)
@@ -230,6 +230,7 @@ class Backing:
             self._engine.members = tuple(self._world.members)
         if outcome.counts:
             self._unpack(outcome)
+            elastic.progress()
         return outcome
 
     def _unpack(self, outcome: Outcome) -> None:
@@ -241,12 +242,12 @@ class Backing:
     def _move(self, wish: Move, running: _Pass) -> bool | int | None:
         if isinstance(wish, Reduce):
             return self._reduce(wish, running)
-        generation = self._world.survival.be_in(wish.generation)
+        generation = self._world.elastic.be_in(wish.generation)
         return None if self.ballot.is_over else generation
 
     def _reduce(self, wish: Reduce, running: _Pass) -> bool:
         self._engine.members = wish.members
-        if self._room != self._world.survival.room:
+        if self._room != self._world.elastic.room:
             self._arrange_anew(running)
         try:
             running.spans = [self._gather(running, index, wish.step) for index in range(len(running.ready))]
@@ -255,7 +256,7 @@ class Backing:
             self._world.transport.wait()
             self._tell_the_first(wish)
         except LOST as failure:
-            self._world.survival.let_go(failure)
+            self._world.elastic.let_go(failure)
             return False
         return True
 
@@ -283,7 +284,7 @@ class Backing:
         while not told.given:
             with suppress(TimeoutError):
                 told.error(LOOK_S)
-            self._world.survival.require_open()
+            self._world.elastic.require_open()
         self._world.lane.streams.follow(told.result())
 
     def _broadcast(self, running: _Pass, step: int) -> Iterable[Span]:

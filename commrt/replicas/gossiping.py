@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.errors import UsageError
-from commrt.members.survival import LOST
+from commrt.membership.progress import Progress
 from commrt.model.admission import check_stateful
 from commrt.model.anchor import Hook
 from commrt.model.autograd import on_gradient
@@ -28,7 +28,7 @@ from commrt.replicas.handover import overwrite_states
 from commrt.replicas.replica import Replica
 from commrt.replicas.report import Span, StepReport
 from commrt.replicas.rounds import Rounds
-from commrt.store.progress import Progress
+from commrt.runtime.elastic import LOST
 from commrt.wire.buckets import Named
 from commrt.wire.roster import Roster
 from commrt.wire.stamp import Claim
@@ -69,7 +69,7 @@ class Gossiping(Replica):
         self._exposed_s = 0.0
         self._spans: deque[Span] = deque()
         self._heard: set[int] = set()
-        rounds.world.survival.begin(self, alone=alone)
+        rounds.world.elastic.begin(self, number, alone=alone)
         self._live([*self._on_modules(), *self._on_parameters(), *self._on_optimizers()])
 
     @property
@@ -79,8 +79,8 @@ class Gossiping(Replica):
 
     def _go_on_at(self, step: int) -> None:
         self.drain()
-        self._rounds.world.survival.together(int)  # whoever came back late from a loss is with the others now
-        self._step = self._rounds.world.survival.step = step
+        self._rounds.world.elastic.go_on_at(step)
+        self._step = step
 
     def _on_modules(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -151,13 +151,12 @@ class Gossiping(Replica):
             self._report()
             for bundle in self.bundles:
                 claim = Claim(0, self._number, 0, self._step, bundle.index, 0)
-                message = bundle.send(claim, world.survival.room, world.transport.allocate)
+                message = bundle.send(claim, world.elastic.room, world.transport.allocate)
                 message.answer = self._rounds.submit(message, bundle.index, self._step)
             if self._progress is not None:
                 self._progress.begin(self._step + 1)
             self._mix_what_nobody_awaits()
         self._step += 1
-        world.survival.step = self._step
 
     def _mix_what_nobody_awaits(self) -> None:
         """Compiled modules call no hooks, nor do those whose parameters others use."""
@@ -222,8 +221,7 @@ class Gossiping(Replica):
         world = self._rounds.world
         self._joins += 1
         shelf = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
-        are_gone = world.survival.membership.are_gone
-        progress = Progress(shelf, world.rank, lambda: world.members, world.timeout_s, are_gone)
+        progress = Progress(shelf, world.rank, lambda: world.members, world.timeout_s, world.elastic.any_gone)
         progress.begin(self._step)
         world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         return progress
@@ -235,7 +233,7 @@ class Gossiping(Replica):
         self._answer_the_others(progress)
         self._rounds.world.joined = None
         self.consolidate()
-        self._rounds.world.survival.together(lambda: self._take_states(progress.last(), also))
+        self._rounds.world.elastic.together(lambda: self._take_states(progress.last(), also))
 
     def _answer_the_others(self, progress: Progress) -> None:
         while True:
@@ -243,7 +241,7 @@ class Gossiping(Replica):
                 for _ in progress.outlast(self._step):
                     self._launch()
             except LOST as failure:
-                self._rounds.world.survival.part(failure)
+                self._rounds.world.elastic.recover_now(failure)
             else:
                 return
 
@@ -262,7 +260,7 @@ class Gossiping(Replica):
     def detach(self) -> None:
         """See `Replica.detach`; what is under way is not mixed any more."""
         super().detach()
-        self._rounds.world.survival.end(self)
+        self._rounds.world.elastic.end(self)
         for bundle in self.bundles:
             bundle.under_way.clear()
         self._rounds.release()

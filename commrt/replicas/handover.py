@@ -61,7 +61,7 @@ class Gathering:
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """See `Broadcasting`."""
-        return self.world.survival.submit(lambda: self._broadcast(flat, step))
+        return self.world.elastic.submit(lambda: self._broadcast(flat, step))
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:
         begin_s = perf_counter()
@@ -110,7 +110,7 @@ def mean(lane: Broadcasting, tensors: Sequence[Tensor], step: int) -> list[Tenso
     wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
     schedule = halving_doubling.all_reduce(len(members))
-    world.survival.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"), members)).result()
+    world.elastic.submit(lambda: world.run_now(schedule, flat, Moment(step, "mean"), members)).result()
     return [
         part.view(like.shape) for part, like in zip(torch.split(flat, [t.numel() for t in wide]), wide, strict=True)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do for each other beside their training: hand out their state, and call each other to connect anew."""
+"""What ranks do for each other beside their training: they hand out their state."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, Place, QuorumLost, TransportClosed
+from commrt.errors import DeadlineExceeded, Place, QuorumLost
+from commrt.membership.state_server import StateServer, request_state
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse
 from commrt.model.donor import Donor, Gift, Has, unpacked
 from commrt.runtime.world import World
-from commrt.store.asking import ANSWER_S, ask
-from commrt.store.hearsay import understood
-from commrt.store.service import Service, asked
 from commrt.threads.patience import Patience
 
-__all__ = ["PATIENCE_S", "Due", "Relief"]
+__all__ = ["Due", "Relief"]
 
-PATIENCE_S = 2.0
-"""How long one who is called may be silent before the others go on without it."""
-CALL_S = 0.5
 READY_S = 3.0
 """How long a donor may take to say whether it has a state, before another is asked; no more than a part of the
 deadline, for which those who lack a gradient wait for the one who asks."""
 PARTS, WAITS = 4, 3
 """Of the deadline; and of that, for the donor to come to its next forward pass."""
 AGAIN_S = 0.01
-READY, STATE, COME = b"R", b"S", b"C"
-"""Kinds of questions: is it there, what is it, will you connect anew."""
+READY, STATE = b"R", b"S"
+"""Kinds of questions: is the state there, and what is it."""
 
 T = TypeVar("T")
 
@@ -48,8 +44,8 @@ class Relief:
 
     def __init__(self, world: World, shelf: Store, donor: Donor) -> None:
         self._world, self._shelf, self._donor = world, shelf, donor
-        towards = world.survival.towards or gethostname()
-        self._service = Service(towards, {READY: self._is_ready, STATE: self._give, COME: self._come})
+        towards = world.elastic.host or gethostname()
+        self._service = StateServer(towards, {READY: self._is_ready, STATE: self._give})
 
     def open(self) -> None:
         """Take callers."""
@@ -64,18 +60,6 @@ class Relief:
 
     def _give(self, version: int) -> bytes | None:
         return self._donor.give(version, self._world.timeout_s / 2)
-
-    def _come(self, generation: int) -> bytes | None:
-        try:
-            self._world.survival.call(generation)
-        except TransportClosed:
-            return None
-        return b""
-
-    def summon(self, rank: int, generation: int) -> bool:
-        """Call `rank`, which is alive, to connect anew; True if it promises to come."""
-        address = self._address(rank)
-        return address is not None and asked(address, COME, generation, CALL_S) is not None
 
     def fetch(self, due: Due) -> Gift | None:
         """The state of one of its donors; waits for the first of them to have it.
@@ -100,16 +84,18 @@ class Relief:
     def _asked(self, rank: int, version: int) -> bytes | Has:
         """Who has it may take long to copy it."""
         address = self._address(rank)
-        said = None if address is None else asked(address, READY, version, self._ready_s)
+        said = None if address is None else request_state(address, READY, version, self._ready_s)
         if address is None or said != Has.IT.value:
-            return understood("answer of a service", said or b"", Has)
-        return asked(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
+            return parse("answer of a service", said or b"", Has)
+        return request_state(address, STATE, version, self._world.timeout_s / 2) or Has.NOTHING
 
     def _require_hope(self, due: Due, *, is_late: bool) -> set[int]:
         """Those of its donors that are gone."""
-        self._world.survival.require_open()
+        elastic = self._world.elastic
+        elastic.require_open()
         donors, place = list(due.donors), Place(self._world.rank, due.donors[0], due.version)
-        gone = set(self._world.survival.membership.gone(donors))
+        lost = {*donors} - elastic.generation.members.keys()
+        gone = {rank for rank in donors if rank in lost or elastic.is_gone(rank)}
         if len(gone) == len(donors):
             raise QuorumLost(f"only ranks {donors} had the weights of step {due.version}, and they are gone", place)
         if is_late:
@@ -123,10 +109,10 @@ class Relief:
     def _address(self, rank: int) -> str | None:
         key = _key(rank)
         said = self._ask(lambda: self._shelf.get(key) if self._shelf.check([key]) else None)
-        return None if said is None else understood(key, said, bytes.decode)
+        return None if said is None else parse(key, said, bytes.decode)
 
     def _ask(self, question: Callable[[], T]) -> T:
-        return ask(question, self._world.timeout_s + ANSWER_S, self._world.rank)
+        return call_store(question, self._world.timeout_s + STORE_ANSWER_S, self._world.rank)
 
     def close(self) -> None:
         """Take no more callers."""

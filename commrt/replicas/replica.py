@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commrt.errors import UsageError
-from commrt.members.attendance import Loss
+from commrt.membership.generations import Loss
 from commrt.model.anchor import drop, hold
 from commrt.model.state import Stateful, fingerprint
 from commrt.replicas.handover import Broadcasting, mean, of_each, overwrite_buffers, overwrite_model
@@ -108,11 +108,11 @@ class Replica(ABC):
             self.drain()
             buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
             tensors = [param for _, param in self._params] + [*buffers]
-            values = self._lane.world.survival.together(lambda: mean(self._lane, tensors, self.step))
+            values = self._lane.world.elastic.together(lambda: mean(self._lane, tensors, self.step))
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
-            self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
+            self._lane.world.elastic.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def disagreement(self) -> float:
         """How far the farthest replica is from the mean of all, relative to the mean's norm; collective.
@@ -123,23 +123,23 @@ class Replica(ABC):
             self.drain()
             own, count = [param.detach().double() for _, param in self._params], len(self._lane.members)
             parts = [count * tensor for tensor in own]
-            sums = self._lane.world.survival.together(lambda: mean(self._lane, parts, self.step))
+            sums = self._lane.world.elastic.together(lambda: mean(self._lane, parts, self.step))
             pairs = [(tensor, value / count) for tensor, value in zip(own, sums, strict=True)]
             apart = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
             norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
             own_share = (apart / norm) ** 0.5
-            shares = self._lane.world.survival.together(lambda: of_each(self._lane, own_share, self.step))
+            shares = self._lane.world.elastic.together(lambda: of_each(self._lane, own_share, self.step))
             return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
     def overwrite_with_first(self) -> None:
         """Parameters and buffers of rank 0 to all; collective, not inside `join`."""
         with self._lane.world.gathered("overwrite_with_first()"):
-            self._lane.world.survival.together(lambda: overwrite_model(self._lane, self.model, self.step))
+            self._lane.world.elastic.together(lambda: overwrite_model(self._lane, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
         with self._lane.world.gathered("sync_buffers()"):
-            self._lane.world.survival.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
+            self._lane.world.elastic.together(lambda: overwrite_buffers(self._lane, self.model, self.step))
 
     def replicas_equal(self) -> bool:
         """True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.

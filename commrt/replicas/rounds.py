@@ -12,13 +12,13 @@ from torch import Tensor
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import DisagreementError
 from commrt.kernels.layout import STAMP_NUMEL
-from commrt.members.survival import LOST
 from commrt.program import Program, among
 from commrt.proving.mixing import promise
 from commrt.proving.proof import prove
 from commrt.recording import within_range
 from commrt.replicas.bundles import Message
 from commrt.replicas.report import Span
+from commrt.runtime.elastic import LOST
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
@@ -35,14 +35,14 @@ KEPT = 64
 class Rounds:
     """Everything here runs on the lane, in order of submission.
 
-    Where a rank is lost, this one keeps what it has until the next period begins. Those who are left then connect anew.
+    When a rank is lost, all members form a new generation. A rank that is behind trains alone until that one starts.
     """
 
     def __init__(self, world: World, algorithm: Gossip) -> None:
         self.world, self._wanted = world, algorithm
         self.first: int | None = None
         """Who broadcasts, if that is not the first of those who take part."""
-        self._generation = world.survival.membership.generation
+        self._generation = world.elastic.generation.number
         self._program = lru_cache(KEPT)(self._proven_program)
         self._bound = lru_cache(KEPT)(self._bind)
 
@@ -71,7 +71,7 @@ class Rounds:
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Pending[Span]:
         """Overwrite `flat` with the first member's."""
-        return self.world.survival.submit(lambda: self._broadcast(flat, step))
+        return self.world.elastic.submit(lambda: self._broadcast(flat, step))
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight."""
@@ -82,33 +82,28 @@ class Rounds:
         begin_s = perf_counter()
         nbytes_sent = 0
         with within_range(self.world.recorder, "bundle", number=bundle, step=step, algorithm="gossip"):
-            if bundle == 0 and self.world.survival.is_apart:
-                self._come_back(step)
-            if not self.world.survival.is_apart:
+            if bundle == 0:
+                self.world.elastic.next_step = step + 1
+            if self.world.elastic.takes_part(step):
                 nbytes_sent = self._exchange(message, bundle, step)
         return Span(bundle, begin_s, perf_counter(), nbytes_sent)
 
-    def _come_back(self, step: int) -> None:
-        survival = self.world.survival
-        if survival.is_broken and step % self.algorithm.period(len(self.members)) == 0:
-            survival.reform(step)
-        survival.reach(step)
-
     def _exchange(self, message: Message, bundle: int, step: int) -> int:
         """Bytes sent."""
-        if self._generation != (generation := self.world.survival.membership.generation):
+        if self._generation != (generation := self.world.elastic.generation.number):
             self._generation = generation
             self.release()  # it was bound to other connections
         mine = self._program(self.algorithm.schedule(step, len(self.members)))
         if not mine.hops:
             return 0
-        run, nbytes_sent, share = self._bound(mine, message)
         try:
+            run, nbytes_sent, share = self._bound(mine, message)
             run(Moment(step, bundle))
             self.world.transport.wait()  # a GPU would mix what never came
         except LOST as failure:
-            self.world.survival.let_go(failure)
+            self.world.elastic.recover(failure)
             return 0
+        self.world.elastic.progress()
         _require_same_claim(message, bundle)
         message.share, message.heard = share, tuple(leg.peer for hop in mine.hops for leg in hop.recvs)
         return nbytes_sent

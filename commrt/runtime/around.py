@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is told of what all ranks do together, and of the end."""
+"""What a replica wants to do around collectives, and at the end of its world."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ __all__ = ["Around"]
 
 @dataclass(slots=True)
 class Around:
-    """What is called before and after all ranks do something together, and before the world is closed in good order."""
+    """Callbacks of the replica that is attached to a world; each does nothing by default."""
 
-    gather: Callable[[str, bool], None] = lambda *_: None
-    """Takes what they do, and whether it counts as a call of all."""
-    disperse: Callable[[], None] = lambda: None
+    before_collective: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
+    """Before the world is closed in good order."""
     leave: Callable[[], None] = lambda: None
     """Before the others may think that this process is gone."""
     failed: Callable[[BaseException], None] = lambda _: None
-    """What all do together has."""
+    """A collective ended in an error."""

@@ -10,10 +10,9 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from commrt.errors import DisagreementError, TransportError, UsageError
-from commrt.launch import chosen_transport, launched
-from commrt.store.agreement import agree
-from commrt.store.asking import ANSWER_S, ask
-from commrt.store.hearsay import understood
+from commrt.membership.agreement import agree
+from commrt.membership.launcher import chosen_transport, launched
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.media import Queueing
 from commrt.transport.meeting import host_identity
@@ -31,7 +30,7 @@ def connect_hosts(
     choice = chosen_transport()
     claim = {"world size": str(len(members)), "COMMRT_TRANSPORT": choice or "not set"}
     here = host_identity() or f"none that rank {rank} can share"
-    ask(lambda: store.set(f"host/{rank}", here), timeout_s + ANSWER_S, rank)
+    call_store(lambda: store.set(f"host/{rank}", here), timeout_s + STORE_ANSWER_S, rank)
     agree(store, rank, members, "init", claim, timeout_s)  # after it, all have said where they are
     shares, reaches = PrefixStore("shared", store), PrefixStore("gloo", store)
     if choice == "gloo":
@@ -65,8 +64,8 @@ def _require_one_host(here: str, store: Store, rank: int, members: Sequence[int]
 
 def _hosts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> list[str]:
     """Of each member."""
-    said = ask(lambda: store.multi_get([f"host/{peer}" for peer in members]), timeout_s + ANSWER_S, rank)
-    return [understood("host", its, bytes.decode) for its in said]
+    said = call_store(lambda: store.multi_get([f"host/{peer}" for peer in members]), timeout_s + STORE_ANSWER_S, rank)
+    return [parse("host", its, bytes.decode) for its in said]
 
 
 def gpu(device: torch.device | str) -> torch.device:

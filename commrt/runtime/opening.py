@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.launch import (
+from commrt.membership.launcher import (
     DEFAULT_TIMEOUT_S,
     LOOPBACK,
     Launch,
-    chosen_card,
     chosen_transport,
     default_timeout_s,
+    gloo_interface,
     launched,
     require_deadlines,
 )
-from commrt.members.reconnecting import Connect, Means
+from commrt.membership.liveness import own_address
+from commrt.membership.rendezvous import is_loopback, meet
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, clone_connection
+from commrt.membership.world_config import WorldConfig
 from commrt.runtime.around import Around
 from commrt.runtime.connection import connect_hosts, local_rank
+from commrt.runtime.reconnection import Connect, Means
 from commrt.runtime.world import World
-from commrt.store.asking import ANSWER_S, another_connection, ask
-from commrt.store.charter import Charter
-from commrt.store.doorbell import own_address
-from commrt.store.rendezvous import is_loopback, meet
 from commrt.transport.local import Fabric
 from commrt.transport.meeting import host_identity
 from commrt.transport.protocol import Transport
@@ -120,13 +120,13 @@ def _launched(launch: Launch, timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{launch.job}/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
     connect = _connecting(store, launch.rank, _listens_at(launch.address))
-    charter = ask(lambda: Charter.found(store), ANSWER_S, launch.rank)
-    if charter is None:
+    config = call_store(lambda: WorldConfig.read(store), STORE_ANSWER_S, launch.rank)
+    if config is None:
         transport = connect(0, range(launch.size), timeout_s)
     else:
-        charter.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
+        config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
         transport = VacantTransport(launch.rank, range(launch.size), timeout_s)
-    is_near = transport.kind == "shared" if charter is None else charter.host is not None
+    is_near = transport.kind == "shared" if config is None else config.host is not None
     return World(
         transport,
         store,
@@ -134,7 +134,7 @@ def _launched(launch: Launch, timeout_s: float) -> World:
         launch.launcher,
         holds_store=launch.rank == 0 and not launch.store_exists,
         means=Means(connect, _towards(launch.address, is_near=is_near)),
-        charter=charter,
+        config=config,
     )
 
 
@@ -143,7 +143,7 @@ def _listens_at(address: str) -> str | None:
     if is_loopback(address):
         return LOOPBACK
     ours = own_address(address)
-    return None if chosen_card() or is_loopback(ours) else ours
+    return None if gloo_interface() or is_loopback(ours) else ours
 
 
 def _towards(address: str | None, *, is_near: bool) -> str | None:
@@ -155,7 +155,7 @@ def _towards(address: str | None, *, is_near: bool) -> str | None:
 
 def _connecting(store: Store, rank: int, host: str | None = None) -> Connect:
     def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
-        ours = another_connection(store) if generation else store  # an earlier attempt may still wait on the first
+        ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
         shelf = PrefixStore(f"generation {generation}", ours)
         return connect_hosts(shelf, rank, members, timeout_s, host)
 

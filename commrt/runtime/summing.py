@@ -22,12 +22,12 @@ from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageEr
 from commrt.kernels.dispatch import GPU_DTYPES, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing, TorchPacking
-from commrt.members.survival import Survival
 from commrt.model.admission import check_algorithm, check_wire
 from commrt.program import among
 from commrt.proving.proof import prove
 from commrt.recording import Recorder, within_range
 from commrt.runtime.comparison import Comparison
+from commrt.runtime.elastic import Elastic
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.lane import Lane, Result
@@ -155,15 +155,15 @@ class _Bound:
 class Summing:
     """Of one world; `checked` calls in, sums out. What `_carry` and what it calls do happens on the lane."""
 
-    def __init__(self, transport: Media, lane: Lane, survival: Survival, comparison: Comparison) -> None:
-        self._transport, self._lane, self._survival, self._comparison = transport, lane, survival, comparison
+    def __init__(self, transport: Media, lane: Lane, elastic: Elastic, comparison: Comparison) -> None:
+        self._transport, self._lane, self._elastic, self._comparison = transport, lane, elastic, comparison
         self._proven = lru_cache(KEPT)(_proven)
         self._begin_anew()
 
     def now(self, call: Sum, recorder: Recorder | None) -> None:
         """Return when the tensor holds the result, of those who are left if a rank is lost; collective."""
         self._look_ahead(call)
-        refusal, total = self._survival.together(lambda: self._attempt(call, recorder))
+        refusal, total = self._elastic.together(lambda: self._attempt(call, recorder))
         if refusal is not None:
             raise refusal
         if total is not call.tensor:
@@ -173,10 +173,10 @@ class Summing:
     def _attempt(self, call: Sum, recorder: Recorder | None) -> tuple[CommrtError | None, Tensor]:
         """On a copy, where who has its sum may learn that another lost a rank, and that all do it again."""
         own = call
-        if self._survival.is_possible:
+        if self._elastic.is_elastic:
             with torch.no_grad():
                 own = replace(call, tensor=call.kind.empty(call.kind.device).copy_(call.tensor))
-        refusal = self._survival.submit(lambda: self._carry(own, recorder)).result()
+        refusal = self._elastic.submit(lambda: self._carry(own, recorder)).result()
         if refusal is not None and not isinstance(refusal, DisagreementError):
             raise refusal  # of this rank alone, perhaps: no end that all could have come to
         return refusal, own.tensor
@@ -188,7 +188,7 @@ class Summing:
 
     def _look_ahead(self, call: Sum) -> None:
         """Raise what the algorithm does wrong here, where it ends nothing."""
-        self._schedule(call, len(self._survival.membership.members))
+        self._schedule(call, len(self._elastic.generation.ranks))
 
     def require_agreement(self) -> None:
         """Raise `DisagreementError` if a GPU has found out that an earlier call was summed with another one."""
@@ -197,7 +197,7 @@ class Summing:
                 raise _dispute(call)
 
     def _carry(self, call: Sum, recorder: Recorder | None) -> CommrtError | None:
-        members = tuple(self._survival.membership.members)
+        members = tuple(self._elastic.generation.ranks)
         if len(members) == 1:
             return None
         try:
@@ -220,7 +220,7 @@ class Summing:
 
     def _require_same(self, call: Sum, schedule: Schedule, members: tuple[int, ...]) -> None:
         """Sizes that differ would end the world."""
-        numel, generation = layout_of([call.tensor.numel()]).numel, self._survival.generation
+        numel, generation = layout_of([call.tensor.numel()]).numel, self._elastic.generation.number
         self._comparison.require_same_buffers_now(schedule, members, numel, call.kind.wire, generation)
 
     def _sum(self, call: Sum, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
@@ -245,13 +245,13 @@ class Summing:
         return sealed(zlib.crc32(f"{call} {self._comparison.digest(schedule)}".encode()))
 
     def _ready(self, schedule: Schedule, members: tuple[int, ...], kind: Kind) -> _Bound:
-        if self._room != self._survival.room:
+        if self._room != self._elastic.room:
             self._begin_anew()
         return self._bound(schedule, members, kind)
 
     def _begin_anew(self) -> None:
         """Connections were broken, and a broken peer may still read what it was sent."""
-        self._room = self._survival.room
+        self._room = self._elastic.room
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._unconfirmed: deque[tuple[Sum, _Bound]] = deque(maxlen=UNCONFIRMED)
         self._bound = lru_cache(KEPT)(self._bind)

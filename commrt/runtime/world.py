@@ -16,24 +16,24 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
-from commrt.errors import CommrtError, DisagreementError, LeftBehind, TransportError, UsageError
-from commrt.launch import wants_nvtx
-from commrt.members.attendance import Loss
-from commrt.members.reconnecting import Means
-from commrt.members.survival import Survival
+from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
+from commrt.membership.crash_reports import diagnose, leave_report, wait_for_readers
+from commrt.membership.generations import Loss
+from commrt.membership.launcher import wants_nvtx
+from commrt.membership.store_client import clone_connection
+from commrt.membership.world_config import WorldConfig
 from commrt.program import among, program
 from commrt.recording import Nvtx, Recorder
 from commrt.runtime.around import Around
 from commrt.runtime.comparison import Comparison
 from commrt.runtime.connection import connect_gpu, gpu, own_device
+from commrt.runtime.elastic import REFUSALS, Elastic
 from commrt.runtime.executor import bind
 from commrt.runtime.questions import Questions
+from commrt.runtime.reconnection import Means
 from commrt.runtime.summing import Summing, checked, require_moment
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
-from commrt.store.asking import another_connection
-from commrt.store.charter import Charter
-from commrt.store.diagnosis import diagnose, leave_report, linger
 from commrt.threads.lane import Lane
 from commrt.threads.streams import streams_of
 from commrt.transport.media import Media, Queueing
@@ -46,11 +46,11 @@ UNNAMED = Moment(0, "run")
 
 
 class World:
-    """A set of ranks that can run schedules on tensors; it may become smaller (`commrt.members.survival`).
+    """A set of ranks that can run schedules on tensors; it may become smaller (`commrt.runtime.elastic`).
 
-    All communication happens on one thread of its own, in the order of the calls: every rank must make the
-    same calls in the same order. Use as a context manager: left by an error, it tells the others at once. Of ``with``
-    statements inside each other only the outermost ends the world, so a function may have its own around `init`.
+    All communication happens on one thread, in the order of the calls, which every rank must make alike. Use it as a
+    context manager: left by an error, it tells the others at once. Of ``with`` statements inside each other only the
+    outermost ends the world, so a function may have its own around `init`.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class World:
         *,
         holds_store: bool = False,
         means: Means | None = None,
-        charter: Charter | None = None,
+        config: WorldConfig | None = None,
     ) -> None:
-        self.is_successor = charter is not None
+        self.is_successor = config is not None
         """This process takes the place of one that was gone while the others trained."""
-        self.charter = charter
+        self.config = config
         """What this process has to fit, as it takes the place of a rank that is gone; None for a first comer."""
         self.transport = Media(transport)
         self.store = store
@@ -77,20 +77,17 @@ class World:
         """The store ends with this process."""
         self.attached = 0
         """Models attached so far."""
-        self.joined: object = None
-        """Who is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
+        self.joined: object = None  # the replica that is in join()
         self.around = Around()
-        """Who is told of what all ranks do together, and of the end."""
-        self._gathered = 0
+        self._gathered = False
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
-        """Who is told what happens when."""
         self._late_failure: TransportError | None = None
         self._closed = self._inherited = False
         self._entered = 0
-        self.survival = Survival(store, self.transport, self.lane, means, self._connected_gpu)
-        self._comparison = Comparison(self.transport, self.survival.submit)
-        self._questions = Questions(self.transport, self.survival, self._comparison)
-        self._summing = Summing(self.transport, self.lane, self.survival, self._comparison)
+        self.elastic = Elastic(store, self.transport, self.lane, means, self._connected_gpu)
+        self._comparison = Comparison(self.transport, self.elastic.submit)
+        self._questions = Questions(self.transport, self.elastic, self._comparison)
+        self._summing = Summing(self.transport, self.lane, self.elastic, self._comparison)
         _OPEN.add(self)
 
     @property
@@ -111,12 +108,12 @@ class World:
     @property
     def members(self) -> Sequence[int]:
         """The ranks that take part: all, until one is lost and the others go on."""
-        return self.survival.membership.members
+        return self.elastic.generation.ranks
 
     @property
     def lost(self) -> tuple[Loss, ...]:
         """The ranks without which the others went on, and why."""
-        return self.survival.membership.lost
+        return self.elastic.generation.lost
 
     @property
     def timeout_s(self) -> float:
@@ -129,10 +126,7 @@ class World:
         return self._closed or self.lane.failure is not None or self._late_failure is not None
 
     def wait(self) -> None:
-        """Wait until all that was exchanged has happened; raises what ended a transfer, on a GPU perhaps long ago.
-
-        Before a checkpoint: after a failure parameters on a GPU may have been stepped with gradients that never came.
-        """
+        """Wait for all exchanges, as before a checkpoint; raises what ended a transfer, on a GPU perhaps long ago."""
         self.lane.submit(self.transport.wait).result()
         self._summing.require_agreement()
 
@@ -150,43 +144,45 @@ class World:
             )
 
     def _require_a_place(self, what: str) -> None:
-        if self.charter is not None:
+        if self.config is not None:
             raise UsageError(
                 f"{what}: this process takes the place of rank {self.rank}, which is gone, while the others train: the "
                 "first thing to do with them is to attach() the model that trains with BackupWorkers"
             )
 
     @contextmanager
-    def gathered(self, what: str, *, counts: bool = True) -> Iterator[None]:
+    def gathered(self, what: str) -> Iterator[None]:
         """Around `what`, which all ranks do together; raises `UsageError` inside ``join()`` and on the lane."""
         self.lane.require_unbroken()
         self.require_all_ranks(what)
         self._require_a_place(what)
-        self._gathered += 1
+        if self._gathered:
+            yield
+            return
+        self._gathered = True
         try:
-            if self._gathered == 1:
-                self.around.gather(what, counts)
-            with torch.inference_mode(mode=False):  # or the lane could not write to what is made in here
-                yield
-        except CommrtError as error:
+            self.around.before_collective()
+            with self.elastic.collective(what), torch.inference_mode(mode=False):
+                yield  # without inference mode, as the communication thread writes to what is made in here
+        except BaseException as error:
             self.around.failed(error)
+            if self.elastic.is_elastic and not isinstance(error, REFUSALS):
+                self.abort(error)  # the others must not wait for the rest of it
             raise
         finally:
-            self._gathered -= 1
-            if not self._gathered:
-                self.around.disperse()
+            self._gathered = False
 
     def agree(self, topic: str, **claim: str) -> None:
         """Compare `claim` with all ranks (`store.agreement`); where a model gossips, with those who are left.
 
-        The world goes on after a `DisagreementError`, which every rank gets, and `LeftBehind`. Whatever else ends the
+        The world goes on after a `DisagreementError`, which every rank gets. Whatever else ends the
         question is this rank's alone, so it could take an answer for that to another question: the world is given up.
         Raises `TransportClosed` at once if it was before, or closed, `UsageError` inside a ``join()``.
         """
         with self.gathered(f"agree ({topic})"):
             try:
                 self._questions.ask(self.store, topic, claim)
-            except (DisagreementError, LeftBehind):
+            except DisagreementError:
                 raise
             except BaseException as error:
                 self.abort(error)
@@ -217,7 +213,7 @@ class World:
         chosen = gpu(device)
         self.transport.require_no_other(chosen)
         if not self.transport.reaches(chosen):
-            if self.charter is None:
+            if self.config is None:
                 self.agree("connect")
             self.lane.submit(lambda: self._connect(chosen)).result()
 
@@ -228,17 +224,17 @@ class World:
         self.lane.streams = streams
 
     def _transport_of(self, device: torch.device) -> Queueing:
-        if self.charter is not None:
+        if self.config is not None:
             return VacantTransport(self.rank, self.members, self.timeout_s)
         return self._connected_gpu(self._questions.shelf, device)
 
     def _connected_gpu(self, name: str, device: torch.device) -> Queueing:
-        shelf, members = PrefixStore(name, another_connection(self.store)), self.members
+        shelf, members = PrefixStore(name, clone_connection(self.store)), self.members
         return connect_gpu(shelf, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
     def _on_late_failure(self, failure: TransportError) -> None:
         """Of what was queued on a GPU: nobody waits for it, but others may wait for this rank."""
-        if self.survival.is_possible:  # who queues what may be lost waits for it
+        if self.elastic.is_elastic:  # who queues what may be lost waits for it
             return
         self._late_failure = failure
         leave_report(self.store, self.rank, failure)
@@ -262,10 +258,10 @@ class World:
                 f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {self.size}: say which of "
                 f"them play it with schedule.over(ranks, world={self.size})"
             )
-        with self.gathered("run", counts=False):  # only the ranks that it names come
-            self._comparison.require(schedule, buffer, self.members, self.survival.generation)
+        with self.gathered("run()"):
+            self._comparison.require(schedule, buffer, self.members, self.elastic.generation.number)
             work = Work(buffer, self.rank, self.lane.submit(lambda: self._run(schedule, buffer, moment)))
-            if not async_op or self.survival.is_possible:  # else what all do together would not be over at its end
+            if not async_op or self.elastic.is_elastic:  # else what all do together would not be over at its end
                 work.wait()
         return work
 
@@ -291,7 +287,7 @@ class World:
         with self.gathered("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
-            if async_op and not self.survival.is_possible:
+            if async_op and not self.elastic.is_elastic:
                 return Work(tensor, self.rank, self._summing.begin(call, self.recorder))
             self._summing.now(call, self.recorder)
         return Work(tensor, self.rank)
@@ -316,13 +312,16 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the others, let go of them, then find out whose fault it was."""
-        self.survival.leave(f"it failed: {failure}")
+        if isinstance(failure, Evicted):  # the others go on, and must not hear from this process
+            self.transport.abort()
+            return
+        self.elastic.depart(f"it failed: {failure}")
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         self._questions.end_next(self.store, failure)
         diagnose(self.store, self.rank, self.size, failure)
         if self.holds_store:
-            linger(self.store)
+            wait_for_readers(self.store)
 
     def close(self) -> None:
         """Finish what was started, then drop connections; Ctrl-C meanwhile ends it. Not collective; safe twice."""
@@ -339,11 +338,13 @@ class World:
             raise
         around, self.around = self.around, Around()
         around.leave()
-        self.survival.leave("it closed its world", in_order=True)
+        self.elastic.depart("it closed its world", finished=True)
+        if self.holds_store and self.lane.failure is None:
+            self.elastic.outlast_the_others()
         try:
             self.transport.close()
         finally:
-            self.survival.close()
+            self.elastic.close()
             self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:
@@ -355,15 +356,16 @@ class World:
             return
         is_news = False
         try:
-            if is_news := self.lane.give_up(reason):
-                self.survival.leave(f"it gave up: {reason}")
+            is_news = self.lane.give_up(reason) and not isinstance(reason, Evicted)
+            if is_news:
+                self.elastic.depart(f"it gave up: {reason}")
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
         if is_news:
             self._questions.end_next(self.store, reason)
         if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
-            linger(self.store)  # the others know nothing of this rank's own errors
+            wait_for_readers(self.store)  # the others know nothing of this rank's own errors
 
     def leave_to_parent(self) -> None:
         """In a forked child: closed, without a word to the peers or the store, to whom the parent is this rank."""

@@ -16,7 +16,10 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, Literal
 
-from commrt.launch import LOOPBACK
+from torch.distributed import Store
+
+from commrt.membership.launcher import LOOPBACK
+from commrt.membership.rendezvous import hold, listen
 
 __all__ = ["AGAIN", "Outcome", "free_port", "run_processes"]
 
@@ -51,6 +54,7 @@ def run_processes(
     limit_s: float = 90.0,
     on_message: OnMessage | None = None,
     start: Start = "forkserver",
+    holds_store: bool = False,
 ) -> list[Outcome]:
     """Start `size` processes with torchrun's variables set, each calling ``body(tell, *args)``.
 
@@ -58,15 +62,17 @@ def run_processes(
     `on_message` is called with the rank, the message and the process (to kill or stop it). Processes that are
     left after `limit_s` are killed; nothing of theirs survives this call.
 
+    With `holds_store` this process holds their store, as torchrun's agent does, so that rank 0 may die like any other.
+
     Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with `start` "spawn"
     each is new, and imports for itself, in 2 to 3 s.
     """
     context = _context(start)
-    port = free_port()
+    port, store = _store() if holds_store else (free_port(), None)
 
     def begin(rank: int) -> tuple[BaseProcess, Connection]:
         ours, theirs = context.Pipe(duplex=False)
-        given = _environment(rank, size, port), theirs, limit_s, body, args
+        given = _environment(rank, size, port, store is not None), theirs, limit_s, body, args
         process = context.Process(target=_child, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -96,9 +102,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+def _store() -> tuple[int, Store]:
+    listener = listen()
+    port = int(listener.getsockname()[1])
+    return port, hold(listener)
+
+
+def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
     """This process's as it is now, which a forked one does not see, with a launcher's variables."""
     launcher = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    if store_exists:
+        launcher["TORCHELASTIC_USE_AGENT_STORE"] = True
     return dict(os.environ) | {name: str(value) for name, value in launcher.items()}
 
 

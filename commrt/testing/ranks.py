@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
-from commrt.launch import LOOPBACK
-from commrt.members.reconnecting import Means
+from commrt.membership.launcher import LOOPBACK
+from commrt.runtime.reconnection import Means
 from commrt.runtime.world import World
 from commrt.testing import nccl
 from commrt.transport.local import Fabric

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from commrt.errors import TransportClosed, TransportError, UsageError
+from commrt.errors import Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.answer import Answer
 from commrt.threads.streams import DONE, HostStreams, Mark, Streams
 
@@ -180,8 +180,10 @@ class Lane:
             self._ended.give(None)
 
 
-def _refusal_after(failure: BaseException) -> TransportClosed:
-    """What is raised in place of all that was to follow `failure`; carries its place."""
+def _refusal_after(failure: BaseException) -> TransportError:
+    """The error for everything that was to follow `failure`; carries its place."""
+    if isinstance(failure, Evicted):
+        return failure.again()
     if not isinstance(failure, TransportError):
         return TransportClosed(
             f"this world was given up: call init() for a new one. It was {_named(failure, str(failure))}"

@@ -7,7 +7,7 @@ import warnings
 from typing import Protocol, cast
 
 from commrt.errors import UsageError
-from commrt.launch import nccl_variable
+from commrt.membership.launcher import nccl_variable
 
 __all__ = ["Binding", "Communicator", "load", "named", "require_usable"]
 

@@ -16,9 +16,8 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.launch import nccl_variable
-from commrt.store.asking import within
-from commrt.store.hearsay import listed, number, require, understood
+from commrt.membership.launcher import nccl_variable
+from commrt.membership.store_client import parse, parse_int, parse_list, require, run_within
 from commrt.threads.streams import Streams
 from commrt.transport.binding import Binding, Communicator
 
@@ -61,7 +60,7 @@ def join(
         return binding.NcclCommunicator(len(members), number, members.index(rank))
 
     try:
-        return within(timeout_s, construct)
+        return run_within(timeout_s, construct)
     except TimeoutError as error:
         what = f"all ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
         raise DeadlineExceeded(what, Place(rank)) from error
@@ -86,7 +85,7 @@ def _number(store: Store, rank: int, first: int, timeout_s: float, binding: Bind
         ) from error
     if said == NONE.encode():
         raise PeerLost(f"rank {first} could not make a communicator: look at its output", Place(rank, first))
-    return understood("id", said, lambda each: bytes.fromhex(each.decode()))
+    return parse("id", said, lambda each: bytes.fromhex(each.decode()))
 
 
 def _unique_id(binding: Binding) -> bytes:
@@ -118,13 +117,13 @@ def _claims(store: Store, rank: int, members: Sequence[int], timeout_s: float, o
             "look at the output of those that are missing",
             Place(rank, next(iter(missing), None)),
         ) from error
-    return {peer: understood(key, store.get(key), _claim) for peer, key in keys.items()}
+    return {peer: parse(key, store.get(key), _claim) for peer, key in keys.items()}
 
 
 def _claim(said: bytes) -> _Claim:
-    nccl, gpu = listed(said, 2)
+    nccl, gpu = parse_list(said, 2)
     require(isinstance(gpu, str | None))
-    return _Claim(number(nccl), gpu)
+    return _Claim(parse_int(nccl), gpu)
 
 
 def _require_one_version(claims: Mapping[int, _Claim]) -> None:

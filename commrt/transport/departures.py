@@ -14,8 +14,15 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.errors import TransportError
-from commrt.store.asking import ANSWER_S, another_connection, ask, begun
-from commrt.store.hearsay import GARBLED, mapped, number
+from commrt.membership.store_client import (
+    MALFORMED,
+    STORE_ANSWER_S,
+    call_store,
+    clone_connection,
+    parse_dict,
+    parse_int,
+    start_call,
+)
 from commrt.threads.answer import Answer
 
 __all__ = ["Departures"]
@@ -31,7 +38,7 @@ class Departures:
     """Of one clique. Questions are asked on the side: a store that does not answer holds up nobody."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = another_connection(store), rank
+        self._store, self._rank = clone_connection(store), rank
         self._known: dict[int, Counts] = {}
         self._question: Answer[dict[int, Counts]] | None = None
         self._again_s = 0.0
@@ -40,16 +47,16 @@ class Departures:
         """This rank goes, after so many exchanges with each peer; None if it gives up. Waits `ANSWER_S` at most."""
         said = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
         with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-            ask(lambda: self._store.set(f"left/{self._rank}", said), ANSWER_S)
+            call_store(lambda: self._store.set(f"left/{self._rank}", said), STORE_ANSWER_S)
 
     def known(self, peers: Collection[int]) -> dict[int, Counts]:
         """Which of `peers` have left, as far as the store has said; never waits, and asks again after `AGAIN_S`."""
         if self._question is None:
             if monotonic() >= self._again_s:
                 self._again_s = monotonic() + AGAIN_S
-                self._question = begun(lambda: self._read(peers))
+                self._question = start_call(lambda: self._read(peers))
         elif self._question.given:
-            with suppress(RuntimeError, *GARBLED):  # of what is no word of theirs nothing is known
+            with suppress(RuntimeError, *MALFORMED):  # of what is no word of theirs nothing is known
                 self._known |= self._question.result()
             self._question = None
         return {peer: self._known[peer] for peer in peers if peer in self._known}
@@ -62,5 +69,5 @@ class Departures:
 def _counts(said: bytes) -> Counts:
     if json.loads(said) is None:
         return None
-    counts = mapped(said)
-    return {int(peer): number(count) for peer, count in counts.items()}
+    counts = parse_dict(said)
+    return {int(peer): parse_int(count) for peer, count in counts.items()}

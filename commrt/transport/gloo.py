@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.store.asking import ANSWER_S, ask
+from commrt.membership.store_client import STORE_ANSWER_S, call_store
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self, zeros
 
 __all__ = ["Finish", "GlooTransport"]
@@ -98,7 +98,7 @@ class GlooTransport:
         # Only without options does torch look at GLOO_SOCKET_IFNAME.
         options = _options(host, limit) if host else limit
         try:
-            return ask(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + ANSWER_S)
+            return call_store(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + STORE_ANSWER_S)
         except (RuntimeError, TransportError) as error:
             raise TransportError(
                 f"not all {ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "

@@ -21,7 +21,7 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.hearsay import require, understood
+from commrt.membership.store_client import parse, require
 
 __all__ = ["host_identity", "meet"]
 
@@ -79,7 +79,7 @@ def _wait_for_addresses(store: Store, rank: int, below: Collection[int], timeout
 
 def _call(store: Store, rank: int, peer: int) -> socket.socket:
     """Connect to a rank that listens already; the kernel takes the call even if that process is busy."""
-    name, password = understood(f"address of rank {peer}", store.get(str(peer)), _told)
+    name, password = parse(f"address of rank {peer}", store.get(str(peer)), _told)
     end = _socket()
     try:
         end.setblocking(False)  # so many callers as there are ranks fit in the queue

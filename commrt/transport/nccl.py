@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
-from commrt.store.asking import begun, within
+from commrt.membership.store_client import run_within, start_call
 from commrt.threads.streams import DONE, Graph, Mark, streams_of
 from commrt.transport.binding import Binding, Communicator, load
 from commrt.transport.clique import join
@@ -344,7 +344,7 @@ class NcclTransport:
                 self._departures.tell(self._exchanges)  # who waits for this rank would not come to free its own
                 with self._in_use, suppress(TimeoutError):  # a rank of this host does not come: a thread waits for it
                     self._graphs.drop_all()
-                    within(FREE_S, self._communicator.destroy)
+                    run_within(FREE_S, self._communicator.destroy)
 
     def abort(self) -> None:
         """End what is queued, from any thread, and free the communicator."""
@@ -375,7 +375,7 @@ def _abandon(watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communi
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
     """Nobody else uses the communicator until it is freed, but for who waits inside and is ended by this."""
     idle = in_use.acquire(timeout=BUSY_S)
-    freed = begun(communicator.abort)
+    freed = start_call(communicator.abort)
     if not idle:
         idle = in_use.acquire(timeout=FREE_S)
     if idle:

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.store.asking import ANSWER_S, ask
-from commrt.store.hearsay import GARBLED
+from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
 from commrt.transport.links import Link, Offer, packets
 from commrt.transport.meeting import meet
 from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self
@@ -129,7 +128,7 @@ class SharedTransport:
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
         self._closed = False
-        ends = ask(lambda: meet(store, rank, self.members, timeout_s), timeout_s + ANSWER_S, rank)
+        ends = call_store(lambda: meet(store, rank, self.members, timeout_s), timeout_s + STORE_ANSWER_S, rank)
         self._links = {peer: Link(end) for peer, end in ends.items()}
         _OPEN.add(self)
         finalize(self, _close, tuple(self._links.values()))
@@ -229,7 +228,7 @@ class SharedTransport:
             self._refuse_if_over(place(deal))
             what = f"the peer's memory cannot be used here ({error}): is there a limit on open files or on memory"
             raise TransportError(what, place(deal)) from error
-        except GARBLED as error:
+        except MALFORMED as error:
             what = (
                 "the peer says what cannot be understood: is it of another version of commrt? Start all ranks with one"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each rank has come, on the store: for those who are at their end and answer the others."""
+"""The steps that each rank has begun, on the store: lets a rank whose data has ended answer the others' steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from time import monotonic
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.asking import ANSWER_S, ask
-from commrt.store.hearsay import require, understood
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, require
 
 __all__ = ["Progress"]
 
 LOOK_S = 0.005
-"""Between two looks at the store."""
+"""Between two reads of the store."""
 RUNNING = "running"
 
 
 class Progress:
-    """Of all `members` that work until they have no more data; collective, and each is made on a shelf of its own."""
+    """Steps of all `members`, each of which trains until its data ends. Collective; needs a store prefix of its own."""
 
     def __init__(
         self,
@@ -36,14 +35,14 @@ class Progress:
         self._set("ended", RUNNING)
 
     def begin(self, steps: int) -> None:
-        """This rank has begun so many steps; costs one store operation."""
+        """Record that this rank has begun `steps` steps; costs one store operation."""
         self._set("begun", str(steps))
 
     def outlast(self, steps: int) -> Iterator[int]:
-        """This rank has ended after `steps`: the steps that others still do, one by one, as they begin them.
+        """Record that this rank has ended after `steps` steps, then yield each further step as another rank begins it.
 
-        Returns when all have ended and nobody has done more. Raises `DeadlineExceeded` with the ranks of which nothing
-        was heard, `PeerLost` if one is gone.
+        Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the ranks that began no
+        step within the timeout, `PeerLost` if one is gone.
         """
         self._set("ended", str(steps))
         heard_s, before = monotonic(), {0: ""}
@@ -61,7 +60,7 @@ class Progress:
             self._wait(running, heard_s)
 
     def last(self) -> int:
-        """Of those that did most steps, the lowest rank; once all have ended."""
+        """Return the lowest rank of those that did most steps; call it once all have ended."""
         ends = {rank: int(end) for rank, end in self._all("ended").items()}
         return max(ends, key=lambda rank: (ends[rank], -rank))
 
@@ -76,13 +75,13 @@ class Progress:
         Event().wait(LOOK_S)
 
     def _set(self, what: str, value: str) -> None:
-        ask(lambda: self._store.set(f"{what}/{self._rank}", value), self._timeout_s + ANSWER_S, self._rank)
+        call_store(lambda: self._store.set(f"{what}/{self._rank}", value), self._timeout_s + STORE_ANSWER_S, self._rank)
 
     def _all(self, what: str) -> dict[int, str]:
         keys = {rank: f"{what}/{rank}" for rank in self._members()}
-        limit_s = self._timeout_s + ANSWER_S
-        said = ask(lambda: {rank: self._store.get(key) for rank, key in keys.items()}, limit_s, self._rank)
-        return {rank: understood(keys[rank], word, _word) for rank, word in said.items()}
+        limit_s = self._timeout_s + STORE_ANSWER_S
+        said = call_store(lambda: {rank: self._store.get(key) for rank, key in keys.items()}, limit_s, self._rank)
+        return {rank: parse(keys[rank], word, _word) for rank, word in said.items()}
 
 
 def _word(said: bytes) -> str:

@@ -3,7 +3,7 @@
 
 A step as one rank goes through it is a generator, `deliberate`: it yields what it wants of the store and of the other
 ranks, and is sent the answers. So the rules that run are the rules that were checked, in every order of events and with
-a death at every instant (``tests/test_quorum.py``). `commrt.members.ballot` carries them out.
+a death at every instant (``tests/test_quorum.py``). `commrt.membership.quorum_vote` carries them out.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """

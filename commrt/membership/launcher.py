@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who am I among how many: read from what a launcher left in the environment.
+"""Rank, world size and address of the store, from the variables that a launcher sets; and commrt's own variables.
 
-The only module that reads environment variables, and sets them for workers of our own. Known launchers: torchrun (and
+The only module that reads environment variables, and sets them for commrt's own workers. Known launchers: torchrun (and
 anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
-A batch script and a shell inside a Slurm job find most of Slurm's variables set too, SLURM_PROCID=0 and the job's
-SLURM_NTASKS among them, though nobody started the other ranks. Only the variables of a step tell; and a step of
-one task is no launch, as it may be a shell (salloc, ``srun --pty bash``) from which workers are started.
+In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0, SLURM_NTASKS), although
+Slurm started no other rank. So only the variables of a job step count. A step of one task is no launch either: it may
+be a shell (salloc, ``srun --pty bash``) from which somebody starts workers.
 
-Where MASTER_PORT is not set, a port is derived from what tells this job from others on the same machine. MPICH's
-mpiexec leaves nothing of the kind in the environment; there it is the process that started the ranks of this host.
+Without MASTER_PORT the port is derived from a value that differs between jobs of one machine. MPICH's mpiexec sets no
+such variable; there it is the process id of the launcher's proxy on this host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
     "VARIABLES",
     "Launch",
     "announce",
-    "chosen_card",
     "chosen_transport",
     "default_timeout_s",
+    "gloo_interface",
     "is_timeout",
     "launched",
     "nccl_variable",
@@ -143,7 +143,7 @@ def chosen_transport() -> str | None:
     return read_transport(os.environ)
 
 
-def chosen_card() -> str | None:
+def gloo_interface() -> str | None:
     """The network card that Gloo is told to use (GLOO_SOCKET_IFNAME); None if it is told nothing."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out what `commrt.members.quorum` says on the store, and looks after those it waits for.
+"""Run the quorum protocol (`commrt.membership.quorum`) on the store, and look after the ranks that a step waits for.
 
-What waits for the store has a thread and a connection of its own, which may wait long: its questions are never taken
-back, since whoever stops waiting settles what is waited for.
+A thread with its own connection does what waits for the store. Its questions are never taken back: a rank that stops
+waiting settles what it waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
-from commrt.members.quorum import (
+from commrt.membership.generations import Loss
+from commrt.membership.membership import Membership
+from commrt.membership.quorum import (
     FAILED,
     FLOOR,
     VOID,
@@ -36,19 +38,24 @@ from commrt.members.quorum import (
     first,
     key,
 )
-from commrt.store.asking import ANSWER_S, HOLDER, another_connection, ask, forget, settle
-from commrt.store.hearsay import GARBLED, not_understood, understood
-from commrt.store.presence import TRAINING, Doing, Presence
+from commrt.membership.store_client import (
+    MALFORMED,
+    STORE_ANSWER_S,
+    STORE_HOLDER,
+    call_store,
+    clone_connection,
+    delete_once,
+    malformed,
+    parse,
+    set_once,
+)
 from commrt.threads.answer import Answer
 from commrt.threads.patience import Patience
 
-__all__ = ["Ballot", "Terms"]
+__all__ = ["QuorumVote", "VoteSettings"]
 
 LOOK_S, LOOK_MOST_S = 0.1, 1.0
-"""Between two looks at those who are waited for, first and at most."""
-BACK_S, PARTS = 1.0, 4
-"""How long nobody wonders where the others are, who may come back to training from a call in which they met; and never
-longer than a part of the deadline, for which they wait for this rank in one to which it has not come."""
+"""Between two looks at the ranks that a step waits for, first and at most."""
 LONG = timedelta(days=7)
 KEPT = 64
 """Steps of which the store knows everything; a rank that is farther behind was late."""
@@ -60,7 +67,7 @@ Move = Reduce | Again
 """What the lane does."""
 
 
-class Terms(NamedTuple):
+class VoteSettings(NamedTuple):
     """What does not change from step to step."""
 
     rank: int
@@ -70,24 +77,20 @@ class Terms(NamedTuple):
     require_open: Callable[[], None]
     """Called now and then; raises if this rank has given up."""
     is_called: Callable[[], bool]
-    """True if the others connect anew, and wait for this rank."""
-    gone: Callable[[Collection[int]], Collection[int]]
-    """Those of some ranks whose process does not live, nor another in its place."""
-    disconnected: Callable[[Collection[int]], Collection[int]]
-    """Those of some members whose process does not live."""
+    """True if the others form a new generation, and wait for this rank."""
+    membership: Membership
 
 
-class Ballot:
-    """Of one model's steps, on a shelf of the store."""
+class QuorumVote:
+    """The steps of one model, on a store of their own."""
 
-    def __init__(self, store: Store, terms: Terms, presence: Presence) -> None:
-        self._store, self._terms, self._presence = store, terms, presence
-        self._clerk = _Clerk(store, f"commrt-rank{terms.rank}-quorum")
+    def __init__(self, store: Store, settings: VoteSettings) -> None:
+        self._store, self._settings = store, settings
+        self._clerk = _Clerk(store, f"commrt-rank{settings.rank}-quorum")
         self._attempts: dict[int, int] = {}  # of latest steps, how many there were
         self.is_over = False
-        """In the step that is held it was found that too few train."""
-        self._was_over = False  # in the one before
-        self._silent: Collection[int] = ()  # since too few train: they say that they do
+        """Too few ranks train for the step that is held."""
+        self._was_over = False  # for the one before
         self._asked_s, self._asking = -1.0, Patience(0.0)  # with the clerk's latest question
         self._asked(lambda: store.compare_set(FLOOR, "", "0"))
 
@@ -97,7 +100,6 @@ class Ballot:
         Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few come, and what `move` raises.
         """
         self._was_over, self.is_over = self.is_over, False
-        self._silent = self._silent if self._was_over else ()
         wish = self._awaited(self._clerk.resume(deliberation, None), generation)
         while not isinstance(wish, Outcome):
             answer = move(wish)
@@ -107,7 +109,7 @@ class Ballot:
         return wish
 
     def _awaited(self, answer: Answer[Move | Outcome], generation: int) -> Move | Outcome:
-        patience = Patience(self._terms.timeout_s())
+        patience = Patience(self._settings.timeout_s())
         for pause_s in _pauses(LOOK_S / 20 if self._was_over else LOOK_S, min(LOOK_MOST_S, patience.most_s)):
             with suppress(TimeoutError):
                 answer.error(pause_s)
@@ -117,21 +119,21 @@ class Ballot:
         try:
             return answer.result()
         except DistNetworkError as error:
-            what = f"the connection to the store broke: {HOLDER} ended; look at its output"
-            raise PeerLost(what, Place(rank=self._terms.rank, peer=0)) from error
+            what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
+            raise PeerLost(what, Place(rank=self._settings.rank, peer=0)) from error
 
     def _look(self, waited_s: float, generation: int) -> None:
         read = self._clerk.waits_for
         try:
-            self._terms.require_open()
+            self._settings.require_open()
             if read is not None and read.members:
                 self._look_after(read, waited_s)
             elif read is not None:
                 self._look_for_more(read, waited_s, generation)
             elif self._is_unanswered():
-                limit_s = self._terms.timeout_s() + ANSWER_S
-                what = f"the store gave no answer within {limit_s:g} s: {HOLDER} is stopped or cannot be reached"
-                raise DeadlineExceeded(what, Place(rank=self._terms.rank, peer=0))  # noqa: TRY301  # as the others
+                limit_s = self._settings.timeout_s() + STORE_ANSWER_S
+                what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
+                raise DeadlineExceeded(what, Place(rank=self._settings.rank, peer=0))  # noqa: TRY301  # as the others
         except BaseException:
             if read is not None:  # or the clerk would wait for ever
                 with suppress(Exception):
@@ -141,54 +143,64 @@ class Ballot:
     def _is_unanswered(self) -> bool:
         """True if the store owes an answer for too long."""
         if self._asked_s != self._clerk.asked_s:
-            self._asked_s, self._asking = self._clerk.asked_s, Patience(self._terms.timeout_s() + ANSWER_S)
+            self._asked_s, self._asking = self._clerk.asked_s, Patience(self._settings.timeout_s() + STORE_ANSWER_S)
         return self._asking.left_s <= 0
 
     def _look_after(self, read: Read, waited_s: float) -> None:
-        """The members of a reduction: each the next one, so that all are looked after and nobody is asked by all."""
-        following = next((rank for rank in read.members if rank > self._terms.rank), read.members[0])
-        # Who is called breaks all connections.
-        is_lost = self._terms.is_called() or bool(self._terms.disconnected([following]))
-        if is_lost or waited_s > self._terms.timeout_s():
+        """The members of a reduction: each looks after the next, so that all are looked after and nobody by all."""
+        following = self._settings.membership.next_member(read.members)
+        is_lost = self._settings.is_called() or self._is_gone(following)
+        if is_lost or waited_s > self._settings.timeout_s():
             self._settle(read, FAILED)
 
+    def _is_gone(self, rank: int) -> bool:
+        members = self._settings.membership.generation.members
+        return rank not in members or self._settings.membership.processes.is_gone(rank, members[rank])
+
     def _look_for_more(self, read: Read, waited_s: float, generation: int) -> None:
-        """Those who have not announced."""
+        """Ranks that have not announced a gradient."""
         written = key(read.step, read.attempt, "announced")
         said = self._asked(lambda: self._store.get(written))
-        words = understood(written, said, lambda each: checked(announced(each.decode(), generation)))
-        if len(words) >= self._terms.needed:  # the last of them died before it could say so
-            self._settle(read, first(words, self._terms.needed))
-        elif self._terms.is_called():
+        words = parse(written, said, lambda each: checked(announced(each.decode(), generation)))
+        if len(words) >= self._settings.needed:  # the last of them died before it could say so
+            self._settle(read, first(words, self._settings.needed))
+        elif self._settings.is_called():
             self._settle(read, VOID)
-        elif self._was_over or waited_s > min(BACK_S, self._terms.timeout_s() / PARTS):
+        else:
             self._count_on({word.rank for word in words}, read, waited_s)
 
     def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
-        doing = self._presence.of([rank for rank in range(self._terms.ranks) if rank not in here])
-        gone = [rank for rank, what in doing.items() if what is None]
-        training = [rank for rank, what in doing.items() if what in TRAINING and rank not in self._silent]
-        self._require_enough(gone, read.step)
-        if Doing.GATHERS in doing.values() and waited_s > self._terms.timeout_s() / 2:  # those who do wait for this one
-            self._silent, training = [*self._silent, *training], []
-        if len(here) + len(training) < self._terms.needed:
+        """End the attempt if too few ranks train: the others wait in a collective, or have finished.
+
+        Ranks in a collective wait for this one no longer than the timeout. So while there are any, a step that waits
+        for more than half of that is over too, and so are the steps after it that find too few gradients at once.
+        """
+        membership = self._settings.membership
+        waiting = membership.waiting(membership.generation)
+        absent = membership.absent(membership.generation, {*here, *waiting})
+        self._require_enough(read.step, [loss for loss in absent.departed if not loss.finished])
+        is_late = bool(waiting) and (self._was_over or waited_s > self._settings.timeout_s() / 2)
+        if len(here) + len(absent.silent) < self._settings.needed or is_late:
             self.is_over = True
             self._settle(read, VOID)
-        elif waited_s > self._terms.timeout_s():
+        elif waited_s > self._settings.timeout_s():
+            silent = list(absent.silent)
             what = (
-                f"ranks {training} announced no gradient within {self._terms.timeout_s():g} s, and without them there "
-                f"are fewer than {self._terms.needed}: they are stopped, or do something else; look at their output"
+                f"ranks {silent} announced no gradient within {self._settings.timeout_s():g} s, and without them there "
+                f"are fewer than {self._settings.needed}: they are stopped, or do something else; look at their output"
             )
-            raise DeadlineExceeded(what, Place(self._terms.rank, training[0], read.step))
+            raise DeadlineExceeded(what, Place(self._settings.rank, silent[0], read.step))
 
-    def _require_enough(self, gone: Collection[int], step: int) -> None:
-        left, needed = self._terms.ranks - len(gone), self._terms.needed
+    def _require_enough(self, step: int, lost: Collection[Loss]) -> None:
+        before = [loss for loss in self._settings.membership.generation.lost if not loss.finished]
+        ranks = sorted(loss.rank for loss in (*before, *lost))
+        left, needed = self._settings.ranks - len(ranks), self._settings.needed
         if left < needed:
             what = (
-                f"ranks {sorted(gone)} are gone, and the {left} that are left are fewer than the {needed} whose "
+                f"ranks {ranks} are lost, and the {left} that are left are fewer than the {needed} whose "
                 "gradients make a step: start again from a checkpoint, with more backups or fewer ranks"
             )
-            raise QuorumLost(what, Place(self._terms.rank, min(gone), step))
+            raise QuorumLost(what, Place(self._settings.rank, ranks[0], step))
 
     def tidy(self, step: int, attempts: int, *, is_first: bool) -> None:
         """Forget what nobody needs any more, without waiting; by all members of `step`, whose first tells the store."""
@@ -202,10 +214,10 @@ class Ballot:
                 self._clerk.do(lambda store: _forget(store, floor, words))
 
     def _settle(self, read: Read, value: str) -> None:
-        self._asked(lambda: settle(self._store, read.key, value))
+        self._asked(lambda: set_once(self._store, read.key, value))
 
     def _asked(self, question: Callable[[], T]) -> T:
-        return ask(question, self._terms.timeout_s() + ANSWER_S, self._terms.rank)
+        return call_store(question, self._settings.timeout_s() + STORE_ANSWER_S, self._settings.rank)
 
     def close(self) -> None:
         """No more steps."""
@@ -223,14 +235,14 @@ def _forget(store: Store, floor: int, words: Collection[tuple[int, int]]) -> Non
     for step, attempt in words:
         store.delete_key(key(step, attempt, "announced"))
         for what in ("members", "outcome"):
-            forget(store, key(step, attempt, what))
+            delete_once(store, key(step, attempt, what))
 
 
 class _Clerk:
     """A thread that asks the store, on a connection of its own."""
 
     def __init__(self, store: Store, name: str) -> None:
-        self._store = another_connection(store)
+        self._store = clone_connection(store)
         if self._store is not store:
             self._store.set_timeout(LONG)
         self.asked_s = monotonic()
@@ -280,8 +292,8 @@ class _Clerk:
     def _next_wish(deliberation: Deliberation, answer: object) -> Wish:
         try:
             return deliberation.send(answer)
-        except GARBLED as error:
-            raise not_understood("an announcement", str(answer)) from error
+        except MALFORMED as error:
+            raise malformed("an announcement", str(answer)) from error
 
     def _answer(self, wish: Append | Settle | Survey | Read) -> object:
         store, self.asked_s = self._store, monotonic()
@@ -289,7 +301,7 @@ class _Clerk:
             case Append():
                 return store.append(wish.key, wish.word)  # type: ignore[attr-defined]  # torch's stub is behind
             case Settle():
-                return settle(store, wish.key, wish.value)
+                return set_once(store, wish.key, wish.value)
             case Survey():
                 return [said.decode(errors="replace") for said in store.multi_get(list(wish.keys))]
             case Read():

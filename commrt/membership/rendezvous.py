@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a launch meet: a store that rank 0 holds, unless the launcher does."""
+"""The store through which the ranks of a launch find each other: rank 0 holds it, unless the launcher does."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ipaddress import ip_address
 from torch.distributed import Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
-from commrt.launch import LOOPBACK, Launch
-from commrt.store.asking import ANSWER_S, ask
+from commrt.membership.launcher import LOOPBACK, Launch
+from commrt.membership.store_client import STORE_ANSWER_S, call_store
 
 __all__ = ["hold", "is_loopback", "listen", "meet"]
 
 _held: dict[tuple[str, int], Store] = {}
-"""The stores that live in this process, as long as it does: the next world meets at the same port."""
+"""Stores that live in this process until it ends: the next world uses the same port."""
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
-    """The store of `launch`, made by its rank 0 where the launcher holds none.
+    """Return the store of `launch`; its rank 0 makes one if the launcher holds none.
 
     Raises `DeadlineExceeded` if none answers within `timeout_s`, `TransportError` if the port is taken.
     """
@@ -36,7 +36,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 
 
 def is_loopback(address: str) -> bool:
-    """True if nobody outside this machine can reach `address`."""
+    """Return True if no other machine can reach `address`."""
     try:
         return ip_address(_numeric(address)).is_loopback
     except ValueError:  # a name
@@ -44,7 +44,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _is_number(address: str) -> bool:
-    """False for a name, which this host may know as another address than the others do."""
+    """Return False for a name, which other hosts may resolve to another address."""
     try:
         ip_address(_numeric(address))
     except ValueError:
@@ -60,7 +60,9 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it and _is_number(launch.address) else None
     try:
-        return ask(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + ANSWER_S, launch.rank)
+        return call_store(
+            lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + STORE_ANSWER_S, launch.rank
+        )
     except DeadlineExceeded as error:
         what = (
             f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "
@@ -79,7 +81,7 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
 
 
 def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | None) -> Store:
-    """With torch's word for sharing it with a group that ``torch.distributed`` opens there, before or after."""
+    """Open the store so that ``torch.distributed`` groups of this process can share it (multi_tenant)."""
     return TCPStore(
         launch.address,
         launch.port,
@@ -92,10 +94,10 @@ def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | Non
 
 
 def _listener(launch: Launch) -> int | None:
-    """A socket that listens on the launch's address alone; left to itself, torch listens on all.
+    """Return a socket that listens on the launch's address only; torch itself would listen on all.
 
-    None if the port is taken: perhaps by a store of this process, which torch will share. And if the address is none of
-    this machine's own, as behind a translation of addresses.
+    None if the port is taken, perhaps by a store of this process, which torch shares; and if the address is not this
+    machine's own, as behind NAT.
     """
     with suppress(OSError):
         return listen(_numeric(launch.address), launch.port).detach()
@@ -103,12 +105,12 @@ def _listener(launch: Launch) -> int | None:
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Where calls to a store wait until somebody answers; at a free port, if none is given."""
+    """Return a listening socket for `hold`; on a free port if none is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
 
 
 def hold(listener: socket.socket) -> Store:
-    """A store in this process, which takes part in nothing, for the ranks that call `listener`; that is used up."""
+    """Return a store in this process for the ranks that connect to `listener`, which it takes over."""
     host, port = listener.getsockname()[:2]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kill and stop random ranks at random instants, and audit what the others did: ``python bench/faults.py --runs 300``.
+
+Each run trains a small network with 2 to 5 processes, with backup workers or gossip, and calls collectives in between.
+Ranks get SIGKILL, or SIGSTOP for shorter or longer than the timeout, in steps and in collectives. The command exits
+with 1 unless, in every run,
+
+* no process hangs,
+* every rank that was not killed, and not stopped for long, comes to the end,
+* every rank that does not come to the end, and was not killed, ends with `Evicted`,
+* with backup workers: the final weights are those of the reported gradients, each applied once (in float64, to 1e-12),
+* all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.process import BaseProcess
+from random import Random
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.testing.processes import Outcome, run_processes
+
+ROUNDS, BATCHES = 9, 5
+"""Collectives of a run, and batches of each rank before each."""
+MOST_S = 0.06
+"""A batch computes for so long at most."""
+TIMEOUT_S = 2.0
+SHORT, LONG = (0.05, 0.5), (1.6, 3.0)
+"""How long a rank is stopped, in timeouts."""
+SPAN_S = 3.0
+"""Faults happen within so many seconds of the first step."""
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal to one rank."""
+
+    rank: int
+    after_s: float
+    stopped_s: float | None
+    """None for SIGKILL."""
+
+    @property
+    def is_short(self) -> bool:
+        """True if the rank is back before the timeout."""
+        return self.stopped_s is not None and self.stopped_s < TIMEOUT_S
+
+    def __str__(self) -> str:
+        what = "kill" if self.stopped_s is None else f"stop {self.stopped_s:.2f} s"
+        return f"rank {self.rank}: {what} after {self.after_s:.2f} s"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    seed: int
+    ranks: int
+    backups: int | None
+    """None for gossip."""
+    faults: tuple[Fault, ...]
+
+    @property
+    def algorithm(self) -> commrt.Algorithm:
+        """What the ranks train with."""
+        return commrt.Gossip() if self.backups is None else commrt.BackupWorkers(self.backups)
+
+
+def cases(seeds: Sequence[int]) -> Iterator[Case]:
+    """One case for each seed."""
+    for seed in seeds:
+        rng = Random(seed)
+        ranks = rng.randint(2, 5)
+        backups = None if ranks == 2 or rng.random() < 0.25 else (ranks - 1) // 2
+        lost = rng.randint(0, ranks - 1 if backups is None else backups)
+        victims = rng.sample(range(ranks), ranks)
+        faults = [_fault(rng, rank, is_lost=number < lost) for number, rank in enumerate(victims)]
+        yield Case(seed, ranks, backups, tuple(fault for fault in faults if fault is not None))
+
+
+def _fault(rng: Random, rank: int, *, is_lost: bool) -> Fault | None:
+    after_s = rng.uniform(0.0, SPAN_S)
+    if is_lost:
+        return Fault(rank, after_s, None if rng.random() < 0.5 else rng.uniform(*LONG) * TIMEOUT_S)
+    return Fault(rank, after_s, rng.uniform(*SHORT) * TIMEOUT_S) if rng.random() < 0.3 else None
+
+
+def network() -> nn.Module:
+    """The same network on every rank."""
+    torch.manual_seed(0)
+    layers = [layer for a, b in pairwise((16, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers).double()
+
+
+def backward(model: nn.Module, rank: int, version: int) -> None:
+    """Make the gradient of `rank` for the weights of `version`."""
+    generator = torch.Generator().manual_seed(1000 * version + rank)
+    x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    model.zero_grad()
+    cross_entropy(model(x), torch.randint(0, 4, (8,), generator=generator)).backward()
+
+
+def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
+    """Train on one rank, and report which of its gradients counted."""
+    torch.set_num_threads(1)
+    with commrt.init(TIMEOUT_S, start_timeout_s=60.0) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = commrt.attach(model, optimizer, case.algorithm, bucket_cap_mb=0.01)
+        tell("began")
+        used: dict[int, tuple[int, ...]] = {}
+        found: list[list[float]] = []
+        rng = Random(f"{case.seed} {world.rank}")
+        for number in range(ROUNDS):
+            for _ in range(BATCHES):
+                replica.drain()
+                Event().wait(rng.uniform(0.0, MOST_S))
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+                if replica.last is not None and replica.last.counted:
+                    used[replica.last.step] = replica.last.members
+            found.append(_collective(world, replica, number))
+        replica.consolidate()
+        params = [param.detach().numpy() for param in model.parameters()]
+        return {"used": used, "found": found, "equal": replica.replicas_equal(), "params": params}
+
+
+def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> list[float]:
+    match number % 3:
+        case 0:
+            total = torch.zeros(world.size + 1)
+            total[world.rank], total[-1] = 1.0, number
+            world.all_reduce(total, "sum")
+            return total.tolist()
+        case 1:
+            replica.consolidate()
+            return []
+        case _:
+            return [float(replica.replicas_equal())]
+
+
+def run(case: Case) -> list[Outcome]:
+    """Run `case`, and return how each rank ended."""
+    began, over = Counter[str](), Event()
+
+    def on_message(rank: int, _: Any, process: BaseProcess) -> None:
+        began[rank] += 1
+        processes[rank] = process
+        if len(began) == case.ranks:
+            for fault in case.faults:
+                Thread(target=_strike, args=(processes[fault.rank], fault, over), daemon=True).start()
+
+    processes: dict[int, BaseProcess] = {}
+    try:
+        return run_processes(case.ranks, work, case, limit_s=LIMIT_S, on_message=on_message, holds_store=True)
+    finally:
+        over.set()
+
+
+def _strike(process: BaseProcess, fault: Fault, over: Event) -> None:
+    if over.wait(fault.after_s) or process.pid is None:
+        return
+    with suppress(ProcessLookupError):
+        if fault.stopped_s is None:
+            os.kill(process.pid, signal.SIGKILL)
+            return
+        os.kill(process.pid, signal.SIGSTOP)
+        over.wait(fault.stopped_s)
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def wrong(case: Case, ends: Sequence[Outcome]) -> Iterator[str]:
+    """Yield what is wrong, in words."""
+    may_end = {fault.rank for fault in case.faults if not fault.is_short}
+    for end in ends:
+        was_killed = end.exit_code == -signal.SIGKILL and end.rank in may_end
+        was_evicted = end.rank in may_end and (end.error or "").startswith("Evicted")
+        if end.value is None and not was_killed and not was_evicted:
+            yield f"rank {end.rank}: {end.error or f'exit code {end.exit_code}'}"
+    values = {end.rank: end.value for end in ends if end.value is not None}
+    if not values:
+        yield "no rank came to the end"
+        return
+    yield from _differences(values)
+    if case.backups is not None:
+        yield from _audit(values, case.ranks - case.backups)
+
+
+def _differences(values: dict[int, Any]) -> Iterator[str]:
+    first = next(iter(values.values()))
+    for rank, value in values.items():
+        if not value["equal"]:
+            yield f"rank {rank} found that replicas differ"
+        if any((a != b).any() for a, b in zip(first["params"], value["params"], strict=True)):
+            yield f"rank {rank} has other weights than the first"
+        if value["found"] != first["found"]:
+            yield f"rank {rank} saw {value['found']} in collectives, and the first {first['found']}"
+
+
+def _audit(values: dict[int, Any], needed: int) -> Iterator[str]:
+    used: dict[int, tuple[int, ...]] = {}
+    for value in values.values():
+        for step, members in value["used"].items():
+            if used.setdefault(step, members) != members:
+                yield f"step {step}: {members} counted for one rank, {used[step]} for another"
+    if sorted(used) != list(range(len(used))) or any(len({*members}) != needed for members in used.values()):
+        yield f"not {needed} gradients in each step: {used}"
+        return
+    wanted = list(_same_steps(used).parameters())
+    for rank, value in values.items():
+        pairs = zip(wanted, value["params"], strict=True)
+        if not all(torch.allclose(param, torch.from_numpy(found), rtol=0, atol=1e-12) for param, found in pairs):
+            yield f"rank {rank} has other weights than the same {len(used)} steps in one process"
+
+
+def _same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(len(used)):
+        gradients = []
+        for rank in used[step]:
+            backward(model, rank, step)
+            gradients.append([deepcopy(param.grad) for param in model.parameters()])
+        for param, *parts in zip(model.parameters(), *gradients, strict=True):
+            param.grad = sum(part for part in parts if part is not None) / len(parts)  # type: ignore[assignment]
+        optimizer.step()
+    return model
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    options = parser.parse_args()
+    counts, begin_s = Counter[str](), perf_counter()
+    for case in cases(range(options.seed, options.seed + options.runs)):
+        run_begin_s = perf_counter()
+        ends = run(case)
+        complaints = list(wrong(case, ends))
+        counts["runs"] += 1
+        counts["wrong runs"] += bool(complaints)
+        counts["killed"] += sum(fault.stopped_s is None for fault in case.faults)
+        counts["stopped for long"] += sum(fault.stopped_s is not None and not fault.is_short for fault in case.faults)
+        counts["stopped shortly"] += sum(fault.is_short for fault in case.faults)
+        counts["evicted"] += sum((end.error or "").startswith("Evicted") for end in ends)
+        counts["steps audited"] += max((len(end.value["used"]) for end in ends if end.value is not None), default=0)
+        name = "gossip" if case.backups is None else f"backup {case.backups}"
+        said = "; ".join(complaints) or "ok"
+        faults = ", ".join(map(str, case.faults)) or "no fault"
+        print(
+            f"{case.seed}: {case.ranks} ranks, {name}, {faults}: {said} ({perf_counter() - run_begin_s:.1f} s)",
+            flush=True,
+        )
+    print(", ".join(f"{count} {what}" for what, count in counts.items()), f"in {perf_counter() - begin_s:.0f} s")
+    sys.exit(bool(counts["wrong runs"]))
+
+
+if __name__ == "__main__":
+    main()

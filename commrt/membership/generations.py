@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations: numbered lists of live ranks on the store, changed by compare-and-set only.
+
+The key ``head`` names the current generation in a few bytes; its details stand under a key of their own, which is
+written once, before the head points to it. So a generation is either the current one or not, for everybody at once.
+
+The head also says how far the latest collective has come, so that two things follow from one compare-and-set: all
+members begin a collective or none does, also if a generation ends at that instant; and no process takes the place of a
+lost rank in the middle of a collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch.distributed import Store
+
+from commrt.membership.store_client import StoreCall, parse, parse_int, parse_list, require
+
+__all__ = ["GATHERING", "OPEN", "RUNNING", "Generation", "Generations", "Head", "Loss"]
+
+HEAD = "head"
+OPEN, GATHERING, RUNNING = "open", "gathering", "running"
+"""Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
+FOUNDERS = "-"
+"""The proposal of generation 0, which every founder knows without the store."""
+
+
+class Loss(NamedTuple):
+    """A rank that is not a member any more."""
+
+    rank: int
+    step: int
+    """The first step without it."""
+    why: str
+    finished: bool = False
+    """It closed its world in good order."""
+    by: int | None = None
+    """The rank that proposed to go on without it."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is lost from step {self.step} on: {self.why}"
+
+
+class Generation(NamedTuple):
+    """The live ranks, and from which step on they exchange with each other."""
+
+    number: int
+    members: Mapping[int, int]
+    """By rank, in ascending order: the incarnation of its process, 0 for the first."""
+    start: int = 0
+    """The first training step that they exchange in; members of gossip train alone until then."""
+    lost: tuple[Loss, ...] = ()
+    """All ranks that are missing, in the order in which they were lost."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, in ascending order."""
+        return tuple(self.members)
+
+    def without(self, losses: Sequence[Loss], start: int) -> Generation:
+        """The next generation, in which these ranks are no members."""
+        gone = {loss.rank for loss in losses}
+        members = {rank: incarnation for rank, incarnation in self.members.items() if rank not in gone}
+        return Generation(self.number + 1, members, start, (*self.lost, *losses))
+
+    def including(self, rank: int, incarnation: int) -> Generation:
+        """The next generation, in which a new process has the place of `rank`."""
+        members = dict(sorted({**self.members, rank: incarnation}.items()))
+        lost = tuple(loss for loss in self.lost if loss.rank != rank)
+        return Generation(self.number + 1, members, self.start, lost)
+
+    def changes_since(self, before: Generation) -> list[str]:
+        """Return a sentence for each rank that was lost or replaced since the generation `before`."""
+        lost = [str(loss) for loss in self.lost if loss not in before.lost]
+        replaced = [rank for rank, process in self.members.items() if before.members.get(rank) != process]
+        return [*lost, *(f"a new process has the place of rank {rank}" for rank in replaced)]
+
+    def to_json(self) -> str:
+        """All fields, for the store."""
+        return json.dumps([self.number, list(self.members.items()), self.start, self.lost])
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Generation:
+        """Raise `ValueError` or the like for anything but the result of `to_json`."""
+        found, pairs, start, lost = parse_list(text, 4)
+        members = {parse_int(rank): parse_int(incarnation) for rank, incarnation in pairs}
+        return cls(parse_int(found), members, parse_int(start), tuple(_loss(*loss) for loss in lost))
+
+
+def _loss(rank: object, step: object, why: object, finished: object, by: object) -> Loss:
+    require(isinstance(why, str) and isinstance(finished, bool))
+    return Loss(parse_int(rank), parse_int(step), str(why), bool(finished), None if by is None else parse_int(by))
+
+
+class Head(NamedTuple):
+    """What the store says is current."""
+
+    number: int
+    """Of the generation."""
+    proposal: str
+    """Under which key its details stand."""
+    collective: int
+    """The number of the latest collective that a rank came to; 0 before the first."""
+    phase: str
+    """Of that collective; while it is `OPEN` a new process may become a member."""
+
+    def has_begun(self, collective: int) -> bool:
+        """True once all members have come to `collective`."""
+        return self.collective > collective or (self.collective == collective and self.phase != GATHERING)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: bytes) -> Head:
+        """Raise `ValueError` for anything but a head."""
+        found, proposal, collective, phase = text.decode().split(" ")
+        head = cls(int(found), proposal, int(collective), phase)
+        require(head.number >= 0 and head.collective >= 0 and phase in (OPEN, GATHERING, RUNNING))
+        require(str(head).encode() == text)
+        return head
+
+
+class Generations:
+    """The generations of one world, as the process of one rank reads and changes them.
+
+    `ask` runs a question to the store within a deadline. Safe to use from several threads.
+    """
+
+    def __init__(self, store: Store, ask: StoreCall, author: str, founders: Generation) -> None:
+        self._store, self._ask, self._author = store, ask, author
+        self._known = {FOUNDERS: founders}  # by proposal; a thread may still hold an older head than another has read
+        self._proposals = 0
+        self._compare_set("", str(Head(founders.number, FOUNDERS, 0, OPEN)))
+
+    def current(self) -> tuple[Head, Generation]:
+        """The head and its generation; costs one store operation, and one more after a change."""
+        head = parse(HEAD, self._ask(lambda: self._store.get(HEAD)), Head.parse)
+        if head.proposal not in self._known:
+            key = f"generation/{head.proposal}"
+            details = self._ask(lambda: self._store.get(key))
+            self._known[head.proposal] = parse(key, details, Generation.from_json)
+        return head, self._known[head.proposal]
+
+    def propose(self, head: Head, generation: Generation) -> bool:
+        """Make `generation` the current one if `head` still stands; True if it does now."""
+        self._proposals += 1
+        proposal = f"{generation.number}/{self._author}.{self._proposals}"
+        self._ask(lambda: self._store.set(f"generation/{proposal}", generation.to_json()))
+        return self._change(head, Head(generation.number, proposal, head.collective, head.phase))
+
+    def set_phase(self, head: Head, collective: int, phase: str) -> bool:
+        """Say how far `collective` has come, if `head` still stands; True if it does."""
+        return self._change(head, head._replace(collective=collective, phase=phase))
+
+    def _change(self, before: Head, after: Head) -> bool:
+        return self._compare_set(str(before), str(after)) == str(after).encode()
+
+    def _compare_set(self, before: str, after: str) -> bytes:
+        stands: bytes = self._ask(lambda: self._store.compare_set(HEAD, before, after))
+        return stands

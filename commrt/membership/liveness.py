@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Liveness probes: whether the process behind a rank still exists.
+
+Each process listens on a port that its kernel closes when it ends, however it ends. A broken connection says nothing,
+and a store does not know who has died. A process that is only stopped still counts as alive: its kernel answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import threading
+from contextlib import suppress
+from threading import Event
+from weakref import WeakSet
+
+from torch.distributed import Store
+
+from commrt.errors import UsageError
+from commrt.membership.store_client import StoreCall, parse, require
+
+__all__ = ["CLOSED_ERRNOS", "LivenessListener", "Processes", "is_answering", "is_gone", "own_address", "parse_address"]
+
+PROBE_S = 2.0
+"""How long a host may take to answer a probe."""
+CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
+"""What ``accept`` reports for a socket that was closed."""
+DISCARD_PORT = 9
+"""UDP's discard: no packet is sent there."""
+ADDRESS = re.compile(r"[0-9]{1,9} [0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
+
+
+class LivenessListener:
+    """Shows that this process lives, to every process that can reach the host `towards`."""
+
+    def __init__(self, towards: str) -> None:
+        host = own_address(towards)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        self.address = f"{host} {self._socket.getsockname()[1]}"
+        _LISTENERS.add(self)
+        threading.Thread(target=_accept, args=(self._socket,), daemon=True, name="commrt-liveness").start()
+
+    def close(self) -> None:
+        """Stop listening: from now on the process counts as gone. Safe to call twice."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would keep it open
+        self._socket.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the socket in a forked child, which must not answer for its parent."""
+        self._socket.close()
+
+
+def own_address(towards: str) -> str:
+    """Return the address of this host that leads to the host `towards`."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses
+        return str(probe.getsockname()[0])
+
+
+def is_gone(address: str) -> bool:
+    """Return True if no process listens at a `LivenessListener.address`; a host that does not answer may be alive."""
+    try:
+        _probe(address)
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # too slow, out of reach, or this process has no sockets left
+        return False
+    return False
+
+
+def is_answering(address: str) -> bool:
+    """Return True if a process listens at `address`."""
+    try:
+        _probe(address)
+    except OSError:
+        return False
+    return True
+
+
+def _probe(address: str) -> None:
+    host, port = address.split()
+    socket.create_connection((host, int(port)), PROBE_S).close()
+
+
+def _accept(listener: socket.socket) -> None:
+    while listener.fileno() >= 0:
+        try:
+            listener.accept()[0].close()
+        except OSError as error:
+            if error.errno in CLOSED_ERRNOS:
+                return
+            Event().wait(PROBE_S)  # no descriptors left; the kernel answers meanwhile
+
+
+class Processes:
+    """The processes of all ranks: which one has a rank's place now, and whether it lives.
+
+    Each process writes its incarnation (how many processes had the rank's place before it) and its address on the
+    store. Without a `host` that all can reach (ranks are threads of one process) no process ever counts as gone.
+    `call_store` runs a request to the store within a deadline. Safe to use from several threads.
+    """
+
+    def __init__(self, store: Store, rank: int, host: str | None, call_store: StoreCall) -> None:
+        self._store, self._rank, self._call_store = store, rank, call_store
+        self._listener = None if host is None else LivenessListener(host)
+        self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
+        self.incarnation = 0
+        """Of this process."""
+
+    def register(self) -> None:
+        """Publish the address of this process, the first of its rank."""
+        if self._listener is not None:
+            self._publish("", self._listener)
+
+    def replace(self) -> None:
+        """Publish this process in place of the last one of its rank; raise `UsageError` if two do so at once."""
+        latest = self._latest(self._rank)
+        if latest is None or self._listener is None:
+            raise UsageError(f"rank {self._rank} has left no address on the store, so no process can take its place")
+        self.incarnation = latest[0] + 1
+        self._publish(f"{latest[0]} {latest[1]}", self._listener)
+
+    def _publish(self, before: str, listener: LivenessListener) -> None:
+        own = f"{self.incarnation} {listener.address}"
+        stands = self._call_store(lambda: self._store.compare_set(_key(self._rank), before, own))
+        if stands != own.encode():
+            raise UsageError(
+                f"two processes take the place of rank {self._rank} at once, and the other one came first: start one"
+            )
+
+    def answers(self, rank: int) -> bool:
+        """Return True if the latest process of `rank` lives, as far as this host can tell."""
+        latest = self._latest(rank)
+        return latest is not None and is_answering(latest[1])
+
+    def is_gone(self, rank: int, incarnation: int) -> bool:
+        """Return True if that process of `rank` does not live. An unreachable host may be alive, and takes 2 s."""
+        if self._listener is None:
+            return False
+        address = self._addresses.get((rank, incarnation))
+        if address is None:
+            latest = self._latest(rank)
+            if latest is None:
+                return False
+            if latest[0] != incarnation:
+                return latest[0] > incarnation  # another process has its place
+            address = self._addresses[rank, incarnation] = latest[1]
+        return is_gone(address)
+
+    def _latest(self, rank: int) -> tuple[int, str] | None:
+        """Return the incarnation and the address of the latest process of `rank`."""
+        key = _key(rank)
+        text = self._call_store(lambda: self._store.get(key) if self._store.check([key]) else None)
+        if text is None:
+            return None
+        incarnation, _, address = parse(key, text, parse_address).partition(" ")
+        return int(incarnation), address
+
+    def close(self) -> None:
+        """Stop listening: from now on this process counts as gone. Safe to call twice."""
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.close()
+
+
+def parse_address(text: bytes) -> str:
+    """Return the incarnation and the address of a process, as one text; raise `ValueError`."""
+    address = text.decode()
+    require(ADDRESS.fullmatch(address) and int(address.split()[2]) < 65536)
+    return address
+
+
+def _key(rank: int) -> str:
+    return f"process/{rank}"
+
+
+_LISTENERS: WeakSet[LivenessListener] = WeakSet()
+
+
+def _after_fork() -> None:
+    for listener in tuple(_LISTENERS):
+        listener.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

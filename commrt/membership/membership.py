@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Membership of one rank: roll calls that form the next generation, eviction, and replacement of lost ranks.
+
+The one rule (docs/fault_tolerance.md): all that all ranks do together happens within one generation. A rank that misses
+a deadline there is not a member of the next generation. A process that finds that it is no member raises `Evicted`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import DistNetworkError, HashStore, Store
+
+from commrt.errors import DeadlineExceeded, Evicted, Place, TransportError, UsageError
+from commrt.membership.generations import OPEN, Generation, Generations, Head, Loss
+from commrt.membership.liveness import Processes
+from commrt.membership.store_client import (
+    STORE_ANSWER_S,
+    call_store,
+    clone_connection,
+    parse,
+    parse_int,
+    parse_list,
+    require,
+)
+from commrt.threads.patience import Patience
+
+__all__ = ["NOBODY", "Absent", "Arrival", "Membership"]
+
+T = TypeVar("T")
+POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
+"""Between two reads of the store: the first pause, and the longest; each is twice as long as the one before.
+
+The k-th rank reads up to k times less often, so that many ranks do not keep the store busy; none less often than the
+third number says."""
+WATCH_LIMIT = timedelta(days=7)
+"""One wait of the watcher thread."""
+
+
+class Arrival(NamedTuple):
+    """A rank that has come to a roll call or to a collective."""
+
+    step: int
+    """The first step in which it has not exchanged."""
+    what: str = ""
+    """The collective."""
+
+
+class Absent(NamedTuple):
+    """Members that have not come."""
+
+    departed: tuple[Loss, ...]
+    """They closed their world, failed, or their process is gone."""
+    silent: tuple[int, ...]
+    """They live, as far as this rank can tell."""
+
+
+NOBODY = Absent((), ())
+
+
+class Membership:
+    """The membership of one rank. The communication thread changes generations, the training thread reads them.
+
+    `needed` members must be left after an eviction. A thread of this object calls `on_roll_call` with the number of the
+    generation that other ranks want to form, as often as they do.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        founders: Generation,
+        timeout_s: Callable[[], float],
+        *,
+        host: str | None = None,
+        needed: int = 1,
+        on_roll_call: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.store: Store = clone_connection(store)  # the first connection may wait long for peers to connect
+        self.rank, self.timeout_s, self.needed = rank, timeout_s, needed
+        self._on_roll_call, self._founders = on_roll_call, founders
+        self.generation = founders
+        """The one in which this rank exchanges."""
+        self.processes = Processes(self.store, rank, host, self.call_store)
+        self.collective = 0
+        """How many collectives this rank has come to."""
+        self._is_in = False
+        self._closed = Event()
+        self._watcher: threading.Thread | None = None
+        self._watched = 0  # the generation whose roll call the watcher waits for
+
+    def found(self) -> None:
+        """Become a member of generation 0, as all first processes do."""
+        self.processes.register()
+        self.generations = self.open_generations()
+        self._start()
+
+    def open_generations(self) -> Generations:
+        """Return this process's access to the generations on the store."""
+        author = f"{self.rank}.{self.processes.incarnation}"
+        return Generations(self.store, self.call_store, author, self._founders)
+
+    def _start(self) -> None:
+        self._is_in, self._watched = True, self.generation.number + 1
+        name, store = f"commrt-rank{self.rank}-membership", clone_connection(self.store)
+        self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name=name)
+        self._watcher.start()
+
+    def _watch(self, store: Store) -> None:
+        """Call `on_roll_call` for each generation that other ranks want to form."""
+        target = self.generation.number + 1
+        while not self._closed.is_set():
+            try:
+                store.wait([_wake_key(self.rank, target)], WATCH_LIMIT)
+            except DistNetworkError:
+                return  # the store is gone: the threads that need it raise that
+            except RuntimeError:
+                continue
+            if not self._closed.is_set():
+                self._on_roll_call(target)
+                self._watched = target = target + 1
+
+    def current(self) -> Generation:
+        """Return the current generation; raise `Evicted` if this process is not a member."""
+        return self.head()[1]
+
+    def head(self) -> tuple[Head, Generation]:
+        """Return the head of the store and its generation; raise `Evicted` if this process is not a member."""
+        head, generation = self.generations.current()
+        if generation.members.get(self.rank) != self.processes.incarnation:
+            raise self._evicted(generation)
+        return head, generation
+
+    def _evicted(self, generation: Generation) -> Evicted:
+        self._is_in = False
+        self._closed.set()
+        loss = next((loss for loss in generation.lost if loss.rank == self.rank), None)
+        if loss is None:
+            why, by = "another process has taken its place", None
+        else:
+            why, by = loss.why, loss.by
+        return Evicted(why, Place(self.rank), generation.number, by)
+
+    def adopt(self, generation: Generation) -> None:
+        """Exchange in `generation` from now on, and let the watcher wait for the next one.
+
+        The wake-up for `generation` may be missing: a rank may die between its proposal and the wake-up.
+        """
+        self.generation = generation
+        self.call_store(lambda: self.store.set(_wake_key(self.rank, generation.number), "1"))
+
+    def roll_call(self, step: int, require_open: Callable[[], None]) -> Generation:
+        """Form the next generation with all members that answer within the timeout, and return it.
+
+        `step` is the first one in which this rank has not exchanged; the generation starts at the latest of all.
+        `require_open` is called now and then, and may raise. Raises `Evicted` if the others form it without this rank.
+        """
+        target = self.generation.number + 1
+        self._wake(self.generation, target)
+        self.append(key := f"present/{target}", [self.rank, step, ""])
+        limit = Patience(self.timeout_s())
+        for pause_s in self.pauses(limit):
+            head, generation = self.head()
+            if generation.number >= target:
+                break
+            require_open()
+            present = self.arrivals(key)
+            absent = self.absent(generation, present)
+            if not absent.silent or limit.left_s <= 0:
+                why = f"it did not answer a roll call within {self.timeout_s():g} s"
+                self.evict(head, generation, absent, why, present)
+            else:
+                Event().wait(pause_s)
+        return generation
+
+    def evict(self, head: Head, generation: Generation, absent: Absent, why: str, here: Mapping[int, Arrival]) -> None:
+        """Propose the generation of the ranks that are `here`; another rank may come first with another proposal."""
+        start = max(arrival.step for arrival in here.values())
+        departed = [loss._replace(step=start, by=self.rank) for loss in absent.departed]
+        silent = [Loss(rank, start, why, by=self.rank) for rank in absent.silent]
+        if self.generations.propose(head, generation.without([*departed, *silent], start)):
+            self._wake(generation, generation.number + 1)
+
+    def next_member(self, ranks: Sequence[int]) -> int:
+        """Return the rank that follows this one in the ring of `ranks`."""
+        return next((rank for rank in ranks if rank > self.rank), ranks[0])
+
+    def absent(self, generation: Generation, here: Collection[int]) -> Absent:
+        """Return the members of `generation` that are not `here`, by whether they may still come."""
+        away = {rank: incarnation for rank, incarnation in generation.members.items() if rank not in here}
+        if not away:
+            return NOBODY
+        departed = {loss.rank: loss for loss in self._departures(generation) if loss.rank in away}
+        gone = [rank for rank, each in away.items() if rank not in departed and self.processes.is_gone(rank, each)]
+        departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
+        silent = tuple(rank for rank in away if rank not in departed)
+        return Absent(tuple(departed[rank] for rank in sorted(departed)), silent)
+
+    def has_lost_neighbor(self, generation: Generation) -> bool:
+        """Return True if the next member does not live; each rank probes one, so that all are probed."""
+        following = self.next_member(generation.ranks)
+        return bool(self.absent(generation, {*generation.ranks} - {following}).departed)
+
+    def waiting(self, generation: Generation) -> Collection[int]:
+        """Return the members that have come to the next collective, and wait there for this rank."""
+        return self.arrivals(arrival_key(generation, self.collective + 1)).keys()
+
+    def training(self) -> Sequence[int]:
+        """Return the other members that may still announce a gradient: they live, and neither finished nor wait."""
+        _, generation = self.generations.current()
+        return self.absent(generation, {self.rank, *self.waiting(generation)}).silent
+
+    def staying(self) -> Sequence[int]:
+        """Return the other members that have not departed, and live."""
+        _, generation = self.generations.current()
+        return self.absent(generation, {self.rank}).silent
+
+    def stay_while(self, others: Callable[[], Sequence[int]]) -> bool:
+        """Wait while there are `others`; return False after a whole timeout in which the store did not change."""
+        limit, keys = Patience(self.timeout_s()), -1
+        while others():
+            if limit.left_s <= 0:
+                return False
+            Event().wait(POLL_MOST_S)
+            known, keys = keys, self.call_store(self.store.num_keys)
+            limit = limit if known == keys else Patience(self.timeout_s())
+        return True
+
+    def take_place(self, fetch_state: Callable[[], bool]) -> None:
+        """Become a member in place of a dead or evicted rank, between two collectives; for a new process.
+
+        `fetch_state` copies the state of a member and returns True if that member was in a step: then it has made all
+        collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
+        `DeadlineExceeded` if the others do not come out of a collective.
+        """
+        self.generations = self.open_generations()
+        self._require_vacant()
+        self.processes.replace()
+        self.generations = self.open_generations()  # proposals of this process need names of their own
+        limit = Patience(self.timeout_s())
+        while not self._is_admitted(fetch_state):
+            if limit.left_s <= 0:
+                what = f"the other ranks did not come out of a collective within {self.timeout_s():g} s"
+                raise DeadlineExceeded(what, Place(self.rank))
+            Event().wait(POLL_MOST_S)
+        self._start()
+
+    def _require_vacant(self) -> None:
+        _, generation = self.generations.current()
+        if self.rank in generation.members and self.processes.answers(self.rank):
+            raise UsageError(
+                f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
+                "or was evicted; if nobody meant that, two processes were started with one rank's variables"
+            )
+
+    def _is_admitted(self, fetch_state: Callable[[], bool]) -> bool:
+        head, generation = self.generations.current()
+        if not self.absent(generation, [self.rank]).silent:
+            raise UsageError(
+                f"this process takes the place of rank {self.rank}, but all others have finished or are gone"
+            )
+        if head.phase != OPEN or not fetch_state():
+            return False
+        new = generation.including(self.rank, self.processes.incarnation)
+        if not self.generations.propose(head, new):
+            return False
+        self.collective, self.generation = head.collective, generation
+        self._wake(new, new.number)
+        return True
+
+    def depart(self, why: str, *, finished: bool = False) -> None:
+        """Tell the others not to wait for this rank any more; from any thread, and safe to call twice."""
+        if self._is_in:
+            self._is_in = False
+            self._closed.set()
+            with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
+                self.append("departed", [self.rank, self.processes.incarnation, why, finished], STORE_ANSWER_S)
+
+    def close(self) -> None:
+        """Release the store; call it after `depart`."""
+        self._closed.set()
+        self._end_watcher()
+        self.processes.close()
+        self.store = HashStore()
+
+    def _end_watcher(self) -> None:
+        """Stop the watcher: a thread inside the store's C++ code aborts the process while the interpreter ends."""
+        watcher = self._watcher
+        if watcher is not None and watcher is not threading.current_thread():
+            with suppress(RuntimeError, TransportError):
+                own = _wake_key(self.rank, self._watched)
+                call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
+            watcher.join(STORE_ANSWER_S)
+
+    def _departures(self, generation: Generation) -> list[Loss]:
+        """Return the members of `generation` that said that they leave."""
+        lines = parse("departures", self.text("departed"), _parse_departures)
+        members = generation.members
+        return [Loss(rank, 0, why, done) for rank, process, why, done in lines if members.get(rank) == process]
+
+    def arrivals(self, key: str) -> dict[int, Arrival]:
+        """Return the ranks that have come, from the lines under `key`."""
+        return parse(key, self.text(key), _parse_arrivals)
+
+    def text(self, key: str) -> bytes:
+        """Return what stands under `key`, empty if nothing does."""
+        return self.call_store(lambda: self.store.get(key) if self.store.check([key]) else b"")
+
+    def append(self, key: str, line: Sequence[object], limit_s: float | None = None) -> None:
+        """Append `line` to the text under `key`."""
+        text, limit_s = json.dumps(line) + "\n", self.timeout_s() + STORE_ANSWER_S if limit_s is None else limit_s
+        call_store(lambda: self.store.append(key, text), limit_s, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
+
+    def call_store(self, request: Callable[[], T]) -> T:
+        """Return what `request` returns within the timeout; see `commrt.membership.store_client.call_store`."""
+        return call_store(request, self.timeout_s() + STORE_ANSWER_S, self.rank)
+
+    def pauses(self, limit: Patience) -> Iterator[float]:
+        """Yield the seconds to wait between two reads of the store."""
+        place = 1 + self.generation.ranks.index(self.rank) if self.rank in self.generation.members else 1
+        pause_s, most_s = POLL_S, min(POLL_MOST_S * place, POLL_CROWD_S, limit.most_s)
+        while True:
+            yield pause_s
+            pause_s = min(2 * pause_s, most_s)
+
+    def _wake(self, generation: Generation, target: int) -> None:
+        """Wake the watchers of all members: they are to form generation `target`, or to learn that it exists."""
+        keys = [_wake_key(rank, target) for rank in generation.ranks]
+        self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # as above
+
+
+def arrival_key(generation: Generation, collective: int) -> str:
+    """Return the key under which members of `generation` write that they have come to a collective."""
+    return f"arrived/{generation.number}.{collective}"
+
+
+def _wake_key(rank: int, target: int) -> str:
+    return f"called/{rank}/{target}"
+
+
+def _parse_arrivals(text: bytes) -> dict[int, Arrival]:
+    found: dict[int, Arrival] = {}
+    for line in text.splitlines():
+        rank, step, what = parse_list(line, 3)
+        require(isinstance(what, str))
+        found[parse_int(rank)] = Arrival(parse_int(step), what)
+    return found
+
+
+def _parse_departures(text: bytes) -> list[tuple[int, int, str, bool]]:
+    lines: list[tuple[int, int, str, bool]] = []
+    for line in text.splitlines():
+        rank, incarnation, why, finished = parse_list(line, 4)
+        require(isinstance(why, str) and isinstance(finished, bool))
+        lines.append((parse_int(rank), parse_int(incarnation), why, finished))
+    return lines

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A world that goes on without lost ranks: it moves from generation to generation, with new connections in each.
+
+NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one keeps others waiting.
+So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers; those
+that answer are the next generation, and connect anew (`commrt.membership.membership`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Event, Lock
+from typing import TypeVar
+from weakref import WeakSet
+
+from torch.distributed import HashStore, PrefixStore, Store
+
+from commrt.errors import (
+    CommrtError,
+    DeadlineExceeded,
+    DisagreementError,
+    Evicted,
+    PeerLost,
+    Place,
+    QuorumLost,
+    ScheduleError,
+    TransportClosed,
+    TransportError,
+    UsageError,
+)
+from commrt.membership.collectives import Collectives
+from commrt.membership.generations import Generation
+from commrt.membership.membership import Membership
+from commrt.runtime.reconnection import ConnectGpu, Means, Reconnector
+from commrt.threads.answer import Failed, Pending, Spared
+from commrt.threads.lane import Lane
+from commrt.transport.media import Media
+
+__all__ = ["LOST", "REFUSALS", "Elastic"]
+
+T = TypeVar("T")
+
+LOST = (PeerLost, DeadlineExceeded, TransportClosed)
+"""Errors that may mean that a rank is lost. All others are errors of this rank, or of the program."""
+REFUSALS = (UsageError, DisagreementError, ScheduleError)
+"""Errors of a collective after which the world goes on."""
+ATTEMPTS = 5
+"""Generations of the same members, with no exchange done in between, before an error is final."""
+_log = logging.getLogger("commrt")
+
+
+class Elastic:
+    """The generations of one world. Methods run on the communication thread, unless their docstring says otherwise."""
+
+    def __init__(
+        self, store: Store, transport: Media, lane: Lane, means: Means | None, connect_gpu: ConnectGpu
+    ) -> None:
+        self._store, self._transport, self._lane = store, transport, lane
+        self._reconnector = Reconnector(transport, means, connect_gpu)
+        self._membership: Membership | None = None
+        self._collectives: Collectives | None = None
+        self._base = Generation(0, dict.fromkeys(transport.members, 0))
+        self._dependants: WeakSet[object] = WeakSet()
+        self._lock = Lock()  # around a change of the generation
+        self._called = 0  # the latest generation to which others called this rank
+        self._is_broken = False
+        self._attempts = 0
+        self._begun: int | None = None  # the generation of the collective part that runs now
+        self.needed = 0
+        """So many ranks make a step of backup workers; 0 without them."""
+        self.room = 0
+        """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
+        self.next_step = 0
+        """The first training step that this rank has not exchanged in."""
+
+    @property
+    def host(self) -> str | None:
+        """An address in the network through which the ranks see each other, if it is known."""
+        means = self._reconnector.means
+        return None if means is None else means.towards
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if a lost rank does not end this world; the same on all ranks."""
+        return self._membership is not None
+
+    @property
+    def membership(self) -> Membership:
+        """Raise `RuntimeError` in a world that is not elastic."""
+        if self._membership is None:
+            raise RuntimeError("this world is not elastic")
+        return self._membership
+
+    @property
+    def collectives(self) -> Collectives:
+        """Raise `RuntimeError` in a world that is not elastic."""
+        if self._collectives is None:
+            raise RuntimeError("this world is not elastic")
+        return self._collectives
+
+    @property
+    def generation(self) -> Generation:
+        """The one whose connections this rank uses."""
+        return self._base if self._membership is None else self._membership.generation
+
+    def others(self) -> int:
+        """Return how many attached models depend on this world, without dropped ones. On the training thread."""
+        for pause_s in (0.0, 0.01, 0.1):
+            if self._dependants:
+                Event().wait(pause_s)  # while another thread collects, this one would not
+                gc.collect()  # a model and its hooks are a cycle
+        return len(self._dependants)
+
+    def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
+        """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
+
+        Only if it is `alone`, on all ranks: two models have no common step to go on from. Collective, on the training
+        thread. A process that takes a lost rank's place passes ``founds=False`` and calls `take_place` next.
+        """
+        if self._membership is not None:
+            self._end_membership("another model gossips now")
+        self._dependants.add(dependant)
+        if not alone or self._reconnector.means is None:
+            return
+        self.needed = needed
+        self._membership = Membership(
+            PrefixStore(f"elastic {number}", self._store),
+            self._transport.rank,
+            Generation(self._base.number, dict.fromkeys(self._base.members, 0), lost=self._base.lost),
+            lambda: self._transport.timeout_s,
+            host=self.host,
+            needed=max(needed, 1),
+            on_roll_call=self._on_call,
+        )
+        self._collectives = Collectives(self._membership)
+        if founds:
+            self._membership.found()
+
+    def _end_membership(self, why: str, *, finished: bool = False) -> None:
+        self._base = self.generation
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.depart(why, finished=finished)
+            membership.close()
+
+    def end(self, dependant: object) -> None:
+        """End the membership for the model `dependant`, which was detached. On the training thread."""
+        if dependant in self._dependants:
+            self._end_membership("it detached its model", finished=True)
+            self.needed = 0
+        self._dependants.discard(dependant)
+
+    def take_place(self, fetch_state: Callable[[], bool]) -> None:
+        """See `Membership.take_place`; then connect with the others. On the training thread."""
+        self.membership.take_place(fetch_state)
+        self._lane.submit(self._follow).result()
+
+    def _on_call(self, number: int) -> None:
+        """Cancel what runs here and join generation `number`, which other ranks form. On the watcher's thread."""
+        with self._lock:
+            if number <= self.generation.number:
+                return
+            self._called = max(self._called, number)
+            self._transport.abort()
+        with suppress(TransportClosed):
+            self._lane.submit(self._settled)
+
+    @property
+    def is_called(self) -> bool:
+        """True if other ranks form a new generation, and wait for this rank. On any thread."""
+        return self._called > self.generation.number
+
+    def takes_part(self, step: int) -> bool:
+        """True if this rank exchanges in training step `step`; False before the step in which its generation starts."""
+        return step >= self.generation.start
+
+    def go_on_at(self, step: int) -> None:
+        """Restart at `step` of a checkpoint, which all ranks have loaded. On the training thread."""
+        self.next_step = step
+        if self._membership is not None:
+            self._membership.generation = self._membership.generation._replace(start=0)
+
+    def let_go(self, failure: TransportError) -> None:
+        """Break all connections until `be_in`, because of `failure`; raise it if this world ends with a lost rank."""
+        if self._membership is None or (isinstance(failure, TransportClosed) and not self._must_renew):
+            raise failure
+        self._count(failure)
+        self._transport.abort()
+        self._is_broken = True
+
+    def recover(self, failure: TransportError) -> None:
+        """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
+        self.let_go(failure)
+        self._renew()
+
+    def recover_now(self, failure: TransportError) -> None:
+        """Call `recover` from the training thread."""
+        self._lane.submit(lambda: self.recover(failure)).result()
+
+    def any_gone(self, ranks: Collection[int]) -> bool:
+        """Return True if others form a new generation, or one of `ranks` is lost. On the training thread."""
+        return self.is_called or any(self.is_gone(rank) for rank in ranks)
+
+    def _count(self, failure: TransportError) -> None:
+        self._attempts += 1
+        if self._attempts > ATTEMPTS:
+            raise failure
+
+    def progress(self) -> None:
+        """Record a completed exchange: failures before it do not count any more. On any thread."""
+        self._attempts = 0
+
+    def be_in(self, number: int) -> int:
+        """Move to generation `number` or a later one, with working connections, and return its number."""
+        while self._must_renew or self.generation.number < number:
+            self._renew()
+        return self.generation.number
+
+    @property
+    def _must_renew(self) -> bool:
+        return self._is_broken or self.is_called
+
+    def _settled(self) -> Generation:
+        self.be_in(0)
+        return self.generation
+
+    def _follow(self) -> None:
+        """Move to the generation that is current on the store."""
+        self.be_in(self.membership.current().number)
+
+    def _renew(self) -> None:
+        """Join the next generation, and connect."""
+        while True:
+            before, generation = self.generation, self._next_generation()
+            _log_changes(before, generation, self._transport.rank)
+            self._require_enough(generation)
+            try:
+                self._connect(generation)
+            except TransportClosed:
+                raise
+            except TransportError as failure:  # a member was lost on the way, or stopped
+                self._count(failure)
+            else:
+                break
+        self.room += 1
+
+    def _next_generation(self) -> Generation:
+        membership, before = self.membership, self.generation
+        self._transport.abort()  # or a rank that waits for this one would not answer
+        generation = membership.current()
+        if generation.number == before.number:
+            generation = membership.roll_call(self.next_step, self.require_open)
+        with self._lock:
+            membership.adopt(generation)
+            self._is_broken = False
+        if generation.ranks != before.ranks:
+            self._attempts = 0
+        return generation
+
+    def _connect(self, generation: Generation) -> None:
+        """Connect the members; programs that were bound before stay broken. Collective."""
+        following = self.membership.next_member(generation.ranks)
+        self._reconnector.connect(generation, lambda: self.is_called or self.is_gone(following))
+        self.require_open()
+
+    def is_gone(self, rank: int) -> bool:
+        """Return True if `rank` was evicted, or its process does not live. On any thread."""
+        processes, incarnation = self.membership.processes, self.generation.members.get(rank)
+        if incarnation is not None:
+            return processes.is_gone(rank, incarnation)
+        has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
+        return not has_finished or not processes.answers(rank)
+
+    def _require_enough(self, generation: Generation) -> None:
+        finished = [loss for loss in generation.lost if loss.finished]
+        if len(generation.members) + len(finished) < self.needed:
+            raise QuorumLost(
+                f"{generation.lost[-1]}. Ranks {list(generation.ranks)} are left, fewer than the {self.needed} whose "
+                "gradients make a step: start again from a checkpoint, with more backups or fewer ranks",
+                Place(self._transport.rank, step=self.next_step),
+            )
+
+    def submit(self, task: Callable[[], T]) -> Pending[T]:
+        """Run `task` on the communication thread, which goes on if it loses a rank; ``result()`` raises that."""
+        return Spared(self._lane.submit(lambda: self._spared(task)))
+
+    def _spared(self, task: Callable[[], T]) -> T | Failed:
+        lost = PeerLost("the ranks formed a new generation meanwhile", Place(self._transport.rank))
+        if self._begun is not None and self._begun != self.generation.number:
+            return Failed(lost)
+        try:
+            value = task()
+            if self._membership is not None:
+                self._transport.wait()
+        except LOST as failure:
+            self.recover(failure)
+            return Failed(lost if isinstance(failure, TransportClosed) else failure)
+        return value
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Run the body as the collective `what` of all members; see `Collectives.arrive`. On the training thread."""
+        if self._membership is None:
+            yield
+            return
+        self.collectives.arrive(what, self.next_step, lambda: self._lane.submit(self._follow).result())
+        try:
+            yield
+        finally:
+            with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
+                self.collectives.leave()
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
+
+        The members vote, so that no rank uses a result that another one can never get. If one rank raises an error of
+        its own before it sends anything, the work ends for all. On the training thread, in a `collective`.
+        """
+        if self._membership is None:
+            return work()
+        while True:
+            generation = self._lane.submit(self._settled).result()
+            failure: TransportError | None = None
+            self._begun = generation.number
+            try:
+                value = work()
+            except LOST as error:
+                failure = error
+            except REFUSALS as error:
+                self._refuse(error, generation)
+                raise
+            finally:
+                self._begun = None
+            if self.collectives.vote(failure is None, generation):
+                self.progress()
+                return value
+            self._lane.submit(partial(self._leave_generation, generation, failure)).result()
+
+    def _refuse(self, error: CommrtError, generation: Generation) -> None:
+        """Tell the others why this rank refuses, so that they do not wait for it."""
+        self.collectives.refuse(str(error), generation)
+        refused = PeerLost("a rank refused a collective", Place(self._transport.rank))
+        self._lane.submit(partial(self._leave_generation, generation, refused)).result()
+
+    def _leave_generation(self, generation: Generation, failure: TransportError | None) -> None:
+        if self.generation.number == generation.number:
+            lost = PeerLost("another rank lost a peer in a collective", Place(self._transport.rank))
+            self.recover(failure or lost)
+
+    def require_open(self) -> None:
+        """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
+        if self._lane.failure is not None:
+            self._transport.abort()
+            if isinstance(self._lane.failure, Evicted):
+                raise self._lane.failure.again() from self._lane.failure
+            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
+
+    def finish(self) -> bool:
+        """Tell the others that this rank has finished, and stay while any of them trains. On the training thread.
+
+        Return False if the store did not change for a whole timeout meanwhile.
+        """
+        self.depart("it closed its world", finished=True)
+        return self.membership.stay_while(self.membership.training)
+
+    def outlast_the_others(self) -> None:
+        """Stay until all others have closed their worlds; the process that holds the store calls it after `depart`."""
+        if self._membership is not None:
+            with suppress(CommrtError, RuntimeError):
+                self._membership.stay_while(self._membership.staying)
+
+    def depart(self, why: str, *, finished: bool = False) -> None:
+        """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
+        if self._membership is not None:
+            self._membership.depart(why, finished=finished)
+
+    def close(self) -> None:
+        """Release the store; call it after `depart`."""
+        self._reconnector.means, self._store = None, HashStore()
+        if self._membership is not None:
+            self._membership.close()
+
+
+def _log_changes(before: Generation, after: Generation, rank: int) -> None:
+    level = logging.WARNING if rank == after.ranks[0] else logging.INFO
+    for change in after.changes_since(before):
+        _log.log(level, "commrt: %s; %d ranks go on", change, len(after.members))
