@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs does beside its own: pages that live elsewhere in the repository, and the command's own help as one."""
+"""Add pages to the site that are not in docs/: files from elsewhere in the repository, and the help of `commrt`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ELSEWHERE = {
     "bench/FINDINGS.md": "findings.md",
     "kernels/README.md": "kernels.md",
 }
-"""File of the repository -> page of the site."""
+"""Page of the site, by file of the repository."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is not under docs/."""
+    """Add the pages that are not in docs/."""
     for source, page in ELSEWHERE.items():
         if files.get_file_from_path(page) is None:
             files.append(File.generated(config, page, content=(ROOT / source).read_text()))
@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links lead to pages of the site; what is no page of it, such as a program, is only named."""
+    """Point links to pages of the site; show only the text of links to other files."""
     here = page.file.src_uri
     source = next((source for source, other in ELSEWHERE.items() if other == here != "index.md"), f"docs/{here}")
 
@@ -49,16 +49,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         inside = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if inside is None:
             return text
-        kept = "" if inside == "index.md" else anchor  # the README has other headings than the page in its place
+        kept = "" if inside == "index.md" else anchor  # index.md has other headings than the README
         return f"[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{kept})"
 
     return LINK.sub(led, markdown)
 
 
 def command_page() -> str:
-    """All commands with their options, as the command itself describes them."""
-    codes = "Exit codes: 2 for bad input, 1 for bad luck, 130 for Ctrl-C."
-    parts = ["# The command", f"`commrt COMMAND --help` says the same. {codes}"]
+    """Return the page of all commands with their options, from the help of `commrt`."""
+    codes = "Exit codes: 0 success, 1 runtime failure, 2 invalid input, 130 interrupted."
+    parts = ["# The command", f"`commrt COMMAND --help` prints the same. {codes}"]
     for function in sorted((command.callback for command in app.registered_commands), key=lambda each: each.__name__):
         hints = get_type_hints(function, include_extras=True)
         rows = [_row(each, hints[each.name]) for each in signature(function).parameters.values()]
@@ -68,7 +68,7 @@ def command_page() -> str:
 
 
 def _row(parameter: Parameter, hint: Any) -> str:
-    """Of its table."""
+    """Return the row of one option or argument."""
     kind, info = get_args(hint)
     kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type)]
     offered = [str(one.value) for each in kinds if issubclass(each, Enum) for one in each]
@@ -80,7 +80,7 @@ def _row(parameter: Parameter, hint: Any) -> str:
 
 
 def _name(parameter: Parameter, info: Any) -> str:
-    """As it is typed; typer takes the first name that is declared for a default."""
+    """Return the name as a user types it. Typer takes the first declared name for a default."""
     if isinstance(info, typer.models.ArgumentInfo):
         return parameter.name.upper()
     declared = (one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str))
