@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from interleaved import spread
 from seats import Desk, cores, now_s, seated
 
-from commrt.membership.quorum import Deliberation, Outcome, Read, key
-from commrt.membership.quorum_vote import Move
+from commrt.membership.quorum import Outcome, QuorumStep, WaitFor, quorum_key
+from commrt.membership.quorum_vote import RankOperation
 
 __all__ = ["CASES", "Case", "Row", "measured"]
 
@@ -101,7 +101,7 @@ class Step:
             self._others_reduce()
         self._mark()
         self._begin_s = now_s()
-        outcome = desk.ballot.hold(self._course(), 0, self._reduce)
+        outcome = desk.ballot.run(self._course(), 0, self._reduce)
         end_s = now_s()
         if not case.is_decisive:
             self._sum_s = desk.of(self._first).recv()
@@ -112,7 +112,7 @@ class Step:
     def _mark(self) -> None:
         self._store_ms.append(self._desk.store_ms())
 
-    def _course(self) -> Deliberation:
+    def _course(self) -> QuorumStep:
         """The measured rank's, which says where it is."""
         course, answer = self._desk.table.course(MEASURED, self._number), None
         while True:
@@ -121,13 +121,13 @@ class Step:
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            if isinstance(wish, Read):
+            if isinstance(wish, WaitFor):
                 self._before_waiting(wish)
             answer = yield wish
 
-    def _before_waiting(self, read: Read) -> None:
+    def _before_waiting(self, read: WaitFor) -> None:
         """What ends the wait comes when all is at rest."""
-        if read.key == key(self._number, 0, "outcome"):
+        if read.key == quorum_key(self._number, 0, "outcome"):
             self._known_s = self._known_s or now_s()
             if not self._case.is_decisive:
                 self._tell("settle", self._first)
@@ -138,7 +138,7 @@ class Step:
         rank = told[-1]
         self._desk.of(rank).send((*told, self._desk.pids_without(rank)))
 
-    def _reduce(self, _: Move) -> bool:
+    def _reduce(self, _: RankOperation) -> bool:
         self._known_s = now_s()
         if not self._case.is_decisive:
             self._begin_s = self._desk.of(self._last).recv()
@@ -159,7 +159,7 @@ class Step:
         if outcome.members != tuple(self._members) or outcome.counts != self._case.counts:
             raise AssertionError(f"{self._case.name}: not {self._members}: {outcome}")
         if outcome.counts:
-            self._desk.ballot.tidy(self._number, 1, is_first=self._case.is_decisive)
+            self._desk.ballot.delete_old_steps(self._number, 1, is_first=self._case.is_decisive)
 
     def _times(self, end_s: float) -> Times:
         members, outcome = 1e3 * (self._known_s - self._begin_s), 1e3 * (end_s - self._sum_s)

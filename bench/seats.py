@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from commrt.membership.generations import Generation
 from commrt.membership.launcher import LOOPBACK
 from commrt.membership.membership import Membership
-from commrt.membership.quorum import Deliberation, Outcome, deliberate
-from commrt.membership.quorum_vote import Move, QuorumVote, VoteSettings
+from commrt.membership.quorum import Outcome, QuorumStep, quorum_step
+from commrt.membership.quorum_vote import QuorumVote, RankOperation, VoteSettings
 from commrt.membership.rendezvous import hold, listen
 from commrt.threads.answer import Answer
 
@@ -98,15 +98,15 @@ class Table(NamedTuple):
             store = PrefixStore(name, store)
         founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
         membership = Membership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
-        membership.found()
+        membership.generations = membership.open_generations()  # without a watcher: nobody is lost
         terms = VoteSettings(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
         ballot = QuorumVote(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms)
         counts.clear()
         return ballot
 
-    def course(self, rank: int, step: int) -> Deliberation:
+    def course(self, rank: int, step: int) -> QuorumStep:
         """What `rank` does in a step."""
-        return deliberate(rank, 0, self.needed, step, note=NOTE)
+        return quorum_step(rank, 0, self.needed, step, note=NOTE)
 
 
 def nothing() -> None:
@@ -119,8 +119,8 @@ class Others:
     def __init__(self, table: Table, ranks: Collection[int]) -> None:
         self._table = table
         self._ballots = {rank: table.seat(rank, Counter()) for rank in ranks}
-        self._courses: dict[int, Deliberation] = {}
-        self._answers: dict[int, Answer[Move | Outcome]] = {}
+        self._courses: dict[int, QuorumStep] = {}
+        self._answers: dict[int, Answer[RankOperation | Outcome]] = {}
 
     def announce(self, step: int, ranks: Sequence[int]) -> None:
         """Until each of them waits, or has to reduce."""

@@ -21,7 +21,7 @@ from commrt.membership.crash_reports import diagnose
 from commrt.membership.generations import Generation
 from commrt.membership.membership import Membership
 from commrt.membership.progress import Progress
-from commrt.membership.quorum import announced, checked
+from commrt.membership.quorum import parse_announcements, require_valid
 from commrt.membership.state_server import request_state
 from commrt.membership.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
@@ -117,7 +117,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
 @example("x@0@")
 def test_announcements_are_read_or_are_a_value_error(said):
     try:
-        checked(announced(said, 0))
+        require_valid(parse_announcements(said, 0))
     except ValueError:
         return
 

@@ -20,18 +20,18 @@ import pytest
 from commrt.membership.quorum import (
     DONE,
     FAILED,
-    VOID,
-    Again,
+    NO_MEMBERS,
     Append,
+    NextAttempt,
     Outcome,
-    Read,
+    ReadNow,
     Reduce,
-    Settle,
-    Survey,
-    announced,
-    deliberate,
-    first,
-    key,
+    SetOnce,
+    WaitFor,
+    choose_members,
+    parse_announcements,
+    quorum_key,
+    quorum_step,
 )
 
 DIES = 0.02
@@ -76,7 +76,7 @@ class Model:
     births: int = 0
     suspicions: int = 0
     voids: int = 0
-    rule: object = deliberate
+    rule: object = quorum_step
     first_knows: bool = True
     """For the first member a reduction goes well only if all others have the sum."""
     moments: dict = field(default_factory=dict, repr=False)
@@ -91,7 +91,7 @@ class Model:
         outcomes = {}
         for step in range(begin, self.steps):
             if self.births:
-                generation = yield Again(generation)
+                generation = yield NextAttempt(generation)
             course, answer = self.rule(rank, generation, self.needed, step), None
             while step not in outcomes:
                 try:
@@ -100,7 +100,7 @@ class Model:
                     outcomes[step] = end.value
                 else:
                     answer = yield wish
-                    generation = answer if isinstance(wish, Again) else generation
+                    generation = answer if isinstance(wish, NextAttempt) else generation
         return outcomes
 
     def at(self, state, rank):
@@ -124,7 +124,7 @@ class Model:
         return moment
 
     def after(self, life, moment, answer):
-        generation = answer if isinstance(moment.wish, Again) else moment.generation
+        generation = answer if isinstance(moment.wish, NextAttempt) else moment.generation
         try:
             wish = life.send(answer)
         except StopIteration as end:
@@ -158,7 +158,7 @@ class Model:
     def unseen(self, state, rank):
         """The state after `rank` has read what stands for ever, and is still in the same step; None if it does not."""
         wish, step, *_ = self.at(state, rank)
-        said = dict(state.store).get(wish.key) if isinstance(wish, Read) else None
+        said = dict(state.store).get(wish.key) if isinstance(wish, WaitFor) else None
         after = None if said is None else state.with_answer(rank, said)
         return after if after is not None and self.at(after, rank).step == step else None
 
@@ -183,14 +183,14 @@ class Model:
         if isinstance(wish, Append):
             store[wish.key] = store.get(wish.key, "") + wish.word
             yield state.with_answer(rank, None, store=frozenset(store.items()))
-        elif isinstance(wish, Settle):
+        elif isinstance(wish, SetOnce):
             stands = store.setdefault(wish.key, wish.value)
             yield state.with_answer(rank, stands, store=frozenset(store.items()))
-        elif isinstance(wish, Survey):
+        elif isinstance(wish, ReadNow):
             yield state.with_answer(rank, tuple(store.get(name, "0") for name in wish.keys))
-        elif isinstance(wish, Again):
+        elif isinstance(wish, NextAttempt):
             yield state.with_answer(rank, max(wish.generation, state.called))
-        elif isinstance(wish, Read):
+        elif isinstance(wish, WaitFor):
             yield from self.read(state, rank, wish, store)
         elif isinstance(wish, Reduce):
             yield from self.reductions(state, rank, wish, store)
@@ -204,13 +204,13 @@ class Model:
                 yield replace(state, store=state.store | {(wish.key, FAILED)})
         else:
             generation = self.at(state, rank).generation
-            order = announced(store[key(wish.step, wish.attempt, "announced")], generation)
+            order = parse_announcements(store[quorum_key(wish.step, wish.attempt, "announced")], generation)
             if len(order) >= self.needed:  # who came last may have died before it said so
-                yield replace(state, store=state.store | {(wish.key, first(order, self.needed))})
+                yield replace(state, store=state.store | {(wish.key, choose_members(order, self.needed))})
             elif state.called > generation:
-                yield replace(state, store=state.store | {(wish.key, VOID)})
+                yield replace(state, store=state.store | {(wish.key, NO_MEMBERS)})
             elif state.voids < self.voids:
-                yield replace(state, store=state.store | {(wish.key, VOID)}, voids=state.voids + 1)
+                yield replace(state, store=state.store | {(wish.key, NO_MEMBERS)}, voids=state.voids + 1)
 
     def reductions(self, state, rank, wish, store):
         """It goes well only if all have come to it, for the first member if all others are through.
@@ -218,7 +218,7 @@ class Model:
         It goes badly only if one is gone, gave up, or is suspected.
         """
         place, generation = (wish.step, wish.attempt), self.at(state, rank).generation
-        settled = store[key(wish.step, wish.attempt, "members")].split()
+        settled = store[quorum_key(wish.step, wish.attempt, "members")].split()
         assert {word.split("@")[1] for word in settled} == {str(generation)}, "through connections that it has not"
         others = [member for member in wish.members if member != rank]
         if rank == wish.members[0] and self.first_knows:
@@ -338,12 +338,12 @@ def test_in_orders_drawn_at_random_too_where_other_processes_take_the_places_of_
 
 def without_waiting_for_done(rank, generation, needed, step):
     """As `deliberate`, but a member that has the sum uses it at once."""
-    course = deliberate(rank, generation, needed, step)
+    course = quorum_step(rank, generation, needed, step)
     wish = next(course)
     while True:
         answer = yield wish
         if isinstance(wish, Reduce) and answer:
-            yield Settle(key(step, wish.attempt, "outcome"), DONE if rank == wish.members[0] else "")
+            yield SetOnce(quorum_key(step, wish.attempt, "outcome"), DONE if rank == wish.members[0] else "")
             return Outcome(wish.members, True, wish.attempt)
         try:
             wish = course.send(answer)
@@ -353,16 +353,16 @@ def without_waiting_for_done(rank, generation, needed, step):
 
 def without_a_gradient_for_another_attempt(rank, generation, needed, step):
     """As `deliberate`, but a member has used its gradient when the attempt fails, and can announce it no more."""
-    course = deliberate(rank, generation, needed, step)
+    course = quorum_step(rank, generation, needed, step)
     wish, had_sum = next(course), False
-    while not (had_sum and isinstance(wish, Again)):
+    while not (had_sum and isinstance(wish, NextAttempt)):
         answer = yield wish
         had_sum = had_sum or (isinstance(wish, Reduce) and answer)
         try:
             wish = course.send(answer)
         except StopIteration as end:
             return end.value
-    yield Read("never", step, wish.generation, (rank,))
+    yield WaitFor("never", step, wish.generation, (rank,))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the quorum protocol (`commrt.membership.quorum`) on the store, and look after the ranks that a step waits for.
+"""Run the quorum protocol (`commrt.membership.quorum`) on the store, and probe the ranks that a step waits for.
 
-A thread with its own connection does what waits for the store. Its questions are never taken back: a rank that stops
-waiting settles what it waits for.
+A thread with its own connection executes the operations that wait for the store. Nothing cancels them: a rank that
+stops waiting writes the key for which it waits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from commrt.membership.generations import Loss
 from commrt.membership.membership import Membership
 from commrt.membership.quorum import (
     FAILED,
-    FLOOR,
-    VOID,
-    Again,
+    NO_MEMBERS,
+    OLDEST_STEP,
     Append,
-    Deliberation,
+    NextAttempt,
+    Operation,
     Outcome,
-    Read,
+    QuorumStep,
+    ReadNow,
     Reduce,
-    Settle,
-    Survey,
-    Wish,
-    announced,
-    checked,
-    first,
-    key,
+    SetOnce,
+    WaitFor,
+    choose_members,
+    parse_announcements,
+    quorum_key,
+    require_valid,
 )
 from commrt.membership.store_client import (
     MALFORMED,
@@ -54,100 +54,104 @@ from commrt.threads.patience import Patience
 
 __all__ = ["QuorumVote", "VoteSettings"]
 
-LOOK_S, LOOK_MOST_S = 0.1, 1.0
-"""Between two looks at the ranks that a step waits for, first and at most."""
-LONG = timedelta(days=7)
-KEPT = 64
-"""Steps of which the store knows everything; a rank that is farther behind was late."""
-TIDIED = 16
-"""Steps that are forgotten together."""
+PROBE_S, PROBE_MOST_S = 0.1, 1.0
+"""Between two probes of the ranks that a step waits for: first, and at most."""
+STORE_WAIT = timedelta(days=7)
+KEPT_STEPS = 64
+"""The store keeps the keys of so many steps; a rank that is farther behind was late."""
+DELETED_STEPS = 16
+"""Steps whose keys are deleted together."""
 
 T = TypeVar("T")
-Move = Reduce | Again
-"""What the lane does."""
+RankOperation = Reduce | NextAttempt
+"""Operations that the communication thread executes."""
 
 
 class VoteSettings(NamedTuple):
-    """What does not change from step to step."""
+    """What stays the same from step to step."""
 
     rank: int
     ranks: int
     needed: int
     timeout_s: Callable[[], float]
     require_open: Callable[[], None]
-    """Called now and then; raises if this rank has given up."""
+    """Called regularly; raises if this rank has given up."""
     is_called: Callable[[], bool]
-    """True if the others form a new generation, and wait for this rank."""
+    """Returns True if the others form a new generation, and wait for this rank."""
     membership: Membership
 
 
 class QuorumVote:
-    """The steps of one model, on a store of their own."""
+    """Votes on the steps of one model; `store` is a prefix of their own."""
 
     def __init__(self, store: Store, settings: VoteSettings) -> None:
         self._store, self._settings = store, settings
-        self._clerk = _Clerk(store, f"commrt-rank{settings.rank}-quorum")
+        self._store_thread = _StoreThread(store, f"commrt-rank{settings.rank}-quorum")
         self._attempts: dict[int, int] = {}  # of latest steps, how many there were
         self.is_over = False
-        """Too few ranks train for the step that is held."""
-        self._was_over = False  # for the one before
-        self._asked_s, self._asking = -1.0, Patience(0.0)  # with the clerk's latest question
-        self._asked(lambda: store.compare_set(FLOOR, "", "0"))
+        """True if too few ranks train for the latest step."""
+        self._was_over = False  # in the step before
+        self._asked_s, self._asking = -1.0, Patience(0.0)  # of the store thread's latest operation
+        self._asked(lambda: store.compare_set(OLDEST_STEP, "", "0"))
 
-    def hold(self, deliberation: Deliberation, generation: int, move: Callable[[Move], Any]) -> Outcome:
-        """How `deliberation`, which begins in `generation`, ends; `move` does what is not for the store. On the lane.
+    def run(self, quorum_step: QuorumStep, generation: int, execute: Callable[[RankOperation], Any]) -> Outcome:
+        """Run `quorum_step` from `generation` on, and return its outcome. On the communication thread.
 
-        Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few come, and what `move` raises.
+        `execute` runs the operations that are not for the store. Raises `QuorumLost` if too few ranks are left,
+        `DeadlineExceeded` if too few announce, and what `execute` raises.
         """
         self._was_over, self.is_over = self.is_over, False
-        wish = self._awaited(self._clerk.resume(deliberation, None), generation)
-        while not isinstance(wish, Outcome):
-            answer = move(wish)
-            if isinstance(wish, Again):
+        operation = self._await(self._store_thread.resume(quorum_step, None), generation)
+        while not isinstance(operation, Outcome):
+            answer = execute(operation)
+            if isinstance(operation, NextAttempt):
                 generation = answer
-            wish = self._awaited(self._clerk.resume(deliberation, answer), generation)
-        return wish
+            operation = self._await(self._store_thread.resume(quorum_step, answer), generation)
+        return operation
 
-    def _awaited(self, answer: Answer[Move | Outcome], generation: int) -> Move | Outcome:
+    def _await(self, answer: Answer[RankOperation | Outcome], generation: int) -> RankOperation | Outcome:
         patience = Patience(self._settings.timeout_s())
-        for pause_s in _pauses(LOOK_S / 20 if self._was_over else LOOK_S, min(LOOK_MOST_S, patience.most_s)):
+        for pause_s in _pauses(PROBE_S / 20 if self._was_over else PROBE_S, min(PROBE_MOST_S, patience.most_s)):
             with suppress(TimeoutError):
                 answer.error(pause_s)
             if answer.given:
                 break
-            self._look(patience.waited_s, generation)
+            self._check(patience.waited_s, generation)
         try:
             return answer.result()
         except DistNetworkError as error:
             what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
             raise PeerLost(what, Place(rank=self._settings.rank, peer=0)) from error
 
-    def _look(self, waited_s: float, generation: int) -> None:
-        read = self._clerk.waits_for
+    def _check(self, waited_s: float, generation: int) -> None:
+        read = self._store_thread.waits_for
         try:
             self._settings.require_open()
             if read is not None and read.members:
-                self._look_after(read, waited_s)
+                self._check_members(read, waited_s)
             elif read is not None:
-                self._look_for_more(read, waited_s, generation)
+                self._check_announcements(read, waited_s, generation)
             elif self._is_unanswered():
                 limit_s = self._settings.timeout_s() + STORE_ANSWER_S
                 what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
                 raise DeadlineExceeded(what, Place(rank=self._settings.rank, peer=0))  # noqa: TRY301  # as the others
         except BaseException:
-            if read is not None:  # or the clerk would wait for ever
+            if read is not None:  # or the store thread would wait for ever
                 with suppress(Exception):
-                    self._settle(read, FAILED if read.members else VOID)
+                    self._settle(read, FAILED if read.members else NO_MEMBERS)
             raise
 
     def _is_unanswered(self) -> bool:
-        """True if the store owes an answer for too long."""
-        if self._asked_s != self._clerk.asked_s:
-            self._asked_s, self._asking = self._clerk.asked_s, Patience(self._settings.timeout_s() + STORE_ANSWER_S)
+        """Return True if the store has not answered within its time."""
+        if self._asked_s != self._store_thread.asked_s:
+            self._asked_s, self._asking = (
+                self._store_thread.asked_s,
+                Patience(self._settings.timeout_s() + STORE_ANSWER_S),
+            )
         return self._asking.left_s <= 0
 
-    def _look_after(self, read: Read, waited_s: float) -> None:
-        """The members of a reduction: each looks after the next, so that all are looked after and nobody by all."""
+    def _check_members(self, read: WaitFor, waited_s: float) -> None:
+        """Probe the next member of the reduction: each member probes one, so that all are probed."""
         following = self._settings.membership.next_member(read.members)
         is_lost = self._settings.is_called() or self._is_gone(following)
         if is_lost or waited_s > self._settings.timeout_s():
@@ -157,23 +161,23 @@ class QuorumVote:
         members = self._settings.membership.generation.members
         return rank not in members or self._settings.membership.processes.is_gone(rank, members[rank])
 
-    def _look_for_more(self, read: Read, waited_s: float, generation: int) -> None:
-        """Ranks that have not announced a gradient."""
-        written = key(read.step, read.attempt, "announced")
+    def _check_announcements(self, read: WaitFor, waited_s: float, generation: int) -> None:
+        """Check whether enough ranks have announced, or still can."""
+        written = quorum_key(read.step, read.attempt, "announced")
         said = self._asked(lambda: self._store.get(written))
-        words = parse(written, said, lambda each: checked(announced(each.decode(), generation)))
+        words = parse(written, said, lambda each: require_valid(parse_announcements(each.decode(), generation)))
         if len(words) >= self._settings.needed:  # the last of them died before it could say so
-            self._settle(read, first(words, self._settings.needed))
+            self._settle(read, choose_members(words, self._settings.needed))
         elif self._settings.is_called():
-            self._settle(read, VOID)
+            self._settle(read, NO_MEMBERS)
         else:
-            self._count_on({word.rank for word in words}, read, waited_s)
+            self._end_if_too_few({word.rank for word in words}, read, waited_s)
 
-    def _count_on(self, here: Collection[int], read: Read, waited_s: float) -> None:
-        """End the attempt if too few ranks train: the others wait in a collective, or have finished.
+    def _end_if_too_few(self, here: Collection[int], read: WaitFor, waited_s: float) -> None:
+        """End the attempt if too few ranks train because the others wait in a collective, or have finished.
 
-        Ranks in a collective wait for this one no longer than the timeout. So while there are any, a step that waits
-        for more than half of that is over too, and so are the steps after it that find too few gradients at once.
+        Ranks in a collective wait for this one no longer than the timeout. So while there are any, this step ends after
+        half of the timeout, and the steps after it end at once if they find too few gradients.
         """
         membership = self._settings.membership
         waiting = membership.waiting(membership.generation)
@@ -182,7 +186,7 @@ class QuorumVote:
         is_late = bool(waiting) and (self._was_over or waited_s > self._settings.timeout_s() / 2)
         if len(here) + len(absent.silent) < self._settings.needed or is_late:
             self.is_over = True
-            self._settle(read, VOID)
+            self._settle(read, NO_MEMBERS)
         elif waited_s > self._settings.timeout_s():
             silent = list(absent.silent)
             what = (
@@ -202,26 +206,26 @@ class QuorumVote:
             )
             raise QuorumLost(what, Place(self._settings.rank, ranks[0], step))
 
-    def tidy(self, step: int, attempts: int, *, is_first: bool) -> None:
-        """Forget what nobody needs any more, without waiting; by all members of `step`, whose first tells the store."""
+    def delete_old_steps(self, step: int, attempts: int, *, is_first: bool) -> None:
+        """Delete the keys of old steps, without waiting; all members of `step` call it, and the first one deletes."""
         self._attempts[step] = attempts
-        if step % TIDIED == 0 and step >= KEPT:
-            floor = step - KEPT
-            old = range(max(floor - TIDIED, 0), floor)
+        if step % DELETED_STEPS == 0 and step >= KEPT_STEPS:
+            oldest = step - KEPT_STEPS
+            old = range(max(oldest - DELETED_STEPS, 0), oldest)
             words = [(each, attempt) for each in old for attempt in range(self._attempts.get(each, 1))]
-            self._attempts = {known: count for known, count in self._attempts.items() if known >= floor}
+            self._attempts = {known: count for known, count in self._attempts.items() if known >= oldest}
             if is_first:
-                self._clerk.do(lambda store: _forget(store, floor, words))
+                self._store_thread.do(lambda store: _delete_steps(store, oldest, words))
 
-    def _settle(self, read: Read, value: str) -> None:
+    def _settle(self, read: WaitFor, value: str) -> None:
         self._asked(lambda: set_once(self._store, read.key, value))
 
     def _asked(self, question: Callable[[], T]) -> T:
         return call_store(question, self._settings.timeout_s() + STORE_ANSWER_S, self._settings.rank)
 
     def close(self) -> None:
-        """No more steps."""
-        self._clerk.close()
+        """Release the store thread; there are no more steps."""
+        self._store_thread.close()
 
 
 def _pauses(pause_s: float, most_s: float) -> Iterator[float]:
@@ -230,84 +234,84 @@ def _pauses(pause_s: float, most_s: float) -> Iterator[float]:
         pause_s = min(1.5 * pause_s, most_s)
 
 
-def _forget(store: Store, floor: int, words: Collection[tuple[int, int]]) -> None:
-    store.set(FLOOR, str(floor))
+def _delete_steps(store: Store, oldest: int, words: Collection[tuple[int, int]]) -> None:
+    store.set(OLDEST_STEP, str(oldest))
     for step, attempt in words:
-        store.delete_key(key(step, attempt, "announced"))
+        store.delete_key(quorum_key(step, attempt, "announced"))
         for what in ("members", "outcome"):
-            delete_once(store, key(step, attempt, what))
+            delete_once(store, quorum_key(step, attempt, what))
 
 
-class _Clerk:
-    """A thread that asks the store, on a connection of its own."""
+class _StoreThread:
+    """A thread that executes operations on the store, on a connection of its own."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = clone_connection(store)
         if self._store is not store:
-            self._store.set_timeout(LONG)
+            self._store.set_timeout(STORE_WAIT)
         self.asked_s = monotonic()
-        """When it asked last."""
-        self.waits_for: Read | None = None
-        """The question that nobody can answer yet."""
+        """When its latest operation began."""
+        self.waits_for: WaitFor | None = None
+        """The operation whose key is not written yet."""
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def resume(self, deliberation: Deliberation, answer: object) -> Answer[Move | Outcome]:
-        """Go on with `deliberation` up to where the lane is needed."""
-        end: Answer[Move | Outcome] = Answer()
-        self._tasks.put(lambda: self._go_on(deliberation, answer, end))
+    def resume(self, quorum_step: QuorumStep, answer: object) -> Answer[RankOperation | Outcome]:
+        """Run `quorum_step` up to the next operation for the communication thread; return a future of it."""
+        end: Answer[RankOperation | Outcome] = Answer()
+        self._tasks.put(lambda: self._advance(quorum_step, answer, end))
         return end
 
     def do(self, task: Callable[[Store], None]) -> None:
-        """Something that nobody waits for."""
+        """Run `task`, for whose end nobody waits."""
         self._tasks.put(lambda: task(self._store))
 
     def close(self) -> None:
-        """Finish, and end."""
+        """Run what was submitted, then end the thread."""
         self._tasks.put(None)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            with suppress(RuntimeError):  # the store is gone: who needs an answer will learn it
+            with suppress(RuntimeError):  # the store is gone: the thread that waits for an answer sees it
                 task()
 
-    def _go_on(self, deliberation: Deliberation, answer: object, end: Answer[Move | Outcome]) -> None:
+    def _advance(self, quorum_step: QuorumStep, answer: object, end: Answer[RankOperation | Outcome]) -> None:
         try:
-            end.give(self._next_move(deliberation, answer))
+            end.give(self._next_rank_operation(quorum_step, answer))
         except BaseException as error:
             end.fail(error)
 
-    def _next_move(self, deliberation: Deliberation, answer: object) -> Move | Outcome:
+    def _next_rank_operation(self, quorum_step: QuorumStep, answer: object) -> RankOperation | Outcome:
         try:
             while True:
-                wish = self._next_wish(deliberation, answer)
-                if isinstance(wish, Reduce | Again):
-                    return wish
-                answer = self._answer(wish)
+                operation = self._next_operation(quorum_step, answer)
+                if isinstance(operation, Reduce | NextAttempt):
+                    return operation
+                answer = self._answer(operation)
         except StopIteration as end:
             outcome: Outcome = end.value
             return outcome
 
     @staticmethod
-    def _next_wish(deliberation: Deliberation, answer: object) -> Wish:
+    def _next_operation(quorum_step: QuorumStep, answer: object) -> Operation:
         try:
-            return deliberation.send(answer)
+            return quorum_step.send(answer)
         except MALFORMED as error:
             raise malformed("an announcement", str(answer)) from error
 
-    def _answer(self, wish: Append | Settle | Survey | Read) -> object:
+    def _answer(self, operation: Append | SetOnce | ReadNow | WaitFor) -> object:
         store, self.asked_s = self._store, monotonic()
-        match wish:
+        match operation:
             case Append():
-                return store.append(wish.key, wish.word)  # type: ignore[attr-defined]  # torch's stub is behind
-            case Settle():
-                return set_once(store, wish.key, wish.value)
-            case Survey():
-                return [said.decode(errors="replace") for said in store.multi_get(list(wish.keys))]
-            case Read():
-                return self._read(wish)
+                return store.append(operation.key, operation.word)  # type: ignore[attr-defined]  # torch's stub is behind
+            case SetOnce():
+                return set_once(store, operation.key, operation.value)
+            case ReadNow():
+                return [said.decode(errors="replace") for said in store.multi_get(list(operation.keys))]
+            case WaitFor():
+                return self._read(operation)
 
-    def _read(self, read: Read) -> str:
+    def _read(self, read: WaitFor) -> str:
         self.waits_for = read
         try:
             while True:
@@ -315,7 +319,7 @@ class _Clerk:
                     return self._store.get(read.key).decode(errors="replace")
                 except DistNetworkError:
                     raise
-                except RuntimeError:  # a store that is not ours alone has a limit of its own
+                except RuntimeError:  # a store that others share may have a limit of its own
                     continue
         finally:
             self.waits_for = None

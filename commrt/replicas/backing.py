@@ -15,8 +15,8 @@ from torch import nn
 
 from commrt.algorithms import tree
 from commrt.errors import UsageError
-from commrt.membership.quorum import Outcome, Reduce, deliberate
-from commrt.membership.quorum_vote import Move, QuorumVote
+from commrt.membership.quorum import Outcome, Reduce, quorum_step
+from commrt.membership.quorum_vote import QuorumVote, RankOperation
 from commrt.membership.store_client import parse, require
 from commrt.model.gate import Gate
 from commrt.model.state import flatten, restore, unread_buffers
@@ -223,9 +223,9 @@ class Backing:
         generation = elastic.be_in(0)
         attempt = self._attempts[1] if self._attempts[0] == step else 0
         note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}:{self._late_s:.4f}"
-        course = deliberate(self._world.rank, generation, self._needed, step, attempt, note)
+        course = quorum_step(self._world.rank, generation, self._needed, step, attempt, note)
         try:
-            outcome = self.ballot.hold(course, generation, lambda wish: self._move(wish, running))
+            outcome = self.ballot.run(course, generation, lambda wish: self._move(wish, running))
         finally:
             self._engine.members = tuple(self._world.members)
         if outcome.counts:
@@ -237,9 +237,9 @@ class Backing:
         with within_range(self._world.recorder, "unpack"):
             for bucket in self._engine.buckets:
                 bucket.unpack()
-        self.ballot.tidy(self.version, outcome.attempt + 1, is_first=outcome.members[0] == self._world.rank)
+        self.ballot.delete_old_steps(self.version, outcome.attempt + 1, is_first=outcome.members[0] == self._world.rank)
 
-    def _move(self, wish: Move, running: _Pass) -> bool | int | None:
+    def _move(self, wish: RankOperation, running: _Pass) -> bool | int | None:
         if isinstance(wish, Reduce):
             return self._reduce(wish, running)
         generation = self._world.elastic.be_in(wish.generation)
