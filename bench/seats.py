@@ -151,11 +151,11 @@ class Others:
         return begin_s
 
     def _resume(self, rank: int, answer: object) -> None:
-        self._answers[rank] = self._ballots[rank]._clerk.resume(self._courses[rank], answer)
+        self._answers[rank] = self._ballots[rank]._store_thread.resume(self._courses[rank], answer)
 
     def _wait(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            while not self._answers[rank].given and self._ballots[rank]._clerk.waits_for is None:
+            while not self._answers[rank].given and self._ballots[rank]._store_thread.waits_for is None:
                 time.sleep(QUIET_S)
 
     def end(self, step: int, _: object) -> None:
@@ -165,7 +165,7 @@ class Others:
         if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
             raise AssertionError(f"step {step} ended in several ways: {ends}")
         for rank in ends.keys() & set(members):
-            self._ballots[rank].tidy(step, 1, is_first=rank == members[0])
+            self._ballots[rank].delete_old_steps(step, 1, is_first=rank == members[0])
 
 
 def keep_store(pipe: Connection, on: Collection[int]) -> None:
