@@ -23,7 +23,7 @@ import torch
 from striking import MOST_S, Blow, Struck, backward, drained, network, reference_holds
 
 import commrt
-from commrt.testing.processes import AGAIN, run_processes
+from commrt.testing.processes import RESTART, run_processes
 
 __all__ = ["Voyage", "sail"]
 
@@ -127,7 +127,7 @@ def sail(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Voya
     def on_message(_: int, message: Any, process: BaseProcess) -> str | None:
         if message == "replace":
             process.kill()
-            return AGAIN
+            return RESTART
         return None
 
     ends = run_processes(ranks, work, backups, deaths, timeout_s, limit_s=60.0 + 4.0 * deaths, on_message=on_message)

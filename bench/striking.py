@@ -34,7 +34,7 @@ import commrt
 from commrt.replicas.engine import Engine
 from commrt.replicas.replica import Replica
 from commrt.schedule import Algorithm
-from commrt.testing.processes import AGAIN, Outcome, run_processes
+from commrt.testing.processes import RESTART, Outcome, run_processes
 
 __all__ = ["Blow", "Course", "reference_holds", "struck", "work"]
 
@@ -252,7 +252,7 @@ def struck(
     def on_message(_: int, message: Any, process: BaseProcess) -> bool | str | None:
         if message in {"kill", "replace"}:
             process.kill()
-            return AGAIN if message == "replace" else True
+            return RESTART if message == "replace" else True
         if message == "stop" and process.pid is not None:
             os.kill(process.pid, signal.SIGSTOP)
             threading.Timer(stop_s, os.kill, (process.pid, signal.SIGCONT)).start()

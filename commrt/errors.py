@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error commrt raises on purpose.
+"""The errors that commrt raises.
 
 ::
 
     CommrtError
     ├── UsageError                 an argument or a call that cannot work; nothing was sent
-    ├── ScheduleError              a schedule that is malformed or does not keep its promise
-    ├── DisagreementError          ranks came with different schedules, layouts or settings
-    └── TransportError             a transfer did not happen; carries rank, peer, step, bucket, hop
-        ├── DeadlineExceeded       the peer is alive, as far as we know, but did not deliver in time
-        ├── PeerLost               the connection to the peer broke: its process is gone
-        ├── SizeMismatch           two ends of one transfer disagree about its size
-        ├── TransportClosed        this side closed the transport, or an earlier error did
+    ├── ScheduleError              a schedule that is malformed or does not do what it promises
+    ├── DisagreementError          ranks have different schedules, layouts, settings or calls
+    └── TransportError             a transfer failed; has rank, peer, step, bucket, hop, nbytes
+        ├── DeadlineExceeded       a peer that may be alive did not respond in time
+        ├── PeerLost               the connection to a peer broke: its process is gone
+        ├── SizeMismatch           the two ends of a transfer disagree about its size
+        ├── TransportClosed        this rank closed the transport, or an earlier error did
         ├── Evicted                the other ranks go on without this process
-        └── QuorumLost             fewer ranks are left than gradients are needed for a step
+        └── QuorumLost             fewer ranks are left than a step needs
 
 A message says what happened, what was expected, and what to do. ``UsageError`` is a ``ValueError`` and
-``DeadlineExceeded`` a ``TimeoutError``, so code that knows nothing of commrt can still catch them.
+``DeadlineExceeded`` a ``TimeoutError``, so code that does not import commrt can catch them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class CommrtError(Exception):
-    """Root of the tree."""
+    """The base class of all errors of commrt."""
 
 
 class UsageError(CommrtError, ValueError):
@@ -48,21 +48,21 @@ class UsageError(CommrtError, ValueError):
 
 
 class ScheduleError(CommrtError):
-    """A schedule that is malformed or does not keep its promise; the message is the counter-example."""
+    """A schedule that is malformed or does not do what it promises; the message has the counter-example."""
 
 
 class DisagreementError(CommrtError):
-    """Ranks came to the same place with different schedules, bucket layouts or settings."""
+    """Ranks have different schedules, bucket layouts, settings or calls at the same point of the program."""
 
     def __init__(self, what: str, about: str | None = None) -> None:
         self.about = about
-        """The name of the first thing in which they differ, where it has one."""
+        """The name of the first field that differs, if it has one."""
         super().__init__(what)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the run a transfer belongs; unknown fields are None."""
+    """Where in the run an error happened; unknown fields are None."""
 
     rank: int | None = None
     peer: int | None = None
@@ -77,13 +77,13 @@ class Place:
 
 
 class TransportError(CommrtError):
-    """A transfer did not happen. `place` says which: rank, peer, step, bucket, hop, nbytes."""
+    """A transfer failed. `place` has its rank, peer, step, bucket, hop and nbytes, as far as they are known."""
 
     def __init__(self, what: str, place: Place | None = None) -> None:
         self.what = what
         self.place = place or Place()
         self.elsewhere = ""
-        """What the ranks saw that this one was waiting for, if it could be learned."""
+        """What the peers reported for which this rank was waiting, if anything."""
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -93,25 +93,25 @@ class TransportError(CommrtError):
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
-    """A peer did not deliver or take a transfer before the deadline; it may be slow, stopped or elsewhere."""
+    """A peer did not respond before the deadline; it may be slow, stopped or busy with something else."""
 
 
 class PeerLost(TransportError):
-    """The connection to a peer broke. Its process most likely ended: look at that rank's own output."""
+    """The connection to a peer broke. Most likely its process ended: look at that rank's output."""
 
 
 class SizeMismatch(TransportError):
-    """The two ends of one transfer disagree about its size: the ranks do not run the same program."""
+    """The two ends of a transfer disagree about its size: the ranks do not run the same program."""
 
 
 class TransportClosed(TransportError):
-    """The transport was closed by this side, or shut down after an earlier error (see ``__cause__``)."""
+    """This rank closed the transport, or an earlier error did (see ``__cause__``)."""
 
 
 class Evicted(TransportError):
-    """The other ranks go on without this process, because it missed a deadline. End it; the launcher may restart it.
+    """The other ranks go on without this process, because it missed a deadline. End it; a launcher may start it again.
 
-    `generation` is the number of the generation that this process is no member of, `by` the rank that found it late
+    `generation` is the number of the generation that goes on without this process, `by` the rank that found it late
     (None if another process has this rank's place now).
     """
 
@@ -126,9 +126,9 @@ class Evicted(TransportError):
         )
 
     def again(self) -> Evicted:
-        """The same error, for the next call that it ends."""
+        """Return the same error for the next call, with a traceback of its own."""
         return Evicted(self._why, self.place, self.generation, self.by)
 
 
 class QuorumLost(TransportError):
-    """With backup workers: fewer ranks are left than gradients are needed for a step."""
+    """Fewer ranks are left than backup workers need gradients for a step."""

@@ -10,7 +10,7 @@ import pytest
 import successions
 
 import commrt
-from commrt.testing.processes import AGAIN, run_processes
+from commrt.testing.processes import RESTART, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from churning import sail
@@ -42,7 +42,7 @@ def test_the_process_that_holds_the_store_waits_for_those_who_still_train_howeve
 
 def killed(_, message, process):
     process.kill()
-    return AGAIN if message == "replace" else True
+    return RESTART if message == "replace" else True
 
 
 @pytest.mark.parametrize("dies_at", [9, 11])

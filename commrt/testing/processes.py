@@ -21,16 +21,16 @@ from torch.distributed import Store
 from commrt.membership.launcher import LOOPBACK
 from commrt.membership.rendezvous import hold, listen
 
-__all__ = ["AGAIN", "Outcome", "free_port", "run_processes"]
+__all__ = ["RESTART", "Outcome", "free_port", "run_processes"]
 
 IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.attaching"]
 Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
-AGAIN = "again"
+RESTART = "restart"
 OnMessage = Callable[[int, Any, BaseProcess], bool | str | None]
-"""Called with (rank, message, process); True if nothing more is expected of that rank, `AGAIN` if another process is to
-take its place."""
-Begin = Callable[[int], tuple[BaseProcess, Connection]]
+"""Called with (rank, message, process). Returns True if the rank needs not end by itself, `RESTART` to start another
+process in its place."""
+StartRank = Callable[[int], tuple[BaseProcess, Connection]]
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ def run_processes(
     """Start `size` processes with torchrun's variables set, each calling ``body(tell, *args)``.
 
     `body` must be importable by a new process. What it passes to ``tell(message)`` arrives here while it runs:
-    `on_message` is called with the rank, the message and the process (to kill or stop it). Processes that are
-    left after `limit_s` are killed; nothing of theirs survives this call.
+    `on_message` is called with the rank, the message and the process (to kill or stop it). Processes that still run
+    after `limit_s` are killed; none survives this call.
 
     With `holds_store` this process holds their store, as torchrun's agent does, so that rank 0 may die like any other.
 
@@ -70,7 +70,7 @@ def run_processes(
     context = _context(start)
     port, store = _store() if holds_store else (free_port(), None)
 
-    def begin(rank: int) -> tuple[BaseProcess, Connection]:
+    def start_rank(rank: int) -> tuple[BaseProcess, Connection]:
         ours, theirs = context.Pipe(duplex=False)
         given = _environment(rank, size, port, store is not None), theirs, limit_s, body, args
         process = context.Process(target=_child, args=given, daemon=True)
@@ -78,12 +78,12 @@ def run_processes(
         theirs.close()
         return process, ours
 
-    crew = [begin(rank) for rank in range(size)]
+    processes = [start_rank(rank) for rank in range(size)]
     outcomes = [Outcome(rank) for rank in range(size)]
     try:
-        _listen(crew, begin, outcomes, monotonic() + limit_s, on_message)
+        _listen(processes, start_rank, outcomes, monotonic() + limit_s, on_message)
     finally:
-        _end([process for process, _ in crew], outcomes)
+        _end([process for process, _ in processes], outcomes)
     return outcomes
 
 
@@ -96,7 +96,7 @@ def _context(start: Start) -> ForkServerContext | SpawnContext:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -109,7 +109,7 @@ def _store() -> tuple[int, Store]:
 
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
-    """This process's as it is now, which a forked one does not see, with a launcher's variables."""
+    """Return the environment of this process as it is now, with a launcher's variables; a forked one sees an older one."""
     launcher = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
     if store_exists:
         launcher["TORCHELASTIC_USE_AGENT_STORE"] = True
@@ -117,14 +117,14 @@ def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[st
 
 
 def _child(environment: dict[str, str], pipe: Connection, limit_s: float, body: Body, args: Sequence[Any]) -> None:
-    faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs, before it is killed
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # shows where it hangs, before it is killed
     os.environ.clear()
     os.environ.update(environment)
     begin = monotonic()
     try:
         value = body(lambda message: pipe.send(("message", message, 0.0)), *args)
         pipe.send(("value", value, monotonic() - begin))
-    except Exception as error:  # it is told to the parent, whatever it is
+    except Exception as error:  # the parent is told, whatever it is
         text = f"{type(error).__name__}: {error}"
         pipe.send(("error", text, monotonic() - begin))
         traceback.print_exc()
@@ -132,29 +132,29 @@ def _child(environment: dict[str, str], pipe: Connection, limit_s: float, body: 
 
 
 def _listen(
-    crew: list[tuple[BaseProcess, Connection]],
-    begin: Begin,
+    processes: list[tuple[BaseProcess, Connection]],
+    start_rank: StartRank,
     outcomes: list[Outcome],
     deadline: float,
     on_message: OnMessage | None,
 ) -> None:
-    unfinished = {rank: pipe for rank, (_, pipe) in enumerate(crew)}
+    unfinished = {rank: pipe for rank, (_, pipe) in enumerate(processes)}
     while unfinished and (left := deadline - monotonic()) > 0:
         ready = wait(unfinished.values(), timeout=left)
         for rank in [rank for rank, pipe in unfinished.items() if pipe in ready]:
-            process, pipe = crew[rank]
+            process, pipe = processes[rank]
             try:
                 kind, content, seconds = pipe.recv()
             except (EOFError, ConnectionResetError):
                 del unfinished[rank]
-                process.join(timeout=5.0)  # it closed the pipe by ending, which takes it a while
+                process.join(timeout=5.0)  # it closed the pipe by ending, which takes a while
                 continue
             _record(outcomes[rank], kind, content, seconds)
             answer = on_message(rank, content, process) if kind == "message" and on_message is not None else None
-            if answer == AGAIN:
+            if answer == RESTART:
                 process.join(timeout=5.0)
-                crew[rank] = begin(rank)
-                unfinished[rank] = crew[rank][1]
+                processes[rank] = start_rank(rank)
+                unfinished[rank] = processes[rank][1]
             elif answer:
                 del unfinished[rank]
 

@@ -26,28 +26,28 @@ Connect = Callable[[Store, int, float], Sequence[Transport]]
 """(store, ranks, timeout_s) -> the transports of a new world, by rank."""
 
 
-def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:  # noqa: ARG001  # as others need it
-    """Ranks of one `Fabric`: a `Connect`."""
+def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:  # noqa: ARG001  # a `Connect` takes a store
+    """Connect the ranks by one `Fabric`; a `Connect`."""
     fabric = Fabric(ranks, timeout_s)
     return [fabric.transport(rank) for rank in range(ranks)]
 
 
 def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
-    """What runs on GPUs, over a stand-in for NCCL that moves CPU tensors between threads: a `Connect`."""
-    shelf = PrefixStore("nccl", store)
+    """Connect the ranks by `NcclTransport` over the stand-in for NCCL, which moves CPU tensors; a `Connect`."""
+    prefix = PrefixStore("nccl", store)
 
     def connect(rank: int) -> Transport:
-        return NcclTransport(shelf, rank, range(ranks), timeout_s, CPU, nccl)
+        return NcclTransport(prefix, rank, range(ranks), timeout_s, CPU, nccl)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(connect, range(ranks)))
 
 
-Again = Callable[[int, int, Sequence[int], float], Transport]
-"""A `Connect` for all ranks of a process: (rank, generation, members, timeout_s)."""
+Reconnect = Callable[[int, int, Sequence[int], float], Transport]
+"""(rank, generation, members, timeout_s) -> the transport of `rank` in a later generation."""
 
 
-def _again_over_threads(_: Store, ranks: int) -> Again:
+def _reconnect_over_threads(_: Store, ranks: int) -> Reconnect:
     fabrics: dict[int, Fabric] = {}
 
     def connect(rank: int, generation: int, _: Sequence[int], timeout_s: float) -> Transport:
@@ -56,28 +56,28 @@ def _again_over_threads(_: Store, ranks: int) -> Again:
     return connect
 
 
-def _again_over_nccl(store: Store, _: int) -> Again:
+def _reconnect_over_nccl(store: Store, _: int) -> Reconnect:
     def connect(rank: int, generation: int, members: Sequence[int], timeout_s: float) -> Transport:
         return NcclTransport(PrefixStore(f"nccl {generation}", store), rank, members, timeout_s, CPU, nccl)
 
     return connect
 
 
-AGAIN: dict[Connect, Callable[[Store, int], Again]] = {
-    over_threads: _again_over_threads,
-    over_nccl: _again_over_nccl,
+RECONNECT: dict[Connect, Callable[[Store, int], Reconnect]] = {
+    over_threads: _reconnect_over_threads,
+    over_nccl: _reconnect_over_nccl,
 }
 
 
 def local_worlds(
     size: int, timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport, connect: Connect | None = None
 ) -> list[World]:
-    """Worlds of `size` thread-ranks that share one store, connected by `over_threads`; `wrap` may change transports."""
+    """Return worlds of `size` threads that share a store; connected by `over_threads`, transports passed to `wrap`."""
     store, chosen = HashStore(), connect or over_threads
-    again = AGAIN[chosen](store, size) if chosen in AGAIN else None
+    reconnect = RECONNECT[chosen](store, size) if chosen in RECONNECT else None
 
     def open_one(rank: int, transport: Transport) -> World:
-        means = None if again is None else Means(lambda *given: wrap(again(rank, *given)), LOOPBACK)
+        means = None if reconnect is None else Means(lambda *given: wrap(reconnect(rank, *given)), LOOPBACK)
         return World(wrap(transport), store, rank, "threads", means=means)
 
     return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]
@@ -92,8 +92,8 @@ def run_ranks(
 ) -> list[T]:
     """Call ``body(world)`` on `size` threads and return the results by rank.
 
-    A rank that raises closes its world, so the others end too; the error raised here is the one that came
-    first in meaning: one that is not merely the echo of a lost peer.
+    A rank that raises closes its world, so the others end too. Of several errors, this function raises the cause: one
+    that is not just the consequence of a lost peer.
     """
     worlds = local_worlds(size, timeout_s, wrap, connect)
 
@@ -105,9 +105,9 @@ def run_ranks(
         futures = [pool.submit(one, world) for world in worlds]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise min(errors, key=_echo)
+        raise min(errors, key=_severity)
     return [future.result() for future in futures]
 
 
-def _echo(error: BaseException) -> int:
+def _severity(error: BaseException) -> int:
     return 2 if isinstance(error, PeerLost | TransportClosed) else 1 if isinstance(error, CommrtError) else 0
