@@ -109,7 +109,7 @@ def _store() -> tuple[int, Store]:
 
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
-    """Return the environment of this process as it is now, with a launcher's variables; a forked one sees an older one."""
+    """Return this process's present environment, which a forked one does not see, with a launcher's variables."""
     launcher = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
     if store_exists:
         launcher["TORCHELASTIC_USE_AGENT_STORE"] = True
