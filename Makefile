@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test check fuzz docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
+.PHONY: venv demo test test-slow check fuzz docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -22,8 +22,11 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
-	$(BIN)/pytest -n 3 --dist worksteal
+test: check  # all but the slow tests
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow'
+
+test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds
+	$(BIN)/pytest -n 3 --dist worksteal -m slow
 
 # All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv

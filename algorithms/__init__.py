@@ -1,1 +1,1 @@
-"""Published collectives as pure functions from a rank count to a schedule. Import as ``commrt.algorithms``."""
+"""Published collectives as pure functions from a rank count to a schedule; import them as ``commrt.algorithms``."""

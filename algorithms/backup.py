@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backup workers: of N + b ranks the first N whose gradients are ready make the step.
+"""Backup workers: each step uses the first N of N + b ranks whose gradients are ready.
 
 Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """
@@ -18,10 +18,11 @@ __all__ = ["BackupWorkers"]
 
 @dataclass(frozen=True, slots=True)
 class BackupWorkers:
-    """The first N of N + `backups` ranks count in each step, by `inner`; the others are dropped, and catch up.
+    """Average the gradients of the first N of N + `backups` ranks in each step, by `inner`; the others catch up.
 
-    A rank announces its gradient when its backward pass has ended; with `early`, when its first bucket is ready, so
-    that what the quorum exchanges is hidden under the rest, but all of it waits for who becomes slow in that rest.
+    A rank announces its gradients when its backward pass has ended. With `early` it announces them when its first
+    bucket is ready. Then the exchange overlaps the rest of the backward pass, but a rank that becomes slow in that
+    rest delays all others.
 
     >>> print(BackupWorkers(1, inner=Torus2D()).schedule(0, 3))
     torus 2x1: 3 ranks, 2 chunks
@@ -44,9 +45,10 @@ class BackupWorkers:
             raise UsageError(f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or HalvingDoubling()")
 
     def needed(self, ranks: int) -> int:
-        """N, of `ranks`; raises `UsageError` unless there are fewer backups than that; one rank alone needs no other.
+        """Return N, the number of gradients per step with `ranks` ranks; raises `UsageError` for too many backups.
 
-        With as many, all who hold the sum of a step could die before a rank that was late has it.
+        There must be fewer backups than N. Otherwise all ranks that hold the sum of a step could die before a late rank
+        has it. A world of one rank needs no backups.
         """
         if ranks == 1:
             return 1
@@ -58,6 +60,6 @@ class BackupWorkers:
         return ranks - self.backups
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """What the quorum runs if the first N of `ranks` are the first to be ready."""
+        """Return the schedule of a step whose quorum is ranks 0 to N - 1 of `ranks`."""
         needed = self.needed(ranks)
         return self.inner.schedule(step, needed).over(range(needed), world=ranks)

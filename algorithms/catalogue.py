@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms by the names used on the command line."""
+"""The algorithms by their names on the command line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "halving_doubling": HalvingDoubling,
     "torus2d": Torus2D,
 }
-"""All-reduces: name to constructor; each works without arguments."""
+"""Constructors of the all-reduces by name; each works without arguments."""
 
 GOSSIP, BACKUP = "gossip", "backup"
 
 
 def by_name(name: str) -> Algorithm:
-    """The algorithm called `name`, with its defaults; raises `UsageError` that lists the names.
+    """Return the algorithm called `name` with its defaults; raises `UsageError` that lists the names.
 
     >>> by_name("torus2d")
     Torus2D(grid=None, both_ways=False)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folding: any rank count for a schedule that likes only some.
+"""Folding: an all-reduce for any rank count from one that takes only some rank counts.
 
-The ranks beyond the core hand their buffers to core ranks in one step before, and get the result back in one
-step after. Each extra rank is served by several helpers, a slice of the buffer each, so that no core rank
-carries a whole second buffer.
+The extra ranks send their buffers to core ranks in one step before the core's schedule, and receive the result in one
+step after it. Each extra rank has several core ranks as helpers, a slice of the buffer each, so that no core rank
+receives a whole second buffer.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 from commrt.errors import ScheduleError
-from commrt.schedule import ADD, COPY, Combine, Schedule, Step
+from commrt.schedule import ADD, COPY, Schedule, Step
 
 __all__ = ["MAX_HELPERS", "folded"]
 
 MAX_HELPERS = 8
-"""Helpers per extra rank; NCCL runs up to 8 point-to-point operations of a group in one batch."""
+"""Most helpers per extra rank: NCCL runs up to 8 point-to-point operations of a group in one batch."""
 
 
 def folded(core: Schedule, ranks: int) -> Schedule:
-    """An all-reduce on `ranks` ranks from one on its first ``core.ranks``.
+    """Return an all-reduce on `ranks` ranks, made of `core`, an all-reduce on the first ``core.ranks`` of them.
 
     Raises `ScheduleError` unless ``core.ranks <= ranks <= 2 * core.ranks``: each extra rank needs a helper.
     Cost: 2 steps more than `core`; an extra rank sends 1 buffer, a helper one slice of it more than in `core`.
@@ -41,13 +41,14 @@ def folded(core: Schedule, ranks: int) -> Schedule:
             f"its own, so fold onto {core.ranks}..{2 * core.ranks} ranks"
         )
     extra, helper, lo, hi = _slices(core.ranks, ranks - core.ranks, core.chunks)
-    into = _single(core, ranks, Step.of(extra, helper, lo, hi, ADD))
-    back = _single(core, ranks, Step.of(helper, extra, lo, hi, COPY))
-    return into.then(core.over(range(core.ranks), world=ranks)).then(back, core.name)
+    into, back = Step.of(extra, helper, lo, hi, ADD), Step.of(helper, extra, lo, hi, COPY)
+    before = Schedule("fold", ranks, core.chunks, lambda: iter([into]))
+    after = Schedule("unfold", ranks, core.chunks, lambda: iter([back]))
+    return before.then(core.over(range(core.ranks), world=ranks)).then(after, core.name)
 
 
 def _slices(core: int, extras: int, chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Columns (extra, helper, lo, hi): extra i is served by the core ranks h with h % extras == i."""
+    """Return columns (extra, helper, lo, hi): the helpers of extra rank i are core ranks h with h % extras == i."""
     rows: list[tuple[int, int, int, int]] = []
     for i in range(extras):
         helpers = range(i, core, extras)[: min(MAX_HELPERS, chunks)]
@@ -55,7 +56,3 @@ def _slices(core: int, extras: int, chunks: int) -> tuple[np.ndarray, np.ndarray
         rows += [(core + i, h, lo, hi) for h, lo, hi in zip(helpers, bounds, bounds[1:], strict=False)]
     extra, helper, lo, hi = np.array(rows, dtype=np.int64).T
     return extra, helper, lo, hi
-
-
-def _single(core: Schedule, ranks: int, step: Step) -> Schedule:
-    return Schedule(f"fold {Combine(int(step.combine[0])).name.lower()}", ranks, core.chunks, lambda: iter([step]))

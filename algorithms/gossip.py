@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gossip: in each step every rank exchanges with one other, and partners change, so that all hear of all.
+"""Gossip: in each step every rank exchanges with one other, and partners change, so that all values spread to all.
 
 Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: Scalable Deep Learning using Gossip Communication based
-Asynchronous Gradient Descent", 2018. A round of ``ceil(log2 p)`` steps, the period, spreads what each rank knows to
-all; then the ranks change places, by a permutation that follows from the seed and the number of the period alone.
+Asynchronous Gradient Descent", 2018. In a period of ``ceil(log2 p)`` steps each rank's value reaches all ranks. Then
+the ranks are permuted. The permutation depends only on the seed and the number of the period.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from commrt.algorithms import ring
 from commrt.errors import UsageError
 from commrt.schedule import MIX, IntArray, Schedule, Step, empty
 
-__all__ = ["Gossip", "Topology", "dissemination", "hypercube", "period", "places"]
+__all__ = ["Gossip", "Topology", "dissemination", "hypercube", "period", "permutation"]
 
 Topology = Literal["dissemination", "hypercube"]
 Payload = Literal["weights", "gradients"]
 
-HALF = 0.5
-LATE = 0.25
-"""The weight of a message that comes a step late; with a half, two ranks would swing for ever."""
+WEIGHT = 0.5
+LATE_WEIGHT = 0.25
+"""Weight of a message that arrives a step late. With 1/2, two ranks would oscillate for ever."""
 
 
 def period(p: int) -> int:
-    """Steps until what one rank knows has reached all: ``ceil(log2 p)``, and 1 for one rank.
+    """Return the steps until each rank's value has reached all ranks: ``ceil(log2 p)``, and 1 for one rank.
 
     >>> [period(p) for p in (1, 2, 3, 4, 5, 100)]
     [1, 1, 2, 2, 3, 7]
@@ -38,8 +38,8 @@ def period(p: int) -> int:
 
 
 @lru_cache
-def dissemination(p: int, k: int, weight: float = HALF) -> Schedule:
-    """Rank r sends to rank ``r + 2^k``, and hears from rank ``r - 2^k``, around a circle; any p.
+def dissemination(p: int, k: int, weight: float = WEIGHT) -> Schedule:
+    """Send from rank r to rank ``r + 2^k``, modulo p; any p.
 
     Cost: 1 step; the whole buffer sent per rank.
 
@@ -53,16 +53,16 @@ def dissemination(p: int, k: int, weight: float = HALF) -> Schedule:
 
 
 @lru_cache
-def hypercube(p: int, k: int, weight: float = HALF) -> Schedule:
-    """Ranks swap with the one whose number differs in bit k; p is a power of two.
+def hypercube(p: int, k: int, weight: float = WEIGHT) -> Schedule:
+    """Exchange between ranks whose numbers differ in bit k; p is a power of two.
 
-    Cost: 1 step; the whole buffer sent per rank. Raises `UsageError` for another p: some ranks would have no partner
-    in some steps, and some pairs would never hear of each other.
+    Cost: 1 step; the whole buffer sent per rank. Raises `UsageError` for another p, as some ranks would have no partner
+    in some steps.
     """
     if p & (p - 1):
         raise UsageError(
-            f"a hypercube of {p} ranks has ranks without a partner, which would not hear of all others: use the "
-            "topology 'dissemination', which takes any number"
+            f"a hypercube of {p} ranks would leave some ranks without a partner: use the topology 'dissemination', "
+            "which takes any number of ranks"
         )
     rank = np.arange(p)
     step = Step.of(src=rank, dst=rank ^ (1 << k), lo=0, hi=1, combine=MIX, weight=weight)
@@ -70,10 +70,10 @@ def hypercube(p: int, k: int, weight: float = HALF) -> Schedule:
 
 
 @lru_cache
-def places(p: int, number: int, seed: int) -> IntArray:
-    """Who stands where in period `number`: entry i is the rank at place i. In period 0 everybody at their own.
+def permutation(p: int, number: int, seed: int) -> IntArray:
+    """Return the permutation of ranks in period `number`: entry i takes the part of rank i. Period 0 has the identity.
 
-    The same on every machine, and nobody's random numbers are touched.
+    It is the same on every machine, and does not touch the global random number generators.
     """
     if number == 0:
         return np.arange(p)
@@ -86,19 +86,21 @@ ROUNDS = {"dissemination": dissemination, "hypercube": hypercube}
 
 @dataclass(frozen=True, slots=True)
 class Gossip:
-    """One partner per step, as a schedule that mixes; any rank count with `topology` "dissemination".
+    """Exchange with one partner per step, by a schedule that mixes.
 
-    `rotate` lets partners change places after each period, so that all meet; `seed` says how.
+    `topology` "dissemination" takes any rank count, "hypercube" powers of two.
 
-    `payload` says what is exchanged. "weights", after the optimizer's step, keeps replicas together. "gradients",
-    before it, is what the paper's abstract says: nothing pulls replicas together then, and they drift apart; meant for
-    comparison, or with `Replica.consolidate` now and then.
+    `rotate` permutes the ranks after each period, so that all meet; the permutation depends on `seed`.
 
-    `staleness` 1 mixes with what the partner of the step *before* sent, so that a slow partner is not waited for; for
-    weights only. `weight` is the received share: 1/2, or 1/4 if it is late (more oscillates).
+    `payload` is what is exchanged. "weights", after the optimizer's step, keeps replicas together. "gradients", before
+    it, is what the paper's abstract says. Then nothing pulls the replicas together, and they drift apart: use it for
+    comparison, or call `Replica.consolidate` from time to time.
 
-    `within` ranks stand in a row, such as those of one node that share its network port: they average among
-    themselves, and each gossips with other rows for its share of the buffer only, so a row sends each byte once.
+    `staleness` 1 mixes with the message of the step *before*, so that no rank waits for a slow partner; for weights
+    only. `weight` is the share of the received value: by default 1/2, or 1/4 if it is late (more oscillates).
+
+    `within` is the number of ranks in a row, such as those of one node that share its network port. A row averages
+    first. Then each rank gossips with other rows for its share of the buffer, so a row sends each byte once.
     """
 
     topology: Topology = "dissemination"
@@ -123,22 +125,22 @@ class Gossip:
         if type(self.within) is not int or self.within < 1:
             raise UsageError(f"within={self.within!r:.80}: give the number of ranks in a row, such as those of a node")
         if isinstance(self.weight, bool) or not isinstance(self.share, int | float):
-            raise UsageError(f"weight={self.weight!r:.80}: give a number, or None for the one that is usual")
-        if not 0 < self.share <= HALF or (self.staleness and self.share >= HALF):
-            most = "below 1/2, as late messages with 1/2 swing for ever" if self.staleness else "at most 1/2"
+            raise UsageError(f"weight={self.weight!r:.80}: give a number, or None for the default")
+        if not 0 < self.share <= WEIGHT or (self.staleness and self.share >= WEIGHT):
+            most = "below 1/2, as late messages with 1/2 oscillate for ever" if self.staleness else "at most 1/2"
             raise UsageError(f"weight={self.weight:g}: the share of what is received must be above 0 and {most}")
 
     @property
     def share(self) -> float:
-        """The weight of what is received."""
-        return self.weight if self.weight is not None else (LATE if self.staleness else HALF)
+        """Weight of the received value."""
+        return self.weight if self.weight is not None else (LATE_WEIGHT if self.staleness else WEIGHT)
 
     def period(self, ranks: int) -> int:
-        """Steps after which partners change places."""
+        """Return the number of steps after which the ranks are permuted."""
         return period(self._rows(ranks))
 
     def among(self, ranks: int) -> Gossip:
-        """This, or what is nearest to it and takes `ranks` ranks: for those who are left when some are lost.
+        """Return this algorithm, or the most similar one that takes `ranks` ranks, for use after ranks were lost.
 
         >>> Gossip("hypercube").among(7).topology, Gossip(within=4).among(6).within
         ('dissemination', 1)
@@ -148,9 +150,9 @@ class Gossip:
         return replace(self, within=within, topology="dissemination" if rows & (rows - 1) else self.topology)
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """The exchange of `step`; sums `within` ranks, so divide by that.
+        """Return the exchange of `step`. It sums over `within` ranks, so divide the result by that.
 
-        Raises `UsageError` for a rank count that rows do not divide or that the topology does not take.
+        Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so many rows.
         """
         rows = self._rows(ranks)
         number, k = divmod(step, self.period(ranks))
@@ -159,16 +161,16 @@ class Gossip:
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:
             raise UsageError(
-                f"within={self.within} does not divide {ranks} ranks: all rows must be of one length, so use a divisor"
+                f"within={self.within} does not divide {ranks} ranks: all rows must have one length, so use a divisor"
             )
         return ranks // self.within
 
 
 @lru_cache
 def _schedule(topology: str, rows: int, k: int, number: int, seed: int, share: float, within: int) -> Schedule:
-    """Objects that stay for a while, so that what was made of them can be kept."""
+    """Return one object for equal arguments, as proofs and programs are cached by it."""
     p = rows * within
-    across = ROUNDS[topology](rows, k, share).over(places(rows, number, seed)) if rows > 1 else empty(1)
+    across = ROUNDS[topology](rows, k, share).over(permutation(rows, number, seed)) if rows > 1 else empty(1)
     if within == 1:
         return across
     rank = np.arange(p).reshape(rows, within)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recursive halving and doubling: the ring's bytes in a logarithmic number of steps.
+"""Recursive halving and doubling: as many bytes as a ring in a logarithmic number of steps.
 
 Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005. What is exchanged is halved from step to step while the distance doubles, and then back: the most goes to the
-neighbour.
+2005. From step to step the amount halves and the distance doubles, and then back: most bytes go to the nearest rank.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def reduce_scatter(p: int) -> Schedule:
 
 
 def all_gather(p: int) -> Schedule:
-    """Copy chunk r from rank r to all; `p` a power of two.
+    """Copy chunk r from rank r to all ranks; `p` a power of two.
 
     Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
     """
@@ -53,10 +52,10 @@ def all_gather(p: int) -> Schedule:
 
 @lru_cache
 def all_reduce(p: int) -> Schedule:
-    """Sum over all ranks, everywhere; ranks beyond the largest power of two are folded in.
+    """Sum over all ranks at every rank; ranks beyond the largest power of two are folded in.
 
     Cost: 2 log2(p) steps and 2(p - 1)/p of the buffer for a power of two; otherwise 2 steps more, and up to
-    3 buffers at the busiest rank. Of hosts of g ranks 2(p - g)/p of the buffer leaves each, p and g powers of two.
+    3 buffers at the busiest rank. With hosts of g ranks, 2(p - g)/p of the buffer leaves each host (powers of two).
 
     >>> print(all_reduce(4))
     halving-doubling: 4 ranks, 4 chunks
@@ -70,7 +69,7 @@ def all_reduce(p: int) -> Schedule:
 
 
 def _mirrored(p: int) -> list[int]:
-    """Each rank's number with its binary digits in reverse: whom the first step made far are neighbours.
+    """Return each rank with its bits in reverse order, so that the largest messages go to neighbours.
 
     >>> _mirrored(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
@@ -88,5 +87,5 @@ class HalvingDoubling:
     """All-reduce by recursive halving and doubling; see `all_reduce`."""
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """The same exchange in every step."""
+        """Return `all_reduce`, whatever the step."""
         return all_reduce(ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring: the least bytes any all-reduce can send, in the most steps.
+"""The ring: as few bytes as an all-reduce can send, in many steps.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """
@@ -38,7 +38,7 @@ def reduce_scatter(p: int) -> Schedule:
 
 
 def all_gather(p: int) -> Schedule:
-    """Copy chunk r from rank r to all.
+    """Copy chunk r from rank r to all ranks.
 
     Cost: p - 1 steps; (p - 1)/p of the buffer sent per rank.
     """
@@ -54,7 +54,7 @@ def all_gather(p: int) -> Schedule:
 
 @lru_cache
 def all_reduce(p: int) -> Schedule:
-    """Sum over all ranks, everywhere.
+    """Sum over all ranks at every rank.
 
     Cost: 2(p - 1) steps; 2(p - 1)/p of the buffer sent per rank.
 
@@ -71,5 +71,5 @@ class Ring:
     """All-reduce on one ring; see `all_reduce`."""
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """The same ring in every step."""
+        """Return `all_reduce`, whatever the step."""
         return all_reduce(ranks)

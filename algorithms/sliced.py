@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any algorithm on parts of the buffer in turn, so that one part is combined while the next is on its way."""
+"""Any algorithm on slices of the buffer in turn, so that one slice is combined while the next one is transferred."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from commrt.schedule import Algorithm, Schedule
 
 __all__ = ["Sliced"]
 
-
-MOST_SLICES = 1 << 16
+MAX_SLICES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """`inner` on each of `slices` parts; see `Schedule.in_slices`.
+    """Run `inner` on each of `slices` parts of the buffer; see `Schedule.in_slices`.
 
-    Worth its steps where combining takes about as long as a transfer: large buckets on fast links. Only GPUs do both
+    The extra steps pay if combining takes about as long as a transfer: large buckets on fast links. Only GPUs do both
     at once. Raises `UsageError` for less than one slice.
 
     >>> print(Sliced(Torus2D(), slices=2).schedule(0, 2))
@@ -35,18 +34,17 @@ class Sliced:
     slices: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse what makes no schedule."""
-        if type(self.slices) is not int or not 1 <= self.slices <= MOST_SLICES:
-            raise UsageError(f"slices={self.slices!r:.80}: a buffer can be cut in 1, 2, ... {MOST_SLICES} slices")
+        if type(self.slices) is not int or not 1 <= self.slices <= MAX_SLICES:
+            raise UsageError(f"slices={self.slices!r:.80}: a buffer can be cut into 1, 2, ... {MAX_SLICES} slices")
         if isinstance(self.inner, type) or not callable(getattr(self.inner, "schedule", None)):
             raise UsageError(f"inner={self.inner!r:.80} makes no schedules: pass an object, such as commrt.Ring()")
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """That of the inner algorithm, in slices."""
+        """Return the inner algorithm's schedule in slices."""
         return _in_slices(self.inner.schedule(step, ranks), self.slices)
 
 
 @lru_cache
 def _in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """One object for equal answers: what was proven and bound is kept by it."""
+    """Return one object for equal arguments, as proofs and programs are cached by it."""
     return schedule.in_slices(slices)

@@ -2,7 +2,7 @@
 """The 2D torus: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
 
 Mikami, Suganuma, U-chupala, Tanaka and Kageyama, "Massively Distributed SGD: ImageNet/ResNet-50 Training in a
-Flash", 2018/2019, section on 2D-Torus all-reduce. Rank r stands at column ``r % X`` of row ``r // X``.
+Flash", 2018/2019, section on 2D-Torus all-reduce. Rank r is in column ``r % X`` of row ``r // X``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Grid = tuple[int, int]
 
 
 def all_reduce(x: int, y: int) -> Schedule:
-    """Sum over ``x * y`` ranks, everywhere, as three compositions of rings.
+    """Sum over ``x * y`` ranks at every rank, as three compositions of rings.
 
     Cost: 2(x - 1) + 2(y - 1) steps; 2(p - 1)/p of the buffer sent per rank, of which 2(y - 1)/p along columns.
 
@@ -44,7 +44,7 @@ def all_reduce(x: int, y: int) -> Schedule:
 
 
 def both_ways(x: int, y: int) -> Schedule:
-    """Half of the buffer row-first and half column-first, in the same steps, so that both link sets always work.
+    """Sum half of the buffer row-first and half column-first, in the same steps, so that all links are always busy.
 
     Cost: the steps and bytes of `all_reduce`, each step using two peers.
     """
@@ -55,7 +55,7 @@ def both_ways(x: int, y: int) -> Schedule:
 
 
 def best_grid(p: int) -> Grid:
-    """The most square (X, Y) with X * Y = p and X >= Y: the fewest steps.
+    """Return the most square (X, Y) with X * Y = p and X >= Y, which has the fewest steps.
 
     >>> best_grid(12), best_grid(97)
     ((4, 3), (97, 1))
@@ -65,7 +65,7 @@ def best_grid(p: int) -> Grid:
 
 
 def fold_core(p: int) -> int:
-    """How many of `p` ranks form the grid: all, or all but one where `p` is a prime above 3.
+    """Return how many of `p` ranks form the grid: all, or all but one if `p` is a prime above 3.
 
     A prime has only the grid of a ring, 2(p - 1) steps; folding one rank into the grid of p - 1 costs 2.
     """
@@ -82,9 +82,9 @@ def _build(grid: Grid, two_ways: bool, ranks: int) -> Schedule:
 class Torus2D:
     """All-reduce on a 2D torus; any rank count.
 
-    `grid` is (X, Y), ranks in a row and in a column, and must fit the rank count; None picks the most square
-    one and folds the odd rank of a prime in (see `fold_core`). `both_ways` runs half of the buffer row-first
-    and half column-first in the same steps.
+    `grid` is (X, Y), ranks in a row and in a column, and must fit the rank count. None picks the most square grid, and
+    folds one rank of a prime into it (see `fold_core`). `both_ways` runs half of the buffer row-first and half
+    column-first in the same steps.
     """
 
     grid: Grid | None = None
@@ -98,7 +98,7 @@ class Torus2D:
             raise UsageError(f"both_ways={self.both_ways!r:.80}: give True or False")
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """The same torus in every step; raises `UsageError` if the grid does not fit `ranks`."""
+        """Return the torus of any step; raises `UsageError` if the grid does not fit `ranks`."""
         if self.grid is not None and (min(self.grid) < 1 or self.grid[0] * self.grid[1] != ranks):
             x, y = best_grid(ranks)
             raise UsageError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binomial tree: one rank's buffer to all, or the sum of all to one, in a logarithmic number of steps."""
+"""The binomial tree: broadcast and reduce in a logarithmic number of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["broadcast", "reduce"]
 def broadcast(p: int, root: int = 0) -> Schedule:
     """Copy the root's buffer to all ranks.
 
-    Cost: ceil(log2(p)) steps; the root sends the buffer that often.
+    Cost: ceil(log2(p)) steps; the root sends the buffer in each of them.
 
     >>> print(broadcast(4))
     broadcast: 4 ranks, 1 chunk
@@ -40,7 +40,7 @@ def broadcast(p: int, root: int = 0) -> Schedule:
 
 @lru_cache
 def reduce(p: int, root: int = 0) -> Schedule:
-    """The sum of all ranks' buffers to the root: `broadcast` backwards.
+    """Sum all ranks' buffers at the root: `broadcast` backwards.
 
     Cost: ceil(log2(p)) steps; each rank but the root sends the buffer once.
 

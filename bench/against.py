@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two commits in one run: ``python bench/against.py BEFORE [AFTER]``; AFTER is the working tree unless it is given.
+"""Compare two commits in one run: ``python bench/against.py BEFORE [AFTER]``; AFTER is the working tree by default.
 
-Each is checked out beside this one, and both take turns; what is printed is the ratio of times of turns that followed
-each other, so that a machine which becomes slower for a while is slower for both. Above 1, AFTER is slower.
+Each commit is checked out beside this one, and both run interleaved. The table shows the ratio of times that follow
+each other, so a slow phase of the machine slows both. Above 1, AFTER is slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 6
 
 @contextmanager
 def checkout(commit: str | None) -> Iterator[Path]:
-    """A folder with that commit; gone afterwards."""
+    """Check out `commit` into a temporary folder; None is the working tree."""
     if commit is None:
         yield ROOT
         return
@@ -45,14 +45,14 @@ def checkout(commit: str | None) -> Iterator[Path]:
 
 
 def git(*words: str) -> None:
-    """Or end with what it says."""
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)  # noqa: S607  # the user's own
+    """Run git, and exit with its message if it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)  # noqa: S607  # git of the user's PATH
     if done.returncode:
         sys.exit(done.stderr.strip())
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Seconds of all tasks with the package in `folder`."""
+    """Return the seconds of all tasks with the package in `folder`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "bench")])}
     command = [sys.executable, __file__, "--work"]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -61,14 +61,14 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def work() -> None:
-    """All tasks, with whatever package is imported."""
+    """Measure all tasks with the package on the path, and print them as JSON."""
     from commrt.algorithms.ring import Ring  # noqa: PLC0415  # of the commit that is measured
     from commrt.algorithms.torus import Torus2D  # noqa: PLC0415
-    from commrt.collective import all_reduce  # noqa: PLC0415
-    from commrt.pricing.cluster import Cluster  # noqa: PLC0415
-    from commrt.pricing.simulate import Pricing  # noqa: PLC0415
+    from commrt.cost.cluster import Cluster  # noqa: PLC0415
+    from commrt.cost.price import Pricing  # noqa: PLC0415
     from commrt.program import program  # noqa: PLC0415
-    from commrt.proving.proof import verify  # noqa: PLC0415
+    from commrt.proof.replay import verify  # noqa: PLC0415
+    from commrt.proof.spec import all_reduce  # noqa: PLC0415
     from commrt.testing.processes import run_processes  # noqa: PLC0415
 
     torus, ring = Torus2D().schedule(0, 256), Ring().schedule(0, 1024)
@@ -84,7 +84,7 @@ def work() -> None:
 
 
 def best_s(call: Callable[[], object]) -> float:
-    """Of three."""
+    """Return the least seconds of three calls."""
     times_s = []
     for _ in range(3):
         begin_s = perf_counter()
@@ -94,7 +94,7 @@ def best_s(call: Callable[[], object]) -> float:
 
 
 def of_two(_: Callable[[Any], None]) -> dict[str, float]:
-    """One of two ranks: gradients of ResNet-50, and many small ones."""
+    """Measure one of two ranks: gradients of ResNet-50, and many small ones."""
     import torch  # noqa: PLC0415  # in the rank's process
     from gradient_sets import resnet50  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
@@ -119,7 +119,7 @@ def of_two(_: Callable[[Any], None]) -> dict[str, float]:
 
 
 def step_s(model: Any) -> float:
-    """A backward pass that returns with averages."""
+    """Return the seconds of a backward pass that averages."""
     for param in model:
         param.grad = None
     loss = sum(param.sum() for param in model)
@@ -129,11 +129,11 @@ def step_s(model: Any) -> float:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", nargs="?")
     parser.add_argument("after", nargs="?")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to measure")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator against reality: ``sudo python bench/against_reality.py`` (Linux, iproute2).
+"""Compare the simulator with reality: ``sudo python bench/against_reality.py`` (Linux, iproute2).
 
-Each rank is a process in a network namespace of its own, and they are joined by a bridge through links of limited rate
-(a token bucket at each end). `commrt.probing` measures that network; then schedules are priced on what it found, and
-run. What is compared is the time of an exchange: prediction, median of the measured ones, their spread.
+Each rank is a process in its own network namespace. A bridge joins the ranks through links of limited rate (a token
+bucket at each end). `commrt.runtime.probing` measures that network. Then schedules are priced on the result, and run.
+The table shows the predicted time of an exchange, the median of the measured ones, and their spread.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hosts import Cabling, cluster, missing, output_of_first
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.pricing.simulate import Pricing
-from commrt.probing import gathered, probe
+from commrt.cost.price import Pricing
 from commrt.program import program
 from commrt.runtime.executor import bind
-from commrt.transport.protocol import Moment
+from commrt.runtime.probing import all_gather, probe
+from commrt.transport.protocol import Tag
 
 NAMES = ("ring", "torus2d", "gossip")
 SIZES = (256 << 10, 1 << 20, 4 << 20)
@@ -34,7 +34,7 @@ REPEATS, WARM, IN_A_ROW = 7, 1, 5
 
 @dataclass(frozen=True)
 class Row:
-    """One exchange."""
+    """One exchange, predicted and measured."""
 
     name: str
     nbytes: int
@@ -45,12 +45,12 @@ class Row:
 
     @property
     def off(self) -> float:
-        """By how much the prediction is wrong."""
+        """The relative error of the prediction."""
         return self.predicted_ms / self.measured_ms - 1
 
 
 def work() -> None:
-    """One rank; the first prints what it found."""
+    """Probe and measure on one rank; rank 0 prints the results."""
     torch.set_num_threads(1)
     with commrt.init(120.0) as world:
         found = probe(world)
@@ -68,28 +68,28 @@ def work() -> None:
 
 
 def measured_s(world: commrt.World, schedule: commrt.Schedule, nbytes: int) -> list[float]:
-    """Of one exchange among some that follow each other, so that who begins late does not count; the slowest rank's."""
+    """Return seconds per exchange in a row of exchanges, so that a late start does not count, on the slowest rank."""
     bound = bind(program(schedule, world.rank), torch.zeros(nbytes // 4), world.transport)
 
     def once() -> float:
         begin_s = perf_counter()
         for number in range(IN_A_ROW):
-            bound.run(Moment(number, "reality"))
+            bound.run(Tag(number, "reality"))
         return (perf_counter() - begin_s) / IN_A_ROW
 
     found = []
     for _ in range(REPEATS + WARM):
         world.agree("go")
-        found.append(max(gathered(world, world.lane.submit(once).result())))
+        found.append(max(all_gather(world, world.comm_thread.submit(once).result())))
     return found[WARM:]
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=200.0, help="of each link, in Mbit/s each way")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks")
+    parser.add_argument("--rate", type=float, default=200.0, help="rate of each link, in Mbit/s each way")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def show(cluster: dict[str, dict[str, float]], rows: Sequence[Row], rate_mbit: float) -> None:
-    """A table."""
+    """Print a table."""
     link = cluster["between"]
     probed = f"{link['latency_us']:.0f} us, {8 * link['gbytes_per_s'] * 1e3:.0f} Mbit/s"
     print(f"links of {rate_mbit:g} Mbit/s: probed {probed}")

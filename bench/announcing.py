@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backup workers ask of the store in a step: ``python bench/announcing.py`` times one rank among 4, 16 and 64.
+"""Measure the requests of backup workers to the store: ``python bench/announcing.py`` times one of 4, 16, 64 ranks.
 
-What reduces gradients does nothing; all else is what training runs (`seats` says in which processes).
+The reduction does nothing. Everything else is the code that trains (`seats` says in which processes).
 
 **Timed**: from the announcement that completes a step's list until the measured rank knows the members, and from the
-end of the reduction until it knows the outcome, with the ways between its lane and its clerk. It is in the worst place:
-all others have come to rest and wait, the store serves them in the order in which they came, and it came last. What
-is done at other times is not billed: ranks seldom announce in the same microsecond. Of a late rank, which nobody waits
-for, its own announcement is timed in place of the last one.
+end of the reduction until it knows the outcome, with the way between its communication and store threads. This is the
+worst case: all other ranks wait, and the store serves this rank last, because it came last. Work at other times does
+not count, as ranks seldom announce in the same microsecond. For a late rank, its own announcement replaces the last
+one.
 
-**What the store computes** from the same instants until all is at rest is a bound that has nothing to do with how fast
-the other ranks are here: the store is one thread, and the last of all ranks knows when it has served everybody.
+**CPU time of the store** from the same instants until all processes are idle. It is a bound that does not depend on the
+speed of the other ranks here: the store is one thread, and the last rank knows when the store has served all.
 
-**Left out**: the network between hosts (two messages' latency for each exchange with the store; `get` and `multi_get`
-wait first and ask then, so they are two), the tree by which the first member learns that all have the sum, and 81
-operations of the first member every 16 steps, which forget old ones while nobody waits. On the loopback the store's
-time includes the delivery to the receivers, which their hosts would do themselves.
+**Left out**:
+
+* the network between hosts: the latency of two messages for each request to the store; `get` and `multi_get` wait
+  first and ask then, so they are two requests,
+* the tree by which the first member learns that all have the sum,
+* 81 operations of the first member every 16 steps, which delete old keys while no rank waits.
+
+On the loopback, the store's time includes the delivery to the receivers, which their hosts would do.
 """
 
 from __future__ import annotations
@@ -37,22 +41,22 @@ from commrt.membership.quorum_vote import RankOperation
 __all__ = ["CASES", "Case", "Row", "measured"]
 
 MEASURED = 1
-"""The first of those that count, if rank 0 is late."""
+"""The measured rank: the first that counts if rank 0 is late."""
 WARM_STEPS = 5
 TIDYING = {"set", "delete_key"}
 Spread = tuple[float, float, float]
 
 
 class Case(NamedTuple):
-    """What the measured rank is in a step."""
+    """The role of the measured rank in a step."""
 
     name: str
     is_decisive: bool = False
-    """It announces when all others that count have, is the first of them, and says how the step ended."""
+    """True if it announces last of those that count, and decides the outcome."""
     counts: bool = True
 
     def members(self, ranks: int, needed: int) -> list[int]:
-        """Who counts."""
+        """Return the ranks that count."""
         able = [rank for rank in range(ranks) if rank >= MEASURED or not self.is_decisive]
         return [rank for rank in able if rank != MEASURED or self.counts][:needed]
 
@@ -66,21 +70,21 @@ CASES = (
 
 @dataclass(frozen=True)
 class Times:
-    """Of one step, in ms."""
+    """Times of one step, in ms."""
 
     members: float
-    """Until the measured rank knew them."""
+    """Until the measured rank knows the members."""
     outcome: float
     both: float
     store_members: float
-    """What the store computes, until all know them; 0 for a rank for which nobody waits."""
+    """CPU time of the store until all know the members; 0 for a late rank."""
     store_outcome: float
     store_both: float
     store_step: float
 
 
 class Step:
-    """One step of the measured rank, and what the others do about it."""
+    """One step of the measured rank and of the others."""
 
     def __init__(self, desk: Desk, number: int, case: Case) -> None:
         self._desk, self._number, self._case = desk, number, case
@@ -91,7 +95,7 @@ class Step:
         self._store_ms: list[float] = []
 
     def run(self) -> Times:
-        """All do it."""
+        """Run the step on all ranks, and return its times."""
         desk, case = self._desk, self._case
         self._mark()
         early = [rank for rank in self._peers if case.is_decisive or rank != self._last]
@@ -113,20 +117,20 @@ class Step:
         self._store_ms.append(self._desk.store_ms())
 
     def _course(self) -> QuorumStep:
-        """The measured rank's, which says where it is."""
+        """Follow the measured rank's step, and note the times."""
         course, answer = self._desk.table.course(MEASURED, self._number), None
         while True:
             try:
-                wish = course.send(answer)
+                operation = course.send(answer)
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            if isinstance(wish, WaitFor):
-                self._before_waiting(wish)
-            answer = yield wish
+            if isinstance(operation, WaitFor):
+                self._before_waiting(operation)
+            answer = yield operation
 
     def _before_waiting(self, read: WaitFor) -> None:
-        """What ends the wait comes when all is at rest."""
+        """Let the event that ends the wait come once all processes are idle."""
         if read.key == quorum_key(self._number, 0, "outcome"):
             self._known_s = self._known_s or now_s()
             if not self._case.is_decisive:
@@ -149,7 +153,7 @@ class Step:
         return True
 
     def _others_reduce(self) -> None:
-        """Meanwhile those announce who come too late."""
+        """Let the others reduce, and the late ranks announce meanwhile."""
         late = set(range(self._desk.table.ranks)) - {MEASURED, *self._members}
         self._desk.have("announce", self._number, ranks=late)
         self._desk.have("have_sum", ranks=[rank for rank in self._peers if rank != self._first])
@@ -170,7 +174,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Row:
-    """What one case cost: 20 % quantile, median and 80 % quantile of each time, in ms."""
+    """The cost of one case: 20th percentile, median and 80th percentile of each time, in ms."""
 
     ranks: int
     backups: int
@@ -178,11 +182,11 @@ class Row:
     steps: int
     times: dict[str, Spread]
     operations: float
-    """Of the measured rank on the store, per step."""
+    """Requests of the measured rank to the store, per step."""
 
 
 def measured(ranks: int, backups: int, steps: int) -> list[Row]:
-    """One row per case; the cases take turns."""
+    """Measure all cases interleaved, and return one row per case."""
     counts = Counter[str]()
     found: dict[Case, list[tuple[Times, Counter[str]]]] = {case: [] for case in CASES}
     with seated(MEASURED, ranks, backups, counts) as desk:
@@ -195,7 +199,7 @@ def measured(ranks: int, backups: int, steps: int) -> list[Row]:
 
 
 def row(ranks: int, backups: int, case: Case, kept: Sequence[tuple[Times, Counter[str]]]) -> Row:
-    """Of the steps that were kept."""
+    """Return the row of one case, from the steps that were kept."""
     columns = {name: [asdict(times)[name] for times, _ in kept] for name in asdict(kept[0][0])}
     asked = sum((counts for _, counts in kept), Counter[str]())
     operations = sum(count for name, count in asked.items() if name not in TIDYING) / len(kept)
@@ -204,11 +208,11 @@ def row(ranks: int, backups: int, case: Case, kept: Sequence[tuple[Times, Counte
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--steps", type=int, default=200, help="of each case")
-    parser.add_argument("--json", action="store_true")
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64], help="number of ranks")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each case")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     found = [each for ranks in options.ranks for each in measured(ranks, max(1, ranks // 16), options.steps)]
     if options.json:
@@ -218,7 +222,7 @@ def main() -> None:
 
 
 def show(found: Sequence[Row]) -> None:
-    """A table."""
+    """Print a table."""
     near, far = cores()
     place = f"the store on cores {near}, the ranks on {far}" if near != far else "all on one core"
     print(f"ms: median (20 % .. 80 %); {place}")
@@ -233,7 +237,7 @@ def show(found: Sequence[Row]) -> None:
 
 
 def shown(times: Spread) -> str:
-    """In a cell."""
+    """Format a cell."""
     low, middle, high = times
     return f"{middle:.2f} ({low:.2f} .. {high:.2f})" if high else "-"
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backup workers save: ``python bench/backing_up.py`` trains LeNet on MNIST with workers that are slow by chance.
+"""Measure what backup workers save: ``python bench/backing_up.py`` trains LeNet on MNIST with randomly slow workers.
 
-Each worker sleeps instead of computing: a base time, and in 3 % of its steps 5 to 20 times as long, all of which it
-sits through. 8 workers, of which 8, 7 or 6 make a step. Step times are compared with what order statistics predict: the
-k-th of the very same times, where who is late first finishes what nobody waits for (and, for the law itself,
-`commrt.pricing.stragglers.step_time_s`). The time to an accuracy is that of the first snapshot of the weights that
-reaches it.
+Each of 8 workers sleeps instead of computing: a base time, and 5 to 20 times as long in 3 % of its steps. A late worker
+sleeps to the end. The first 8, 7 or 6 gradients make a step. Step times are compared with a prediction: the k-th of the
+same times, where a late rank finishes its old gradient first. (`commrt.cost.stragglers.step_time_s` has the
+published law.) The time to an accuracy is that of the first snapshot of the weights that reaches it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.mnist import Images, lenet, load
-from commrt.pricing.stragglers import SlowSteps, step_time_s
+from commrt.cli.dataset import Images, lenet, load
+from commrt.cost.stragglers import SlowSteps, step_time_s
 from commrt.testing.processes import run_processes
 
 __all__ = ["Run", "trained", "work"]
@@ -42,17 +41,17 @@ class Run:
 
     needed: int
     step_s: float
-    """Mean, of all steps."""
+    """Mean seconds of a step."""
     predicted_s: float
     goal_s: float | None
-    """Until the goal was reached."""
+    """Seconds until the goal was reached, or None."""
     goal_steps: int | None
     accuracy: float
-    """At the end, on 1,000 test images."""
+    """Accuracy at the end, on 1,000 test images."""
 
 
 def batches(images: Images, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each rank draws from all images, so that none is lost with a rank that is late."""
+    """Yield batches of all images, so that a late rank loses none."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
         places = torch.randint(len(images.digits), (BATCH,), generator=generator)
@@ -60,7 +59,7 @@ def batches(images: Images, rank: int, seed: int) -> Iterator[tuple[Tensor, Tens
 
 
 def factors(prob: float, rank: int, seed: int) -> Iterator[float]:
-    """By which each step of a rank is slower."""
+    """Return how much slower each step of a rank is, as factors."""
     rng = np.random.default_rng([seed, rank])
     for _ in count():
         yield float(rng.uniform(LOW, HIGH)) if rng.random() < prob else 1.0
@@ -69,7 +68,7 @@ def factors(prob: float, rank: int, seed: int) -> Iterator[float]:
 def work(
     _: Callable[[Any], None], needed: int, seed: int, steps: int, base_s: float, prob: float
 ) -> tuple[list[tuple[int, float]], list[list[Tensor]]]:
-    """One worker: when the weights had seen how many updates, and what they were then."""
+    """Train on one worker; return the time and the weights by number of updates."""
     torch.set_num_threads(1)
     images, _test = load()
     with commrt.init(120.0, start_timeout_s=120.0) as world:
@@ -97,7 +96,7 @@ def work(
 
 
 def trained(needed: int, seed: int, steps: int, base_s: float, prob: float) -> dict[int, tuple[float, Any]]:
-    """By number of updates: when a worker first had it, and the weights if they were kept."""
+    """Train; return, by number of updates, the time a worker first had them, and the weights if kept."""
     ends = run_processes(WORKERS, work, needed, seed, steps, base_s, prob, limit_s=900.0)
     if broken := [end.error for end in ends if end.value is None]:
         raise RuntimeError(str(broken[0]))
@@ -112,7 +111,7 @@ def trained(needed: int, seed: int, steps: int, base_s: float, prob: float) -> d
 
 
 def accuracy(weights: Sequence[Any], test: Images) -> float:
-    """Of LeNet with `weights`."""
+    """Return the accuracy of LeNet with `weights`."""
     model = lenet(0)
     with torch.no_grad():
         for param, value in zip(model.parameters(), weights, strict=True):
@@ -121,7 +120,7 @@ def accuracy(weights: Sequence[Any], test: Images) -> float:
 
 
 def predicted(needed: int, seed: int, steps: int, base_s: float) -> float:
-    """Seconds per step if nothing but the workers' own times took any."""
+    """Return the predicted seconds per step, from the workers' own times only."""
     slower = [factors(PROB, rank, seed) for rank in range(WORKERS)]
     events = [(base_s * next(slower[rank]), rank) for rank in range(WORKERS)]
     heapify(events)
@@ -131,7 +130,7 @@ def predicted(needed: int, seed: int, steps: int, base_s: float) -> float:
         here.append(rank)
         if of[rank] == version and len(here) < needed:
             continue
-        begins = here if of[rank] == version else [here.pop()]  # late: it begins again, with the weights there are
+        begins = here if of[rank] == version else [here.pop()]  # a late rank begins again, with the current weights
         version += of[rank] == version
         if version == steps:
             return at_s / steps
@@ -142,7 +141,7 @@ def predicted(needed: int, seed: int, steps: int, base_s: float) -> float:
 
 
 def run(needed: int, seed: int, steps: int, base_s: float, plain_s: float, test: Images) -> Run:
-    """Trains once; `plain_s` is what a step takes in which nobody is slow."""
+    """Train once; `plain_s` is the time of a step without slow workers."""
     found = trained(needed, seed, steps, base_s, PROB)
     predicted_s = predicted(needed, seed, steps, base_s) + plain_s - base_s
     reached = ((step, at_s) for step, (at_s, kept) in sorted(found.items()) if kept and accuracy(kept, test) >= GOAL)
@@ -152,12 +151,12 @@ def run(needed: int, seed: int, steps: int, base_s: float, plain_s: float, test:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--base-s", type=float, default=0.08)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=500, help="training steps")
+    parser.add_argument("--base-s", type=float, default=0.08, help="seconds of a step that is not slow")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     _, test = load()
     plain_s = trained(WORKERS, 0, 60, options.base_s, 0.0)[60][0] / 60

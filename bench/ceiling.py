@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can do at best, which the kernels are measured against; as a command it prints that as JSON.
+"""Measure the limits of this machine, which the kernels are compared with; as a command, print them as JSON.
 
-The fastest of three ways to copy rows that no cache holds; the time of a launch that does nothing; the resolution of
-the GPU's clock; how many tensors torch's multi-tensor kernels take per launch; whether its DDP can copy gradients in
-batches.
+The limits: the fastest of three ways to copy buffers that no cache holds, the time of a launch that does nothing, the
+resolution of the GPU's clock, the number of tensors that torch's multi-tensor kernels take per launch, and whether
+torch's DDP can copy gradients in batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER = "ATen/native/cuda/MultiTensorApply.cuh"
 
 
 def calls_of(nbytes: int) -> int:
-    """Calls in one measurement: a few milliseconds on a GPU."""
+    """Return how many calls a measurement has: a few milliseconds' worth on a GPU."""
     if not HAS_GPU:
         return 1 if nbytes > 1 << 25 else 10
     return 20 if nbytes < 1 << 30 else 4
@@ -39,7 +39,7 @@ def calls_of(nbytes: int) -> int:
 
 @cache
 def copies() -> dict[str, float]:
-    """Bytes read and written per second, by way and size."""
+    """Return bytes read and written per second, by way to copy and size."""
     mode = next(iter(MODES))
     found = {}
     for nbytes in NBYTES:
@@ -50,25 +50,25 @@ def copies() -> dict[str, float]:
 
 
 def copy_bytes_per_s() -> float:
-    """Of the fastest."""
+    """Return the bytes per second of the fastest copy."""
     return max(copies().values())
 
 
 def machine() -> dict[str, str]:
-    """What figures of this machine must be labelled with."""
+    """Return the labels that figures of this machine need."""
     name = torch.cuda.get_device_name() if HAS_GPU else f"no GPU, {processor()}"
     return {"device": name, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
 
 
 def launch_s() -> float:
-    """Seconds of a launch that does next to nothing, replayed."""
+    """Return the seconds of a nearly empty launch, replayed."""
     element = torch.zeros(1, device=DEVICE)
     mode = next(iter(MODES))
     return spread([stopwatch(mode, lambda _: element.add_(1), 1, 200)() for _ in range(ROUNDS)])[1]
 
 
 def clock_s() -> float:
-    """The least time between two events that the GPU's clock tells apart."""
+    """Return the shortest time that the GPU's clock resolves."""
     gaps = set()
     for _ in range(1000):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -81,7 +81,7 @@ def clock_s() -> float:
 
 
 def tensors_per_launch() -> str:
-    """What torch's header says, for 1, 2, ... lists of tensors."""
+    """Return the limits in torch's header, for 1, 2, ... lists of tensors."""
     header = Path(torch.__file__).parent / "include" / HEADER
     found = (
         re.findall(r"depth_to_max_tensors\w*\[\d*\]\s*=\s*\{([^}]*)\}", header.read_text()) if header.exists() else []
@@ -90,7 +90,7 @@ def tensors_per_launch() -> str:
 
 
 def report() -> dict[str, Any]:
-    """Everything."""
+    """Return all figures."""
     arguments = inspect.signature(DistributedDataParallel.__init__).parameters
     return {
         **machine(),

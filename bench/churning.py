@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Death upon death: ``python bench/churning.py`` kills ranks at random places of steps, and starts others for them.
+"""Kill ranks at random places of steps and replace each of them: ``python bench/churning.py``.
 
-At most as many are gone at once as there are backups; a successor that is still coming counts as gone. In the end few
-or none of the first processes are left, and the weights must be those of the same steps in one process, each with the
-gradients that were counted in it. Rank 0 lives: it holds the store.
+At any time at most as many ranks are missing as there are backups, counting replacements that still start. At the end
+few or none of the first processes are left. The weights must be those of the same steps in one process, with the
+gradients that counted in each step. Rank 0 is not killed: it holds the store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from commrt.testing.processes import RESTART, run_processes
 __all__ = ["Voyage", "sail"]
 
 FIRST, EVERY = 3, (2, 12)
-"""The first step in which one may die, and how many steps a process has from one of its dangers to the next."""
+"""The first step with a death, and the least and most steps of a process between two chances to die."""
 PLACES = ("backward", "counted", "reducing", "through")
 MORE = 8
 """Steps after the last death."""
@@ -36,23 +36,23 @@ MORE = 8
 
 @dataclass(frozen=True)
 class Voyage:
-    """What a run showed."""
+    """The results of a run."""
 
     ranks: int
     backups: int
     deaths: int
     steps: int
     quorums: int
-    """Different ones."""
+    """Number of different quorums."""
     attached_s: float
-    """Median time in which another process was let in."""
+    """Median time until another process was admitted."""
     most_attached_s: float
     longest_s: float
-    """A step, of any rank."""
+    """The longest step of any rank."""
 
 
 class Dangers(Struck):
-    """As many die at once as may, and no more in all than were asked for."""
+    """Kills as many ranks at once as there are backups, up to a total."""
 
     def __init__(self, tell: Callable[[Any], None], world: commrt.World, backups: int, deaths: int, begin: int) -> None:
         self._store, self._backups, self._deaths = world.store, backups, deaths
@@ -63,7 +63,7 @@ class Dangers(Struck):
         super().__init__(tell, [*blows] if world.rank else [])
 
     def strikes(self, _: Blow) -> bool:
-        """See `Struck`."""
+        """Return False if this fault is left out; see `Struck`."""
         if self._counts_as_gone:
             return False
         if self._store.add("gone", 1) <= self._backups and self._store.add("deaths", 1) <= self._deaths:
@@ -72,7 +72,7 @@ class Dangers(Struck):
         return False
 
     def be_there(self) -> None:
-        """This process has done a step."""
+        """Count a step of this process."""
         if self._counts_as_gone:
             self._counts_as_gone = False
             self._store.add("gone", -1)
@@ -85,7 +85,7 @@ def _every(rng: Random, begin: int) -> Iterator[int]:
 
 
 def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: float) -> dict[str, Any]:
-    """One process: trains until nobody dies any more."""
+    """Train in one process, until all deaths are over."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         model = network()
@@ -115,14 +115,14 @@ def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: floa
 
 
 def _goal(world: commrt.World, deaths: int, version: int) -> float:
-    """How many updates there will be."""
+    """Return how many updates the run will have."""
     if not world.store.check(["goal"]) and world.store.add("deaths", 0) >= deaths and not world.store.add("gone", 0):
         world.store.compare_set("goal", "", str(version + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else float("inf")
 
 
 def sail(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Voyage:
-    """One run; raises if a step was lost or done twice, or a rank did not end as it should."""
+    """Run once; raise if a step was lost or done twice, or a rank ended wrongly."""
 
     def on_message(_: int, message: Any, process: BaseProcess) -> str | None:
         if message == "replace":
@@ -146,12 +146,12 @@ def sail(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Voya
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=6)
-    parser.add_argument("--backups", type=int, default=2)
-    parser.add_argument("--deaths", type=int, default=40)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ranks", type=int, default=6, help="number of ranks")
+    parser.add_argument("--backups", type=int, default=2, help="backups of the algorithm")
+    parser.add_argument("--deaths", type=int, default=40, help="ranks to kill in all")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     voyage = sail(options.ranks, options.backups, options.deaths)
     print(json.dumps(asdict(voyage)) if options.json else voyage)

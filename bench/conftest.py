@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes this folder importable, here and in worker processes, which inherit ``sys.path``; records as they are made."""
+"""Make this folder importable, also in worker processes, which inherit ``sys.path``; write records at once."""
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,14 +16,14 @@ Keep = Callable[[Sequence[Record]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """A line of JSON for each measurement, and for each test; there also if the run is cut short."""
+    """Add options for files with a JSON line per measurement and per test, complete even if the run is cut short."""
     parser.addoption("--records", type=Path)
     parser.addoption("--outcomes", type=Path)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note how a test ended."""
+    """Record how a test ended."""
     report = yield
     path = item.config.getoption("--outcomes")
     if path and (report.when == "call" or report.outcome != "passed"):
@@ -37,7 +37,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Torch uses no other thread: two of them on a busy machine wait for each other."""
+    """Limit torch to one thread: on a busy machine, two wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,5 +46,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def keep(request: pytest.FixtureRequest) -> Keep:
-    """Append records to the file, if there is one."""
+    """Return a function that appends records to the file, if there is one."""
     return partial(append, request.config.getoption("--records"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who moves gradients, and how: these kernels beside what torch ships, on the same tensors.
+"""Tasks for the kernels, each with the ways that torch has for it, on the same tensors.
 
-A contender takes the number of a set of tensors. Where one does less than the others, its name says so: they scale,
-cast and write flags and a stamp. What comes of each is compared with what must come of it before it is timed.
+A contender takes the number of a set of tensors. The kernels scale, cast and write flags and a header. If a contender
+does less, its name says so. Its result is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from stopwatch import HAS_GPU, Run
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from commrt.buckets.layout import MIB, Unit, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
-from commrt.wire.buckets import MIB, Unit, plan_buckets
 
 __all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "THOROUGH", "Check", "Task", "flat_copies", "gate"]
 
@@ -33,13 +33,13 @@ THOROUGH = "commrt, finite and norm"
 F32, BF16 = torch.float32, torch.bfloat16
 COUNTED_NUMEL = 25 * MIB // 4
 COLD_NBYTES = (200 if HAS_GPU else 64) * MIB
-"""Sets are made until they are larger together: on a GPU three times a large second-level cache."""
+"""All sets together are larger than this: on a GPU, three times a large second-level cache."""
 COPIES = 2, 1000
-"""Of a set, at least and at most: more would take long to make, so sets of less than 64 KB stay in a cache."""
+"""Least and most copies of a set. More would take long to make, so sets below 64 KB stay in a cache."""
 MOST_NBYTES = (32 << 10 if HAS_GPU else 128) * MIB
-"""Of a set's gradients so many are taken, beginning with the first to become ready."""
+"""Bytes of a set's gradients that are used, beginning with the first to become ready."""
 TOLERANCE = {F32: 1e-6, BF16: 1e-2}
-"""Largest relative L2 error; additions one by one round each time."""
+"""Largest relative L2 error. Contenders that add one by one round each time."""
 SCALE = 1 / 6
 
 Contenders = dict[str, Run]
@@ -49,34 +49,34 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Check:
-    """What must come of a contender's work on set 0."""
+    """The result that a contender must have on set 0."""
 
     wanted: Row
-    """Computed before."""
+    """Computes the right result, before the run."""
     found: Row
-    """Looked at afterwards."""
+    """Returns the result, after the run."""
     spoil: Callable[[], object] = lambda: None
-    """Done in between, where results go to memory that is not read: what the one before left there is no result."""
+    """Overwrites the result's memory before the run, so that the result of an earlier contender does not count."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to do, and who can."""
+    """A task, and the contenders that can do it."""
 
     nbytes: int
-    """That must be moved in any case: each input read once, each output written once."""
+    """Bytes that every contender must move: each input read once, each output written once."""
     sets: int
     contenders: Contenders
     checks: dict[str, Check]
-    """One for each of them."""
+    """One check for each contender."""
     dtype: torch.dtype
-    """Of the results, or of what they came from, if that is narrower."""
+    """The dtype of the results, or of their inputs if that is narrower."""
     not_in_graphs: frozenset[str] = frozenset()
     """Contenders that copy from the host at each call."""
 
 
 def gate(task: Task) -> None:
-    """Let each contender work once; raises `RuntimeError` if one does not do what it should."""
+    """Run each contender once; raise `RuntimeError` if a result is wrong."""
     for who, run in task.contenders.items():
         check = task.checks[who]
         wanted = check.wanted().float()
@@ -88,13 +88,13 @@ def gate(task: Task) -> None:
 
 
 def norm_of(row: Tensor) -> Tensor:
-    """In fp64, without a wider copy."""
+    """Return the norm, computed in fp64 without a wider copy."""
     return torch.linalg.vector_norm(row, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One set: gradients of a bucket, its wire, and their places on it."""
+    """The gradients of a bucket, its wire, and their places on it."""
 
     grads: list[Tensor]
     wire: Tensor
@@ -102,29 +102,29 @@ class Gradients:
     dense: Tensor
     """Another wire, without gaps."""
     flat: list[Tensor]
-    """The gradients as rows."""
+    """The gradients with one dimension."""
 
     def row(self) -> Tensor:
-        """A copy of all gradients."""
+        """Return a copy of all gradients."""
         return torch.cat(self.flat)
 
     def spoil_wire(self) -> None:
-        """Both of them."""
+        """Fill both wires with NaN."""
         self.wire.fill_(torch.nan)
         self.dense.fill_(torch.nan)
 
     def spoil_grads(self) -> None:
-        """All."""
+        """Fill all gradients with NaN."""
         for grad in self.grads:
             grad.fill_(torch.nan)
 
     def placed(self) -> Tensor:
-        """A copy of what is on the wire."""
+        """Return a copy of the wire's content."""
         return torch.cat([view.reshape(-1) for view in self.views])
 
 
 def made(shapes: Shapes, layout: Layout, wire: torch.dtype) -> Gradients:
-    """A set of random gradients."""
+    """Return a set of random gradients."""
     grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
     row = torch.randn(layout.numel, device=DEVICE).to(wire)
     views = [layout.tensor(row, i).view(shape) for i, shape in enumerate(shapes)]
@@ -133,7 +133,7 @@ def made(shapes: Shapes, layout: Layout, wire: torch.dtype) -> Gradients:
 
 
 def several(shapes: Shapes, wire: torch.dtype) -> tuple[Layout, list[Gradients]]:
-    """As many sets as do not fit into a cache together."""
+    """Return so many sets that they do not fit into a cache together."""
     layout = layout_of([prod(shape) for shape in shapes])
     nbytes = layout.numel * (4 + wire.itemsize)
     return layout, [made(shapes, layout, wire) for _ in range(_copies_of(nbytes))]
@@ -144,7 +144,7 @@ def _copies_of(nbytes: int) -> int:
 
 
 def pack(shapes: Shapes, wire: torch.dtype, *, thorough: bool = False) -> Task:
-    """Gradients to a wire, times 1/6; perhaps also with all that may be found out on the way."""
+    """Make the task to copy gradients to a wire, times 1/6; if `thorough`, also with flags and norms."""
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
 
@@ -183,7 +183,7 @@ def pack(shapes: Shapes, wire: torch.dtype, *, thorough: bool = False) -> Task:
 
 
 def unpack(shapes: Shapes, wire: torch.dtype) -> Task:
-    """A wire to gradients."""
+    """Make the task to copy a wire to gradients."""
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
     for packing, one in zip(packings, sets, strict=True):
@@ -215,7 +215,7 @@ def unpack(shapes: Shapes, wire: torch.dtype) -> Task:
 
 
 def mix(shapes: Shapes, wire: torch.dtype) -> Task:
-    """Weights half way to what a peer sent."""
+    """Make the task to move weights half way to those of a peer."""
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
     wide = torch.zeros(layout.numel, device=DEVICE)
@@ -241,7 +241,7 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
 
 
 def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
-    """A buffer plus what came from `ranks` ranks."""
+    """Make the task to add the buffers of `ranks` ranks to one buffer."""
     nbytes = numel * dtype.itemsize
     count = _copies_of(nbytes * (1 + ranks))
     sets = [torch.randn(1 + ranks, numel, device=DEVICE).to(dtype) for _ in range(count)]
@@ -268,7 +268,7 @@ def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
 
 
 def in_buckets(name: str) -> Task:
-    """All gradients of a set in buckets of 25 MiB, to a bf16 wire; DDP's way with its hook that compresses."""
+    """Make the task to pack a set in buckets of 25 MiB to a bf16 wire, also as DDP's hook compresses."""
     tasks = [pack(members, BF16) for members in buckets_of(name)]
     sets = min(task.sets for task in tasks)
     contenders: Contenders = {
@@ -303,7 +303,7 @@ def in_buckets(name: str) -> Task:
 
 
 def moving(shapes: Shapes) -> Task:
-    """Packing gradients that lie elsewhere at every call: what watching addresses costs the host."""
+    """Make the task to pack gradients that move between calls: the host's cost of watching addresses."""
     layout, sets = several(shapes, BF16)
     packing = dispatch.packing(sets[0].wire, layout, sets[0].grads)
     contenders: Contenders = {
@@ -315,7 +315,7 @@ def moving(shapes: Shapes) -> Task:
 
 
 def flat_copies(nbytes: int) -> Contenders:
-    """Ways to copy a row: the fastest is the most that can be had."""
+    """Return ways to copy a buffer; the fastest is the upper limit."""
     source, target = (torch.ones(nbytes // 4, device=DEVICE) for _ in range(2))
     layout = layout_of([len(source)])
     packing = dispatch.packing(torch.zeros(layout.numel, device=DEVICE), layout, [target])
@@ -328,7 +328,7 @@ def flat_copies(nbytes: int) -> Contenders:
 
 
 def shapes_of(name: str) -> Shapes:
-    """The gradients of a set, in the order in which they become ready, as many as fit."""
+    """Return the gradients of a set in the order they become ready, as many as fit."""
     taken, room = [], MOST_NBYTES
     for shape in list(SETS[name]().values())[::-1]:
         if 4 * prod(shape) <= room:
@@ -338,25 +338,25 @@ def shapes_of(name: str) -> Shapes:
 
 
 def called(name: str) -> str:
-    """The set, and what of it is taken."""
+    """Return the name of the set, with the size if only a part is taken."""
     taken = 4 * sum(map(prod, shapes_of(name)))
     return name if taken == 4 * sum(map(prod, SETS[name]().values())) else f"{name} ({taken // MIB} MiB of it)"
 
 
 def buckets_of(name: str) -> list[Shapes]:
-    """The gradients of each bucket of 25 MiB."""
+    """Return the gradients of each bucket of 25 MiB."""
     shapes = shapes_of(name)
     units = [Unit("", 4 * prod(shape), F32) for shape in shapes]
     return [[shapes[i] for i in members] for members in plan_buckets(units, 25 * MIB, MIB)]
 
 
 def bucket_of(name: str, number: int) -> Shapes:
-    """The gradients of one of them."""
+    """Return the gradients of one bucket."""
     return buckets_of(name)[number]
 
 
 def pieces(total: int, count: int) -> Shapes:
-    """`count` tensors of about `total` elements together."""
+    """Return `count` shapes of about `total` elements together."""
     bounds = [total * i // count for i in range(count + 1)]
     return [(end - begin,) for begin, end in pairwise(bounds)]
 
@@ -372,7 +372,7 @@ Make = Callable[[], Task]
 
 
 def with_each_wire(name: str, make: Callable[[Shapes, torch.dtype], Task], shapes: Shapes) -> dict[str, Make]:
-    """Two tasks, by name."""
+    """Return the task with each wire, by name."""
     return {name.format(label): partial(make, shapes, dtype) for label, dtype in WIRES.items()}
 
 
@@ -385,12 +385,12 @@ TASKS: dict[str, Make] = {
     **{f"reduce bf16 of {k}, {m} MiB": partial(reduce, m * MIB // 2, k, BF16) for k in (1, 3) for m in SIZES_MIB},
     "pack fp32 to bf16, all gradients moved": partial(moving, bucket_of("ResNet-50", 3)),
 }
-"""What goals are set for: measured in every way. By name, made when called."""
+"""The tasks with goals, by name, measured in every way. Call a value to make the task."""
 
 MORE_TASKS: dict[str, Make] = {
     **{f"pack fp32 to bf16 in {count}": partial(pack, pieces(COUNTED_NUMEL, count), BF16) for count in COUNTS},
 }
-"""How that goes on for other models and counts: measured in one way."""
+"""The same tasks for other models and counts, measured in one way."""
 
 for model in (*OTHERS, *ALSO_PACKED):
     MORE_TASKS |= with_each_wire(f"pack fp32 to {{}}, {called(model)}", pack, shapes_of(model))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways for all ranks to exchange as many numbers, each with memory of its own, and what must come of it.
+"""Exchanges of the same size by several algorithms, each with its own memory, and the results that they must have.
 
-What an exchange does to buffers that hold 1, 2, 3, ... times a pattern is replayed from its schedule: the gate before
-every time. Ours with a narrow wire pack and unpack, as a bucket does; Gloo's cast.
+The right result for buffers of 1, 2, 3, ... times a pattern is replayed from the schedule, and checked before an
+exchange is timed. With a 16-bit wire, commrt packs and unpacks as a bucket does, and Gloo casts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commrt.kernels.layout import layout_of
 from commrt.program import program
 from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Algorithm, Schedule
-from commrt.transport.protocol import Moment
+from commrt.transport.protocol import Tag
 
 __all__ = ["GLOO", "NAMES", "Exchange", "exchanges", "replayed"]
 
@@ -29,11 +29,11 @@ WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 GLOO = "Gloo all_reduce"
 GOSSIPED = 3
-"""Steps of gossip: partners at all distances."""
+"""Steps of gossip that are measured: partners at all distances."""
 
 
 def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
-    """All-reduces, and gossip."""
+    """Return all-reduces and gossip, by name."""
     return {
         "ring": commrt.Ring(),
         "halving_doubling": commrt.HalvingDoubling(),
@@ -44,32 +44,32 @@ def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
 
 
 NAMES = [f"{name}, {wire}" for wire in WIRES for name in (GLOO, *algorithms(1, 1))]
-"""Of all of them."""
+"""The names of all exchanges."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One way: where rank r has r + 1 times a pattern in `data` [numel], this rank ends with a factor times it."""
+    """A way to exchange. Rank r begins with r + 1 times a pattern in `data` [numel], and ends with a multiple of it."""
 
     data: Tensor
     run: Callable[[int], object]
-    """One step of it."""
+    """Runs one step."""
     factors: Sequence[float]
-    """One for each step: partners of gossip change."""
+    """One factor for each step, as partners of gossip change."""
     dtype: torch.dtype
 
     def check(self, name: str, rank: int) -> None:
-        """The gate: raises `RuntimeError` if the result is wrong."""
+        """Raise `RuntimeError` if the result is wrong."""
         pattern = torch.linspace(0.5, 1.5, len(self.data))
         for step, factor in enumerate(self.factors):
             self.data.copy_((rank + 1) * pattern)
             self.run(step)
             error = ((self.data - factor * pattern).norm() / pattern.norm()).item() / factor
-            if not error <= TOLERANCE[self.dtype]:  # NaN is not
+            if not error <= TOLERANCE[self.dtype]:  # also true for NaN
                 raise RuntimeError(f"{name} is off by {error:.1e} on rank {rank}: nothing was measured")
 
     def seconds(self) -> float:
-        """Of one step, the mean of all; each from a common start until the slowest rank's end."""
+        """Return the mean seconds of a step, from a common start to the slowest rank's end."""
         spent_s = torch.zeros(len(self.factors), dtype=torch.float64)
         for step in range(len(self.factors)):
             self.data.fill_(1.0)
@@ -82,7 +82,7 @@ class Exchange:
 
 
 def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Exchange]:
-    """All of them, by name."""
+    """Return all exchanges, by name."""
     everybody = world.size * (world.size + 1) / 2
     found = {}
     for wire, dtype in WIRES.items():
@@ -96,7 +96,7 @@ def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Excha
 
 
 def gloo(data: Tensor, factor: float, dtype: torch.dtype) -> Exchange:
-    """What torch ships."""
+    """Return the exchange by Gloo's all-reduce."""
 
     def run(_: int) -> None:
         wire = data.to(dtype)  # the same tensor, where it has that dtype
@@ -108,14 +108,14 @@ def gloo(data: Tensor, factor: float, dtype: torch.dtype) -> Exchange:
 
 
 def scheduled(world: commrt.World, schedules: Sequence[Schedule], data: Tensor, dtype: torch.dtype) -> Exchange:
-    """This project's."""
+    """Return the exchange by commrt's schedules."""
     factors = [_factor(schedule, world.rank) for schedule in schedules]
     layout = layout_of([len(data)])
     wire = data if dtype == data.dtype else world.transport.allocate(layout.numel, dtype)
     bounds = [bind(program(schedule, world.rank), wire, world.transport) for schedule in schedules]
 
     def exchange(step: int) -> None:
-        world.lane.submit(lambda: bounds[step].run(Moment(step, "netlab"))).result()
+        world.comm_thread.submit(lambda: bounds[step].run(Tag(step, "netlab"))).result()
 
     if wire is data:
         return Exchange(data, exchange, factors, dtype)
@@ -137,7 +137,7 @@ def _factor(schedule: Schedule, rank: int) -> float:
 
 
 def replayed(schedule: Schedule) -> Tensor:
-    """What becomes of buffers that hold 1, 2, 3, ... : [ranks, chunks].
+    """Return the buffers [ranks, chunks] that held 1, 2, 3, ... after the schedule.
 
     >>> replayed(commrt.Ring().schedule(0, 3)).tolist()
     [[6.0, 6.0, 6.0], [6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]

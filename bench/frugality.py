@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not happen in a step: device memory asked for, and the host waiting."""
+"""Notice what must not happen in a step: allocations of device memory, and waits of the host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["allocations", "waiting_is_an_error"]
 
 
 def allocations() -> int:
-    """Of device memory so far."""
+    """Return the number of allocations of device memory so far."""
     return torch.cuda.memory_stats()["allocation.all.allocated"] if HAS_GPU else 0
 
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Torch raises where it would wait for the device."""
+    """Let torch raise where it would wait for the device."""
     if not HAS_GPU:
         yield
         return

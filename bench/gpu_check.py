@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that needs a GPU, in one command and one record: ``python bench/gpu_check.py`` (or ``make gpu-check``).
+"""Run all checks that need a GPU, and write one record: ``python bench/gpu_check.py`` (or ``make gpu-check``).
 
-Needs torch, Triton, CuPy, pytest and pytest-benchmark, no network, and no installed commrt. What matters most runs
-first; what does not fit in ``--limit`` seconds, and what a machine cannot do, is in the record with its reason. Ends
-with 1 if anything failed. Without a GPU the same checks run on the CPU, and the record says so.
+Needs torch, Triton, CuPy, pytest and pytest-benchmark, but no network and no installed commrt. The most important
+checks run first. The record says what did not fit in ``--limit`` seconds, and what the machine cannot do. The exit code
+is 1 if anything failed. Without a GPU the same checks run on the CPU, and the record says so.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from typing import Any
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 LIMIT_S = 520.0
-"""Under nine minutes."""
+"""Seconds for everything: under nine minutes."""
 
 
 NOTHING_SELECTED = 5
-"""What pytest returns then."""
+"""The exit code of pytest if no test is selected."""
 MEMCHECK = ("compute-sanitizer", "--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "9")
-"""NCCL asks CUDA for what not every machine has, and takes no for an answer."""
+"""API errors are not reported: NCCL asks CUDA for features that not every machine has."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of pytest, or of a program that prints JSON."""
+    """One run of pytest, or of a program that prints JSON, with its limit."""
 
     name: str
     arguments: Sequence[str]
     limit_s: float
     is_pytest: bool = True
     under: Sequence[str] = ()
-    """A program that runs it."""
+    """The program that runs the stage, with its options."""
 
 
 SHARING = "can two ranks exchange here"
@@ -65,7 +65,7 @@ STAGES = (
 
 @dataclass
 class Outcome:
-    """How a stage ended."""
+    """The outcome of a stage."""
 
     stage: str
     seconds: float = 0.0
@@ -74,16 +74,16 @@ class Outcome:
     skipped: list[dict[str, str]] = field(default_factory=list)
     figures: list[Any] = field(default_factory=list)
     trouble: str | None = None
-    """Why it has no outcome, or not the whole."""
+    """Why the outcome is missing or incomplete."""
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=BENCH / "results", help="folder for the record")
+    parser.add_argument("--out", type=Path, default=BENCH / "results", help="folder of the record")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything")
-    parser.add_argument("--only", help="stages whose names contain this")
-    parser.add_argument("--commit", help="what is checked, where the copy has no history")
+    parser.add_argument("--only", help="run only stages whose names contain this")
+    parser.add_argument("--commit", help="commit of the checked code, if the copy has no git history")
     options = parser.parse_args()
     require_links()
     end_s = monotonic() + options.limit
@@ -103,13 +103,13 @@ def main() -> int:
 
 
 def require_links() -> None:
-    """Some ways to copy a source tree leave links behind."""
+    """Exit if the links to kernels and algorithms are missing, which some ways to copy a source tree drop."""
     if not (ROOT / "commrt" / "kernels" / "layout.py").exists():
         sys.exit(f"{ROOT}/commrt/kernels must be a link to ../kernels, and algorithms one to ../algorithms: ln -sfn")
 
 
 def machine() -> dict[str, Any]:
-    """What is measured, and with what."""
+    """Return the machine and the versions, for the record."""
     import torch  # noqa: PLC0415  # after the arguments: it takes seconds
 
     gpus = (
@@ -132,7 +132,7 @@ def machine() -> dict[str, Any]:
 
 
 def version(name: str) -> str | None:
-    """Of an installed distribution."""
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -140,18 +140,18 @@ def version(name: str) -> str | None:
 
 
 def nccl_versions() -> dict[str, int] | str:
-    """At run time and at CuPy's build, or why they are not known."""
+    """Return NCCL's versions at run time and at CuPy's build, or why they are unknown."""
     sys.path.insert(0, str(ROOT))
     try:
-        from commrt.transport.binding import load  # noqa: PLC0415
+        from commrt.transport.nccl_communicator import load  # noqa: PLC0415
 
         return {"runtime": load().get_version(), "build": load().get_build_version()}
-    except Exception as error:  # whatever it is, it belongs into the record
+    except Exception as error:  # the record says which error it was
         return f"{type(error).__name__}: {error}"
 
 
 def output(command: Sequence[str]) -> str:
-    """What a command prints, or nothing."""
+    """Return the output of a command, or an empty string if it fails."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -159,7 +159,7 @@ def output(command: Sequence[str]) -> str:
 
 
 def left_out(stage: Stage) -> Outcome:
-    """Without running it."""
+    """Return the outcome of a stage that is skipped."""
     return Outcome(stage.name, skipped=[{"test": stage.name, "why": "ranks cannot exchange here, see the first stage"}])
 
 
@@ -186,7 +186,7 @@ def run(stage: Stage, left_s: float) -> Outcome:
 
 
 def command_of(stage: Stage, outcomes: Path, records: Path) -> list[str]:
-    """What runs `stage`."""
+    """Return the command of `stage`."""
     options = [f"--outcomes={outcomes}", f"--records={records}", "-q", "-p", "no:cacheprovider"]
     program = ["-m", "pytest", *options] if stage.is_pytest else []
     arguments = [str(BENCH / argument) if argument.endswith(".py") else argument for argument in stage.arguments]
@@ -194,7 +194,7 @@ def command_of(stage: Stage, outcomes: Path, records: Path) -> list[str]:
 
 
 def output_of(outcome: Outcome, command: list[str], limit_s: float, *, checked: bool) -> str | None:
-    """What the command printed if it ended well; else the trouble is in `outcome`."""
+    """Return the command's output if it succeeds; otherwise note the trouble in `outcome`."""
     pipe, env = subprocess.PIPE, environment(checked=checked)
     with subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT, start_new_session=True
@@ -213,18 +213,18 @@ def output_of(outcome: Outcome, command: list[str], limit_s: float, *, checked: 
 
 
 def lines_of(path: Path) -> list[Any]:
-    """A file of JSON lines, perhaps of none."""
+    """Return the JSON lines of a file, which may be missing."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def environment(*, checked: bool) -> dict[str, str]:
-    """Of every stage: this source tree, and real kernels; where memory is `checked`, one allocation per tensor."""
+    """Return the variables of a stage: this source tree, real kernels, one allocation per tensor if `checked`."""
     ours = {"PYTHONPATH": f"{ROOT}{os.pathsep}{BENCH}", "PYTHONSAFEPATH": "1", "TRITON_INTERPRET": "0"}
     return {**os.environ, **ours, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if checked else {**os.environ, **ours}
 
 
 def sort(outcome: Outcome, line: dict[str, Any]) -> None:
-    """One test into `outcome`."""
+    """Add one test to `outcome`."""
     if line["outcome"] == "passed":
         outcome.passed += 1
     else:
@@ -235,7 +235,7 @@ def sort(outcome: Outcome, line: dict[str, Any]) -> None:
 
 
 def summary(outcome: Outcome) -> str:
-    """One line for people, more where something failed."""
+    """Return one line about a stage, and more if something failed."""
     counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
     lines = [f"{outcome.stage}: {counts}, {len(outcome.figures)} figures, {outcome.seconds:.0f} s"]
     lines += [f"  FAILED {bad['test']}: {bad['why'].strip().splitlines()[-1:]}" for bad in outcome.failed]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of `test_ranks` runs: one rank, on a GPU of its own or one that it shares, or without on the CPU.
+"""The work of each process of `test_ranks`: one rank, on its own GPU, on a shared one, or on the CPU.
 
-Where there are more ranks than GPUs, NCCL is told that they may share one; older than 2.30.3, that they are on
-different hosts, so that they exchange through sockets.
+If there are more ranks than GPUs, NCCL is told that they may share one. Versions older than 2.30.3 are told that the
+ranks are on different hosts, so that they exchange through sockets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from commrt.errors import CommrtError
 from commrt.program import program
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Algorithm, Schedule, Step
-from commrt.transport.binding import load
+from commrt.transport.nccl_communicator import load
 
 __all__ = [
     "beside_torch",
@@ -51,39 +51,39 @@ CPU = torch.device("cpu")
 LACKING = 4
 """The step in which rank 0 has no gradients of the first layer."""
 WARM_STEPS = 5
-"""Until buckets are cut, kernels loaded, peers met and graphs made."""
+"""Steps until buckets are cut, kernels loaded, peers connected and graphs made."""
 START_S, STEP_S = 120.0, 60.0
 SHARES_GPUS = 23003
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-"""NCCL's variables where several ranks share a GPU: all stays on this machine, and a rank leaves room for the next."""
+"""NCCL's variables if several ranks share a GPU: use this machine only, and leave memory for the next rank."""
 
 
 class Carried(NamedTuple):
-    """How the buckets of a run were carried."""
+    """How a run exchanged its buckets."""
 
     host_s: list[float]
-    """What one bucket cost the host: the 20th, 50th and 80th percentile."""
+    """The host's time for one bucket: 20th, 50th and 80th percentile."""
     why_not: list[str]
-    """Why not by graphs, in the last step."""
+    """Why the last step used no graphs."""
 
 
 class ByGraphs(NamedTuple):
-    """Training with graphs beside training without."""
+    """Results of training with and without graphs."""
 
     same: bool
-    """Are the parameters, bit by bit?"""
+    """True if the parameters are equal bit by bit."""
     sliced_distance: float
-    """Of training in slices, to the CPU's."""
+    """Distance of training in slices to training on the CPU."""
     calls_s: list[float]
     graphs_s: list[float]
-    """Of the host, for one bucket: percentiles."""
+    """The host's time for one bucket with graphs: percentiles."""
     launches: int
-    """Pack, groups, additions, unpack."""
+    """Launches of a bucket: pack, groups, additions, unpack."""
     why_not: list[str]
 
 
 def place() -> torch.device:
-    """This rank's device; to be called first."""
+    """Choose and return this rank's device. Call it first."""
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         return CPU
@@ -98,7 +98,7 @@ def place() -> torch.device:
 
 
 def opened(device: torch.device, timeout_s: float = STEP_S) -> World:
-    """A world that reaches `device`."""
+    """Open a world that reaches `device`."""
     world = commrt.init(timeout_s, start_timeout_s=START_S)
     if device != CPU:
         world.connect(device)
@@ -106,14 +106,14 @@ def opened(device: torch.device, timeout_s: float = STEP_S) -> World:
 
 
 def waited(device: torch.device) -> float:
-    """The time, when all that was queued on `device` is done."""
+    """Wait for `device`, and return the time."""
     if device != CPU:
         torch.cuda.synchronize(device)
     return perf_counter()
 
 
 def swap(_: Tell, numel: int, rounds: int = 10) -> list[float]:
-    """Two ranks exchange `numel` floats, some times over; seconds of each, connecting not counted."""
+    """Exchange `numel` floats between two ranks; return the seconds of each time, without connecting."""
     device = place()
     schedule = Schedule("swap", 2, 2, lambda: iter([Step.of([0, 1], [1, 0], [0, 1], [1, 2], commrt.COPY)]))
     with opened(device) as world:
@@ -128,12 +128,12 @@ def swap(_: Tell, numel: int, rounds: int = 10) -> list[float]:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` brings, on the CPU."""
+    """Return the values of `rank`, on the CPU."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def on_both(world: World, schedule: Schedule, buffer: Tensor, device: torch.device) -> bool:
-    """True if `schedule` gives the same bits on `device` as on the CPU."""
+    """Return True if `schedule` gives the same bits on `device` as on the CPU."""
     here, there = buffer.clone(), buffer.to(device)
     world.run(schedule, here)
     world.run(schedule, there)
@@ -141,7 +141,7 @@ def on_both(world: World, schedule: Schedule, buffer: Tensor, device: torch.devi
 
 
 def reduce(_: Tell, cases: list[tuple[str, int, torch.dtype]]) -> list[bool]:
-    """For each (algorithm, numel, dtype) whether its all-reduce gives the bits of the CPU."""
+    """Return, for each (algorithm, numel, dtype), whether its all-reduce gives the bits of the CPU."""
     device = place()
     with opened(device) as world:
         return [
@@ -151,7 +151,7 @@ def reduce(_: Tell, cases: list[tuple[str, int, torch.dtype]]) -> list[bool]:
 
 
 def mix(_: Tell, numel: int, rounds: int) -> bool:
-    """Pairs move half-way towards each other, other pairs each time, as in gossip; True for the bits of the CPU."""
+    """Mix changing pairs half way, as in gossip; return True if the bits are those of the CPU."""
     device = place()
     with opened(device) as world:
         ranks = world.size
@@ -161,7 +161,7 @@ def mix(_: Tell, numel: int, rounds: int) -> bool:
 
 
 def train(_: Tell, algorithm: str, steps: int) -> tuple[float, bool]:
-    """Train there and on the CPU; the largest relative distance of a parameter, and whether all replicas are equal."""
+    """Train on the device and the CPU; return the largest relative distance, and whether replicas are equal."""
     device = place()
     with opened(device) as world:
         there, equal, _ = trained(world.rank, by_name(algorithm), steps, device)
@@ -170,7 +170,7 @@ def train(_: Tell, algorithm: str, steps: int) -> tuple[float, bool]:
 
 
 def train_by_graphs(_: Tell, steps: int) -> ByGraphs:
-    """Train with and without graphs, and in slices."""
+    """Train with and without graphs, and in slices; return the comparison."""
     device = place()
     ring, sliced = commrt.Ring(), commrt.Sliced(commrt.Ring(), 2)
     with opened(device) as world:
@@ -185,14 +185,14 @@ def train_by_graphs(_: Tell, steps: int) -> ByGraphs:
 
 
 def distance(there: list[Tensor], here: list[Tensor]) -> float:
-    """The largest relative distance of a parameter."""
+    """Return the largest relative distance of a parameter."""
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(there, here, strict=True))
 
 
 def trained(
     rank: int, algorithm: Algorithm, steps: int, device: torch.device, *, graphs: bool = False
 ) -> tuple[list[Tensor], bool, Carried]:
-    """Parameters after `steps`, on the CPU; whether all replicas have the same bits; and how buckets were carried."""
+    """Train; return the parameters, whether all replicas have the same bits, and how buckets were exchanged."""
     model = untrained(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.1, graphs=graphs)
@@ -206,21 +206,21 @@ def trained(
         optimizer.step()
         host_s += [span.end_s - span.begin_s for span in replica.last.spans]
     equal = replica.replicas_equal()
-    late = host_s[len(host_s) // 2 :]  # the first steps load kernels, and are not carried by graphs
+    late = host_s[len(host_s) // 2 :]  # the first steps load kernels, and use no graphs
     carried = Carried([quantiles(late, n=10)[i] for i in (1, 4, 7)], sorted(set(replica.why_not_graphs().values())))
     replica.detach()
     return [param.detach().cpu() for param in model.parameters()], equal, carried
 
 
 def untrained(device: torch.device) -> nn.Module:
-    """The same everywhere."""
+    """Return the same model on every rank."""
     torch.manual_seed(0)
     layers = (nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     return nn.Sequential(*layers).to(device)
 
 
 def thrift(_: Tell, graphs: bool) -> tuple[int, int, list[str]]:
-    """Tensors that a backward pass makes with a plain model, and with one that is attached; and why not by graphs.
+    """Return how many tensors a backward pass makes, plain and attached, and why no graph was used.
 
     Raises torch's `RuntimeError` if the host waits for the GPU on the way.
     """
@@ -240,7 +240,7 @@ def thrift(_: Tell, graphs: bool) -> tuple[int, int, list[str]]:
 
 
 def sound(_: Tell) -> list[str]:
-    """Some steps of training, the last ones by graphs; why not."""
+    """Train some steps, the last ones by graphs; return why no graph was used."""
     device = place()
     with opened(device) as world:
         _, _, carried = trained(world.rank, commrt.Ring(), 1 + LACKING, device, graphs=True)
@@ -248,7 +248,7 @@ def sound(_: Tell) -> list[str]:
 
 
 def made(model: nn.Module, x: Tensor, y: Tensor) -> int:
-    """Tensors that a backward pass asks the device for."""
+    """Return how many tensors a backward pass allocates on the device."""
     model.zero_grad()
     loss = cross_entropy(model(x), y)
     before = allocations()
@@ -257,7 +257,7 @@ def made(model: nn.Module, x: Tensor, y: Tensor) -> int:
 
 
 def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:
-    """The last rank asks to be killed in the middle of training; seconds that the others needed to notice, and how."""
+    """Let the last rank be killed in training; return the seconds until the others notice, and their error."""
     device = place()
     with opened(device) as world:
         schedule, buffer = by_name("ring").schedule(0, world.size), torch.ones(1 << 16, device=device)
@@ -279,7 +279,7 @@ def struck(tell: Tell, timeout_s: float) -> tuple[float, str]:
 
 
 def beside_torch(_: Tell, rounds: int) -> tuple[float, float]:
-    """``torch.distributed``'s own group and a world exchange in turn, in one order on all ranks; what each summed."""
+    """Exchange by ``torch.distributed`` and by a world, in one order on all ranks; return both sums."""
     device = place()
     dist.init_process_group("gloo" if device == CPU else "nccl", timeout=timedelta(seconds=START_S))
     theirs, ours = (torch.full((1000,), 1.0 + dist.get_rank(), device=device) for _ in range(2))
@@ -296,7 +296,7 @@ def beside_torch(_: Tell, rounds: int) -> tuple[float, float]:
 
 
 def race(_: Tell, numel: int, rounds: int) -> Times:
-    """Seconds of all-reduces in turn, ``torch.distributed``'s and this project's; none that ends with another sum."""
+    """Return the seconds of interleaved all-reduces of ``torch.distributed`` and commrt; raise if a sum is wrong."""
     device = place()
     dist.init_process_group("gloo" if device == CPU else "nccl", timeout=timedelta(seconds=START_S))
     with opened(device) as world:
@@ -314,7 +314,7 @@ def race(_: Tell, numel: int, rounds: int) -> Times:
 
 
 def timed(run: Callable[[], object], buffer: Tensor, world: World) -> float:
-    """Seconds of one all-reduce, from a common start until it has happened; raises if the sum is wrong."""
+    """Return the seconds of one all-reduce from a common start to its end; raise if the sum is wrong."""
     buffer.fill_(1.0 + world.rank)
     dist.barrier()
     waited(buffer.device)
@@ -328,7 +328,7 @@ def timed(run: Callable[[], object], buffer: Tensor, world: World) -> float:
 
 
 def fail_and_begin_again(_: Tell) -> list[float]:
-    """A world is given up, and the same processes open another."""
+    """Give a world up, and open another one in the same processes."""
     device = place()
     sums = []
     for attempt in range(2):

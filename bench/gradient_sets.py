@@ -14,7 +14,7 @@ Shapes = dict[str, Shape]
 
 
 def resnet50(classes: int = 1000) -> Shapes:
-    """The parameters of torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
+    """Return the parameters of torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
     shapes = {**_conv("conv1", 3, 64, 7), **_norm("bn1", 64)}
     inputs = 64
     for layer, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
@@ -25,7 +25,7 @@ def resnet50(classes: int = 1000) -> Shapes:
 
 
 def _bottleneck(name: str, inputs: int, width: int, *, shortcut: bool) -> Iterator[tuple[str, Shape]]:
-    """1 x 1 to `width` channels, 3 x 3, 1 x 1 to four times as many; the first of a layer has a shortcut."""
+    """Return a block: 1 x 1 to `width` channels, 3 x 3, 1 x 1 to four times as many, perhaps a shortcut."""
     convs = ((inputs, width, 1), (width, width, 3), (width, 4 * width, 1))
     for i, (before, after, kernel) in enumerate(convs, start=1):
         yield from _conv(f"{name}.conv{i}", before, after, kernel).items()
@@ -44,7 +44,7 @@ def _norm(name: str, channels: int) -> Shapes:
 
 
 def vgg(*convolutions: int, classes: int = 1000) -> Shapes:
-    """The parameters of a VGG with so many convolutions in each of its five stages; 16 is `vgg(2, 2, 3, 3, 3)`."""
+    """Return the parameters of a VGG, given the convolutions of its five stages; 16 is `vgg(2, 2, 3, 3, 3)`."""
     shapes: Shapes = {}
     inputs = 3
     for stage, (count, width) in enumerate(zip(convolutions, (64, 128, 256, 512, 512), strict=True)):
@@ -71,7 +71,7 @@ INCEPTIONS = {
 
 
 def googlenet(classes: int = 1000, *, auxiliary: bool = False) -> Shapes:
-    """The parameters of torchvision's GoogLeNet."""
+    """Return the parameters of torchvision's GoogLeNet."""
     shapes: Shapes = {}
     for name, inputs, outputs, kernel in (("conv1", 3, 64, 7), ("conv2", 64, 64, 1), ("conv3", 64, 192, 3)):
         shapes |= _conv(name, inputs, outputs, kernel) | _norm(f"{name}.bn", outputs)
@@ -93,7 +93,7 @@ def _inception(name: str, widths: tuple[int, ...]) -> Shapes:
 
 
 def bert_large(*, pretraining: bool = True) -> Shapes:
-    """The parameters of BERT-large, encoder and pooler, and perhaps the heads of its pre-training."""
+    """Return the parameters of BERT-large: encoder, pooler, and perhaps the heads of pre-training."""
     width, vocabulary = 1024, 30522
     shapes: Shapes = {"word": (vocabulary, width), "position": (512, width), "segment": (2, width)}
     shapes |= _norm("embedding.norm", width)
@@ -109,7 +109,7 @@ def bert_large(*, pretraining: bool = True) -> Shapes:
 
 
 def gpt2(layers: int, width: int) -> Shapes:
-    """The parameters of GPT-2: 12 layers of 768 are 124M, 48 of 1600 are 1.5B."""
+    """Return the parameters of GPT-2: 12 layers of 768 are 124M, 48 of 1600 are 1.5B."""
     shapes: Shapes = {"wte": (50257, width), "wpe": (1024, width)}
     for layer in (f"layer{number}" for number in range(layers)):
         for name, before, after in (("attn", 1, 3), ("attn.out", 1, 1), ("up", 1, 4), ("down", 4, 1)):
@@ -119,7 +119,7 @@ def gpt2(layers: int, width: int) -> Shapes:
 
 
 def llama3_8b(layers: int = 32, *, ends: bool = True) -> Shapes:
-    """The parameters of Llama-3-8B; without `ends` only its layers."""
+    """Return the parameters of Llama-3-8B; without `ends` only its layers."""
     width, keys, inner, vocabulary = 4096, 1024, 14336, 128_256
     rows = {"q": width, "k": keys, "v": keys, "o": width, "gate": inner, "up": inner}
     shapes: Shapes = {}
@@ -147,4 +147,4 @@ SETS: dict[str, Callable[[], Shapes]] = {
     "Llama-3-8B": llama3_8b,
     "10,000 tensors of 64": lambda: {str(number): (64,) for number in range(10_000)},
 }
-"""By name, made when called."""
+"""Functions that return the shapes, by name."""

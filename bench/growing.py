@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that grow against batches that do not: ``python bench/growing.py --out growing.png``.
+"""Compare growing batches with constant ones: ``python bench/growing.py --out growing.png``.
 
-LeNet on MNIST with a small batch, with a large one, and with the small one for a third of the training and then the
-large one, at the same learning rate: what does each reach, and with how many updates?
+LeNet trains on MNIST at one learning rate: with a small batch, with a large one, and with the small one for a third of
+the training and then the large one. The output is the accuracy of each, and its number of updates.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import commrt
-from commrt.cli.mnist import Images, lenet, load
-from commrt.recipe import BatchSizeControl, Rate
+from commrt.cli.dataset import Images, lenet, load
+from commrt.training.large_batch import BatchSizeControl, Rate
 
 EPOCHS, SMALL, LARGE, LR, MOST = 12, 32, 512, 0.05, 128
 WAYS: Mapping[str, Mapping[int, int]] = {
@@ -36,19 +36,19 @@ class Run:
     way: str
     seed: int
     updates: list[int]
-    """After each epoch, since the begin."""
+    """Updates since the start, after each epoch."""
     accuracy: list[float]
-    """Then, on 1,000 test images."""
+    """Accuracy after each epoch, on 1,000 test images."""
 
 
 def trained(way: str, seed: int, data: tuple[Images, Images], smoothing: float) -> Run:
-    """With one rank: what matters is the batch of all ranks together."""
+    """Train on one rank, with the batch that all ranks have together."""
     train, test = data
     with commrt.init() as world:
         model = lenet(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         replica = commrt.attach(model, optimizer, commrt.Ring(), world=world)
-        samples: DistributedSampler[int] = DistributedSampler(range(len(train.digits)), 1, 0, seed=seed)  # type: ignore[arg-type]  # a range will do
+        samples: DistributedSampler[int] = DistributedSampler(range(len(train.digits)), 1, 0, seed=seed)  # type: ignore[arg-type]  # only its length counts
         control = BatchSizeControl(samples, WAYS[way], most=MOST)
         rate = Rate(optimizer, control, EPOCHS, warmup_epochs=1.0, power=1.0)
         run = Run(way, seed, [], [])
@@ -73,7 +73,7 @@ def _accuracy(model: torch.nn.Module, test: Images) -> float:
 
 
 def draw(runs: Sequence[Run], out: str) -> None:
-    """Accuracy against updates, the mean of all seeds and each of them."""
+    """Draw accuracy against updates: each seed, and their mean."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # only for this
 
     figure = Figure(figsize=(7.5, 4.4), layout="constrained")
@@ -99,12 +99,12 @@ def draw(runs: Sequence[Run], out: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--smoothing", type=float, default=0.0, help="of labels")
-    parser.add_argument("--out", help="a picture")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--smoothing", type=float, default=0.0, help="label smoothing")
+    parser.add_argument("--out", help="draw a picture into this file")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [trained(way, seed, load(), options.smoothing) for seed in range(options.seeds) for way in WAYS]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster on one Linux machine: hosts are network namespaces, joined by a bridge through links of limited rate.
 
-Needs root and iproute2. A token bucket at each end of a link limits what goes through, so the switch itself is fast
-and every host's card is not, each way by itself. All is taken down again at the end, whatever happened.
+Needs root and iproute2. A token bucket at each end limits a link, each way separately, so the hosts' links are slow and
+the switch is not. Everything is removed at the end, also after an error.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ SWITCH, PORT = "commrt-switch", 29_511
 NETWORK = "10.213.7"
 BURST = "8kb"
 CONGESTION_CONTROL = "reno"
-"""The one that every kernel has; otherwise what is measured depends on what the machine happens to be set to."""
+"""Every kernel has this one. Without it, results depend on the machine's settings."""
 
 
 @dataclass(frozen=True)
 class Cabling:
-    """What the links of the hosts carry, in Mbit/s each way."""
+    """The hosts and the rates of their links, in Mbit/s each way."""
 
     hosts: int
     rate_mbit: float = 200.0
     own_rate_mbit: Mapping[int, float] | None = None
-    """Of hosts whose link is another."""
+    """Rates of hosts with another link."""
 
     def rate(self, host: int) -> str:
-        """As tc writes it."""
+        """Return the rate of a link, as tc writes it."""
         return f"{(self.own_rate_mbit or {}).get(host, self.rate_mbit):g}mbit"
 
 
 def missing() -> str | None:
-    """Why there can be no such cluster here; None if there can."""
+    """Return why no cluster is possible here, or None."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's: run this on Linux"
     if not (shutil.which("ip") and shutil.which("tc") and shutil.which("sysctl")):
@@ -52,30 +52,30 @@ def missing() -> str | None:
 
 
 def sh(command: str) -> None:
-    """Run it, or raise with what it said."""
+    """Run a command; raise with its output if it fails."""
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr.strip() or done.returncode}")
 
 
 def space(host: int) -> str:
-    """The namespace of a host."""
+    """Return the name of a host's namespace."""
     return f"commrt-host{host}"
 
 
 def address(host: int) -> str:
-    """Of its card."""
+    """Return the address of a host."""
     return f"{NETWORK}.{host + 1}"
 
 
 @contextmanager
 def cluster(cabling: Cabling) -> Iterator[None]:
-    """A switch and its hosts; gone afterwards, also if this process is asked to end."""
+    """Make a switch and its hosts, and remove them afterwards, also if this process is asked to end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
     made: list[str] = []
     try:
         for name in (SWITCH, *map(space, range(cabling.hosts))):
-            if Path("/run/netns", name).exists():  # of a process that was killed
+            if Path("/run/netns", name).exists():  # left by a process that was killed
                 sh(f"ip netns del {name}")
             sh(f"ip netns add {name}")
             made.append(name)
@@ -90,7 +90,7 @@ def cluster(cabling: Cabling) -> Iterator[None]:
 
 
 def _plug(host: int, rate: str) -> None:
-    """Join a host to the switch."""
+    """Connect a host to the switch."""
     ours, port = space(host), f"port{host}"
     sh(f"ip -n {SWITCH} link add name {port} type veth peer name eth netns {ours}")
     sh(f"ip -n {SWITCH} link set {port} master hub up")
@@ -103,7 +103,7 @@ def _plug(host: int, rate: str) -> None:
 
 
 def output_of_first(arguments: Sequence[str], hosts: int, per_host: int = 1, timeout_s: float = 500.0) -> str:
-    """What rank 0 prints of a Python program that is started on all hosts, with the variables of torchrun."""
+    """Run a Python program on all hosts with torchrun's variables, and return what rank 0 prints."""
     crew = [_start(arguments, rank, hosts, per_host) for rank in range(hosts * per_host)]
     try:
         said, _ = crew[0].communicate(timeout=timeout_s)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler made of each kernel: widths, registers, spills, barriers, instructions. Needs no GPU.
+"""Inspect the compiled code of each kernel: widths, registers, spills, barriers, instructions. Needs no GPU.
 
-``python bench/inspect_kernels.py`` prints a table, ``--json`` a list, ``--golden FOLDER`` compares what it looked at
-with the file there that this version of Triton made, and ends with 1 if anything differs, ``--write FOLDER`` writes
-that file. All of it takes a quarter of an hour; ``--every N`` looks at every Nth kernel, on one architecture after the
-other.
+``python bench/inspect_kernels.py`` prints a table, and with ``--json`` a list. ``--golden FOLDER`` compares the results
+with the file of this Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that
+file. All kernels take a quarter of an hour. ``--every N`` inspects every Nth kernel, each on the next architecture.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 RECEIVED = range(1, 8)
 """How many buffers are added at once."""
 NOP = 0x918
-"""An instruction takes 16 bytes, of which the lowest 12 bits say what it does."""
+"""The operation in the lowest 12 bits of an instruction of 16 bytes."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to look at."""
+    """A kernel to inspect."""
 
     name: str
     make: Callable[[Sizes], Variant]
@@ -60,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one kernel compiled to."""
+    """The compiled code of one kernel, in figures."""
 
     kernel: str
     arch: str
@@ -71,15 +70,15 @@ class Finding:
     spill_bytes: int
     barriers: int
     instructions_per_element: float
-    """That a thread adds for each further element, from half to twice the tile: without what is done once per tile."""
+    """Instructions that a thread adds for each further element, from half to twice the tile."""
     instructions_per_element_in_all: float
-    """`instructions` over the elements of a thread: with what is done once per tile, and with the tail."""
+    """`instructions` over the elements of a thread, with work once per tile and the tail."""
     instructions: int
-    """Of the whole kernel."""
+    """Instructions of the whole kernel."""
 
 
 def cases() -> Iterator[Case]:
-    """Every kernel in every combination that is offered."""
+    """Yield every kernel in every combination that commrt offers."""
     yield Case("norm", lambda sizes: variants.norm(sizes.tile))
     for dtype, wire, align in product(SHORT, SHORT, ALIGNMENTS):
         if align >= dtype.itemsize:
@@ -89,7 +88,7 @@ def cases() -> Iterator[Case]:
 
 
 def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Case]:
-    """The kernels that reach many tensors of `dtype` aligned to `align` bytes, and a wire."""
+    """Yield the kernels between a wire and many tensors of `dtype`, aligned to `align` bytes."""
 
     def case(kernel: str, inputs: int, *options: str, **more: bool) -> Case:
         name = " ".join([kernel, SHORT[dtype], SHORT[wire], f"align {align}", *options])
@@ -109,13 +108,17 @@ def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Cas
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--arch", type=int, choices=ARCHS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth kernel and architecture")
-    parser.add_argument("--golden", type=Path)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument(
+        "--arch", type=int, choices=ARCHS, action="append", help="inspect only this architecture; may be repeated"
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="inspect only every Nth pair of kernel and architecture"
+    )
+    parser.add_argument("--golden", type=Path, help="compare with the file in this folder")
+    parser.add_argument("--write", type=Path, help="write the file to this folder")
     options = parser.parse_args()
     if options.write and (options.arch or options.every > 1):
         parser.error("the file holds all kernels: --write goes with neither --arch nor --every")
@@ -131,23 +134,23 @@ def main() -> int:
 
 
 def chosen(every: int, archs: Sequence[int]) -> list[tuple[int, int]]:
-    """(number of a case, architecture): of all, in turn, those of `archs`."""
+    """Return every Nth (number of a case, architecture), limited to `archs`."""
     return [(number, arch) for number, arch in [*product(range(len([*cases()])), ARCHS)][::every] if arch in archs]
 
 
 def as_golden(findings: list[Finding]) -> str:
-    """One line per finding, so that a difference can be read."""
+    """Return the findings as JSON, one per line, so that differences are readable."""
     rows = ",\n".join(json.dumps(asdict(finding)) for finding in findings)
     return f'{{"triton": "{triton.__version__}", "findings": [\n{rows}\n]}}\n'
 
 
 def of_this_version(folder: Path) -> Path:
-    """The file of the Triton that is installed."""
+    """Return the file for the installed Triton."""
     return folder / f"triton-{triton.__version__.partition('+')[0]}.json"
 
 
 def compare(folder: Path, findings: list[Finding]) -> int:
-    """Print what differs from the file in `folder`; 1 if anything does."""
+    """Print the differences from the file in `folder`; return 1 if there are any."""
     golden = of_this_version(folder)
     if not golden.exists():
         print(f"{golden} is not there: bench/inspect_kernels.py --write {folder} makes it", file=sys.stderr)
@@ -164,13 +167,13 @@ def compare(folder: Path, findings: list[Finding]) -> int:
 
 
 def inspect_all(wanted: list[tuple[int, int]]) -> list[Finding]:
-    """What `chosen` returned, as many at once as there are cores."""
+    """Inspect the chosen cases, on all cores."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(inspect, *zip(*wanted, strict=True)))
 
 
 def inspect(number: int, arch: int) -> Finding:
-    """Case `number` on one architecture."""
+    """Inspect case `number` on one architecture."""
     case = [*cases()][number]
     sizes = sizes_for(arch, case.inputs, case.align)
     variant = case.make(sizes)
@@ -193,12 +196,12 @@ def inspect(number: int, arch: int) -> Finding:
 
 
 def neighbours(tile: int) -> tuple[int, int]:
-    """Half of `tile` and twice as much."""
+    """Return half of `tile` and twice as much."""
     return tile // 2, tile * 2
 
 
 def disassembled(variant: Variant, arch: int) -> tuple[list[str], dict[str, int]]:
-    """The instructions in order, and what the kernel uses."""
+    """Return the instructions in order, and the kernel's resources."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled(variant, arch).asm["cubin"])
         file.flush()
@@ -209,7 +212,7 @@ def disassembled(variant: Variant, arch: int) -> tuple[list[str], dict[str, int]
 
 
 def length(variant: Variant, arch: int) -> int:
-    """How many instructions `disassembled` would find, without the half second that it takes."""
+    """Return the number of instructions that `disassembled` would find, half a second faster."""
     file = compiled(variant, arch).asm["cubin"]
     headers, (size, count, names) = unpack_from("<Q", file, 0x28)[0], unpack_from("<3H", file, 0x3A)
     sections = [unpack_from("<I20x2Q", file, headers + number * size) for number in range(count)]
@@ -222,7 +225,7 @@ def length(variant: Variant, arch: int) -> int:
 
 
 def main_width(operations: Counter[str], kind: str) -> int:
-    """The width in bits of the accesses that move most bytes."""
+    """Return the width in bits of the accesses that move most bytes."""
     moved: Counter[int] = Counter()
     for name, count in operations.items():
         if name.startswith(kind):
@@ -231,7 +234,7 @@ def main_width(operations: Counter[str], kind: str) -> int:
 
 
 def width(name: str) -> int:
-    """Bits of a load or store such as ``LDG.E.128``."""
+    """Return the bits of a load or store such as ``LDG.E.128``."""
     found = re.search(r"\.[US]?(8|16|64|128|256)\b", name)
     return int(found.group(1)) if found else 32
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of variants measured in turn within one run: what may be said about them, and how it is printed.
+"""Times of variants that were measured interleaved in one run: statistics and tables.
 
-On a shared machine a time says little; the ratio of two times taken within a second of each other says more.
+On a shared machine a time says little. The ratio of two times within a second says more.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ __all__ = ["Clock", "Times", "spread", "table"]
 
 PER_S = {"ms": 1e3, "us": 1e6}
 Times = dict[str, list[float]]
-"""Variant to seconds, one entry per round; the i-th entries of all variants were measured together."""
+"""Seconds of each variant, one entry per round. The i-th entries of all variants are of one round."""
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
-    """The 20 % quantile, the median and the 80 % quantile."""
+    """Return the 20th percentile, the median and the 80th percentile."""
     low, middle, high = np.quantile(values, (0.2, 0.5, 0.8)).tolist()
     return low, middle, high
 
 
 def ratios(times: Times, variant: str, peer: str) -> list[float]:
-    """Round by round, the time of `variant` in units of the time of `peer`."""
+    """Return the time of `variant` over that of `peer`, for each round."""
     return [own / other for own, other in zip(times[variant], times[peer], strict=True)]
 
 
 def record(times: Times, variant: str, peer: str) -> dict[str, float | int | str]:
-    """What a benchmark keeps of `variant`."""
+    """Return the record of `variant`: its times, and its ratio to `peer`."""
     low, middle, high = spread(times[variant])
     ratio_low, ratio, ratio_high = spread(ratios(times, variant, peer))
     return {
@@ -46,7 +46,7 @@ def record(times: Times, variant: str, peer: str) -> dict[str, float | int | str
 
 
 def table(times: Times, peers: dict[str, str], unit: str = "ms") -> str:
-    """One line per variant: its times, and its ratio to its peer round by round, medians with quantiles."""
+    """Return a table, one line per variant: its times and its ratio to its peer, medians with percentiles."""
     lines = [f"{'variant':28} {unit + ': 20 %':>9} {'median':>8} {'80 %':>8}   ratio: median (20 %..80 %) to"]
     for variant, peer in peers.items():
         row = record(times, variant, peer)
@@ -58,13 +58,13 @@ def table(times: Times, peers: dict[str, str], unit: str = "ms") -> str:
 
 @dataclass
 class Clock:
-    """A clock that advances by what was measured elsewhere, so that pytest-benchmark can tell of it."""
+    """A clock that replays times measured elsewhere, so that pytest-benchmark can report them."""
 
     now_s: float = 0.0
     _coming: list[float] = field(default_factory=list)
 
     def replay(self, seconds: list[float]) -> Callable[[], None]:
-        """A function whose i-th call takes ``seconds[i]`` on this clock."""
+        """Return a function whose i-th call takes ``seconds[i]`` on this clock."""
         self._coming = list(seconds)
 
         def elapse() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the issue benchmark: what it costs the host to start an exchange with two peers.
+"""One rank of the issue benchmark: the host's cost to start an exchange with two peers.
 
-Two sends and two receives of 1 KiB. `NcclTransport` runs over calls that do nothing, so what is timed is all that is
-not NCCL; the others move their bytes through Gloo's sockets.
+The exchange is two sends and two receives of 1 KiB. `NcclTransport` runs over calls that do nothing, so the time is
+that of all work that is not NCCL's. The other variants move their bytes through Gloo's sockets.
 """
 
 import os
@@ -20,16 +20,16 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from commrt.errors import UsageError
 from commrt.testing import nccl as stand_in
-from commrt.transport.binding import load
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, Transport
+from commrt.transport.nccl_communicator import load
+from commrt.transport.protocol import CPU, Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 __all__ = ["PEERS", "RANKS", "work"]
 
 HOST, RANKS, NUMEL = "127.0.0.1", 3, 256
 ROUNDS, CALLS = 30, 100
-MOMENT = Moment(0, 0)
+TAG = Tag(0, 0)
 TORCH = "batch_isend_irecv, issued"
 PEERS = {
     TORCH: TORCH,
@@ -37,11 +37,11 @@ PEERS = {
     "batch_isend_irecv, whole": "batch_isend_irecv, whole",
     "GlooTransport, whole": "batch_isend_irecv, whole",
 }
-"""Every variant, and what it is compared with."""
+"""Every variant, and the one it is compared with."""
 
 
 class Idle:
-    """The binding, with the real one's groups where it is installed, and communicators that do nothing."""
+    """A binding of NCCL with communicators that do nothing, and the real groups where they are installed."""
 
     NCCL_INT8 = stand_in.NCCL_INT8
     available = True
@@ -55,24 +55,24 @@ class Idle:
         self.get_version = self.get_build_version = stand_in.get_version
         self.get_unique_id = stand_in.get_unique_id
 
-    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> "Idle":  # noqa: N802, N803  # as in CuPy
-        """This does for one as well."""
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> "Idle":  # noqa: N802, N803  # CuPy's names
+        """Return this object, which is a communicator as well."""
         return self
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Nothing; takes what CuPy's takes."""
+        """Do nothing; the arguments are those of CuPy."""
 
     recv = send
 
     def abort(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     check_async_error = destroy = abort
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank exchanges with the two others, in the order of their ranks."""
+    """The tensors that a rank exchanges with the two others, in the order of their ranks."""
 
     peers: list[int]
     outgoing: list[Tensor]
@@ -80,33 +80,33 @@ class Memory:
 
     @classmethod
     def of(cls, rank: int) -> "Memory":
-        """Of `rank`."""
+        """Return the tensors of `rank`."""
         peers = [peer for peer in range(RANKS) if peer != rank]
         outgoing, incoming = ([torch.full((NUMEL,), value) for _ in peers] for value in (rank + 1.0, 0.0))
         return cls(peers, outgoing, incoming)
 
     def check(self, name: str) -> None:
-        """Raise `RuntimeError` unless all has come; and forget it."""
+        """Raise `RuntimeError` unless all values arrived; then clear them."""
         for peer, came in zip(self.peers, self.incoming, strict=True):
             if not bool((came == peer + 1.0).all()):
                 raise RuntimeError(f"{name} brought something else from rank {peer}: nothing was measured")
             came.zero_()
 
     def bound(self, transport: Transport) -> Exchange:
-        """The exchange, over `transport`."""
-        sends = [Parcel(peer, data) for peer, data in zip(self.peers, self.outgoing, strict=True)]
-        recvs = [Parcel(peer, data) for peer, data in zip(self.peers, self.incoming, strict=True)]
-        return transport.bind(Group(sends, recvs))
+        """Return the exchange over `transport`."""
+        sends = [P2PMessage(peer, data) for peer, data in zip(self.peers, self.outgoing, strict=True)]
+        recvs = [P2PMessage(peer, data) for peer, data in zip(self.peers, self.incoming, strict=True)]
+        return transport.bind(P2PGroup(sends, recvs))
 
     def of_torch(self) -> list[dist.P2POp]:
-        """The exchange, for ``batch_isend_irecv``."""
+        """Return the exchange for ``batch_isend_irecv``."""
         sends = [dist.P2POp(dist.isend, data, peer) for peer, data in zip(self.peers, self.outgoing, strict=True)]
         recvs = [dist.P2POp(dist.irecv, data, peer) for peer, data in zip(self.peers, self.incoming, strict=True)]
         return sends + recvs
 
 
 def work(rank: int, port: int, answers: "SimpleQueue[Times]") -> None:
-    """Measure all variants in turn; rank 0 answers."""
+    """Measure all variants interleaved; rank 0 sends the times."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore(HOST, port, RANKS, is_master=rank == 0)
@@ -124,7 +124,7 @@ def work(rank: int, port: int, answers: "SimpleQueue[Times]") -> None:
 
 
 def variants(rank: int, memory: Memory, store: Store) -> dict[str, Callable[[], float]]:
-    """What is run in turn; each returns the seconds that count."""
+    """Return the variants; each returns the seconds that count."""
     queued = memory.bound(NcclTransport(PrefixStore("nccl", store), rank, range(RANKS), 60.0, CPU, Idle()))
     over_gloo = memory.bound(GlooTransport(PrefixStore("gloo", store), rank, range(RANKS), 60.0, HOST))
     return {
@@ -136,7 +136,7 @@ def variants(rank: int, memory: Memory, store: Store) -> dict[str, Callable[[], 
 
 
 def by_torch(memory: Memory) -> tuple[float, float]:
-    """Seconds until all is issued, and until all has happened."""
+    """Return the seconds until all transfers are issued, and until all are done."""
     begin_s = perf_counter()
     works = dist.batch_isend_irecv(memory.of_torch())
     issued_s = perf_counter()
@@ -146,14 +146,14 @@ def by_torch(memory: Memory) -> tuple[float, float]:
 
 
 def by_commrt(exchange: Exchange) -> float:
-    """Seconds until the call returns."""
+    """Return the seconds until the call returns."""
     begin_s = perf_counter()
-    exchange(MOMENT)
+    exchange(TAG)
     return perf_counter() - begin_s
 
 
 def measured(ways: dict[str, Callable[[], float]]) -> Times:
-    """Mean seconds per call, round by round; the first round is not kept."""
+    """Return the mean seconds per call of each round but the first."""
     times: Times = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):
         for name, way in ways.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exchanging does to learning: ``python bench/learning.py`` trains on MNIST by four rules and prints a table.
+"""Measure how exchanges change learning: ``python bench/learning.py`` trains on MNIST by several rules, prints a table.
 
-A small network, each rank with a shard of its own, momentum. All ranks of a run are simulated at once, as one batched
-network; partners are those of the schedules that run. ``--real`` trains with the runtime instead, a thread per rank.
+It trains a small network with momentum, and each rank has its own shard. One batched network simulates all ranks of a
+run; partners are those of the real schedules. With ``--real`` the runtime trains instead, one thread per rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.mnist import Images, load
+from commrt.cli.dataset import Images, load
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.testing.ranks import run_ranks
@@ -39,24 +39,24 @@ HIDDEN, BATCH, MOMENTUM, LR, STEPS = 64, 16, 0.9, 0.05, 560
 
 
 def rate(step: int, steps: int) -> float:
-    """Along half a cosine."""
+    """Return the learning rate, along half a cosine."""
     return LR * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run ended with."""
+    """The results of a run."""
 
     accuracy: float
-    """Of the ranks, their mean."""
+    """Mean accuracy of the ranks."""
     accuracy_of_mean: float
-    """Of the averaged network."""
+    """Accuracy of the averaged network."""
     disagreement: float
-    """How far the farthest rank is from the mean of all, relative to it."""
+    """Relative distance of the farthest rank from the mean."""
 
 
 def shards(images: Images, ranks: int, seed: int, sorted_by_class: bool = False) -> tuple[Tensor, Tensor]:
-    """[ranks, n, 784] pixels and [ranks, n] digits; n is the same for all."""
+    """Return the shards: [ranks, n, 784] pixels and [ranks, n] digits, with one n for all ranks."""
     order = torch.randperm(len(images.digits), generator=torch.Generator().manual_seed(seed))
     if sorted_by_class:
         order = order[images.digits[order].argsort(stable=True)]
@@ -65,7 +65,7 @@ def shards(images: Images, ranks: int, seed: int, sorted_by_class: bool = False)
 
 
 def batches(rows: int, ranks: int, seed: int, steps: int) -> Iterator[Tensor]:
-    """[ranks, BATCH] places in each rank's shard, pass after pass."""
+    """Yield batches: [ranks, BATCH] places in each rank's shard, pass after pass."""
     generator = torch.Generator().manual_seed(1_000_003 * seed)
     while steps > 0:
         order = torch.stack([torch.randperm(rows, generator=generator) for _ in range(ranks)])
@@ -74,7 +74,7 @@ def batches(rows: int, ranks: int, seed: int, steps: int) -> Iterator[Tensor]:
 
 
 def begun(seed: int) -> list[Tensor]:
-    """Weights and biases of both layers."""
+    """Return the initial weights and biases of both layers."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(784, HIDDEN), (HIDDEN, 10)]
     layers = [(torch.randn(a, b, generator=generator) * (2 / a) ** 0.5, torch.zeros(b)) for a, b in sizes]
@@ -82,13 +82,13 @@ def begun(seed: int) -> list[Tensor]:
 
 
 def outputs(params: Sequence[Tensor], x: Tensor) -> Tensor:
-    """[ranks, n, 10] of params [ranks, ...] and x [ranks, n, 784]."""
+    """Return the outputs [ranks, n, 10] for params [ranks, ...] and x [ranks, n, 784]."""
     hidden = torch.relu(x @ params[0] + params[1].unsqueeze(1))
     return hidden @ params[2] + params[3].unsqueeze(1)
 
 
 def partners(algorithm: Algorithm, step: int, ranks: int) -> Tensor:
-    """[ranks] whom each hears from."""
+    """Return, for each rank, the rank it receives from."""
     source = torch.arange(ranks)
     for hop in algorithm.schedule(step, ranks).steps():
         source[torch.from_numpy(hop.dst)] = torch.from_numpy(hop.src)
@@ -96,7 +96,7 @@ def partners(algorithm: Algorithm, step: int, ranks: int) -> Tensor:
 
 
 def simulated(rule: str, ranks: int, seed: int, data: tuple[Images, Images], steps: int = STEPS) -> Outcome:
-    """All ranks at once."""
+    """Train all ranks at once, as one batched network."""
     algorithm = RULES[rule]
     x, y = shards(data[0], ranks, seed)
     params = [tensor.expand(ranks, *tensor.shape).clone().requires_grad_() for tensor in begun(seed)]
@@ -119,7 +119,7 @@ def simulated(rule: str, ranks: int, seed: int, data: tuple[Images, Images], ste
 
 
 def averaged(algorithm: Algorithm | None, step: int, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What each rank learns from."""
+    """Return the gradients that each rank uses."""
     if isinstance(algorithm, commrt.Ring):
         return [grad.mean(0, keepdim=True).expand_as(grad) for grad in grads]
     if isinstance(algorithm, commrt.Gossip) and algorithm.payload == "gradients":
@@ -129,20 +129,20 @@ def averaged(algorithm: Algorithm | None, step: int, grads: Sequence[Tensor]) ->
 
 
 def learn(params: list[Tensor], momentum: list[Tensor], grads: Sequence[Tensor], lr: float) -> None:
-    """A step of SGD."""
+    """Take a step of SGD."""
     for param, memory, grad in zip(params, momentum, grads, strict=True):
         memory.mul_(MOMENTUM).add_(grad)
         param.sub_(lr * memory)
 
 
 def mix(params: list[Tensor], source: Tensor, sent: list[Tensor], share: float) -> None:
-    """As the runtime does."""
+    """Mix weights as the runtime does."""
     for param, ours in zip(params, sent, strict=True):
         param.add_(share * (ours[source] - ours))
 
 
 def assessed(params: list[Tensor], test: Images) -> Outcome:
-    """Of params [ranks, ...]."""
+    """Return the results for params [ranks, ...]."""
     x, middle = test.pixels.flatten(1), [param.mean(0, keepdim=True) for param in params]
     right = outputs(params, x.expand(len(params[0]), *x.shape)).argmax(2) == test.digits
     right_of_mean = outputs(middle, x.unsqueeze(0)).argmax(2) == test.digits
@@ -152,19 +152,19 @@ def assessed(params: list[Tensor], test: Images) -> Outcome:
 
 
 class Network(nn.Module):
-    """One rank's."""
+    """The network of one rank."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.params = nn.ParameterList(begun(seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 784] -> [n, 10]."""
+        """Map [n, 784] to [n, 10]."""
         return outputs([param.unsqueeze(0) for param in self.params], x.unsqueeze(0))[0]
 
 
 def passed_round(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of samples that move on by one rank in each pass."""
+    """Yield batches of samples that move on by one rank in each pass."""
     ring = commrt.RingShuffle((x[world.rank], y[world.rank]), BATCH, world=world, seed=seed)
     passes = (batch for _ in range(steps) for batch in ring)
     yield from islice(passes, steps)
@@ -172,7 +172,7 @@ def passed_round(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> I
 
 
 def stay(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of a rank's own shard."""
+    """Yield batches of a rank's own shard."""
     for places in batches(x.shape[1], len(x), seed, steps):
         yield x[world.rank][places[world.rank]], y[world.rank][places[world.rank]]
 
@@ -187,7 +187,7 @@ def trained(
     sorted_by_class: bool = False,
     ring: bool = False,
 ) -> Outcome:
-    """By the runtime, a thread per rank."""
+    """Train with the runtime, one thread per rank."""
     x, y = shards(data[0], ranks, seed, sorted_by_class)
 
     def body(world: World) -> tuple[int, list[Tensor]]:
@@ -209,14 +209,14 @@ def trained(
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--real", action="store_true", help="with the runtime, a thread per rank")
-    parser.add_argument("--sorted", action="store_true", help="shards by class, with and without the ring of samples")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32], help="number of ranks")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps")
+    parser.add_argument("--real", action="store_true", help="train with the runtime, one thread per rank")
+    parser.add_argument("--sorted", action="store_true", help="sort shards by class; with and without the ring shuffle")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data, rows = load(), []
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def runs(real: bool, sorted_by_class: bool) -> Iterator[tuple[str, Callable[..., Outcome]]]:
-    """Names, and what runs them."""
+    """Yield the names of runs, and the functions that run them."""
     for rule in RULES:
         if sorted_by_class:
             yield rule, partial(trained, rule, sorted_by_class=True)
@@ -241,7 +241,7 @@ def runs(real: bool, sorted_by_class: bool) -> Iterator[tuple[str, Callable[...,
 
 
 def spread(outcomes: Sequence[Outcome], field: str) -> str:
-    """Mean and standard deviation."""
+    """Format mean and standard deviation."""
     values = [getattr(outcome, field) for outcome in outcomes]
     return f"{field.replace('_', ' ')} {mean(values):.4f} +- {stdev(values) if len(values) > 1 else 0:.4f}"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dead worker costs gossip: ``python bench/losing.py`` trains on MNIST in processes, and kills one by SIGKILL.
+"""Measure what a dead worker costs gossip: ``python bench/losing.py`` trains on MNIST and kills one process.
 
-Each rank has a shard of its own, by chance or sorted by class; that of the dead one is lost with it. The others go on,
-and end equal. The pause is the longest step of a survivor: from the death to the first exchange among those left.
+Each rank has its own shard, random or sorted by class. A rank gets SIGKILL, and its shard is lost. The others go on,
+and end equal. The pause is the longest step of a survivor: from the death to the first exchange of the survivors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from learning import LR, MOMENTUM, Network, rate, shards, spread
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.mnist import load
+from commrt.cli.dataset import load
 from commrt.testing.processes import run_processes
 
 __all__ = ["Outcome", "trained", "work"]
@@ -35,20 +35,20 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the survivors ended with."""
+    """The results of the survivors."""
 
     accuracy: float
-    """Of the network that all of them have in the end, on 1,000 test images."""
+    """Accuracy of the survivors' network, on 1,000 test images."""
     median_step_ms: float
     longest_step_ms: float
     lost: list[str]
-    """In the words of the report."""
+    """The lost ranks, in the words of the report."""
 
 
 def work(
     tell: Callable[[Any], None], case: str, seed: int, steps: int, dies_at: int, sorted_by_class: bool
 ) -> tuple[float, list[float], list[str]]:
-    """One worker; the accuracy, the seconds of each step, who was lost."""
+    """Train on one rank; return the accuracy, the seconds of each step, and the lost ranks."""
     torch.set_num_threads(1)
     images, test = load()
     with commrt.init(60.0, start_timeout_s=120.0) as world:
@@ -75,7 +75,7 @@ def work(
 
 
 def trained(case: str, seed: int, steps: int = STEPS, *, kills: bool, sorted_by_class: bool = False) -> Outcome:
-    """One run; at a third of it the victim is killed."""
+    """Run once; after a third of the steps the victim is killed."""
 
     def on_message(_: int, __: Any, process: BaseProcess) -> bool:
         process.kill()
@@ -88,12 +88,14 @@ def trained(case: str, seed: int, steps: int = STEPS, *, kills: bool, sorted_by_
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--sorted", action="store_true", help="shards by class: the dead rank's classes are lost")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps")
+    parser.add_argument(
+        "--sorted", action="store_true", help="sort shards by class, so that the dead rank's classes are lost"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     rows = []
     for case in CASES:

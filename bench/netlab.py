@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules on a cluster of one machine, beside Gloo's all-reduce: ``sudo python bench/netlab.py`` (Linux, iproute2).
+"""Measure schedules beside Gloo's all-reduce on a cluster in one machine: ``sudo python bench/netlab.py``.
 
-Hosts are namespaces whose links carry 200 Mbit/s each way (`hosts`), a network that is slow beside everything else: so
-what is compared is what schedules differ on, how often and over which links bytes travel. First exchanges of 12.8 MB,
-in turn: from a common start to the slowest rank's end. Then training steps that compute by sleeping: the time of a
-step, of all ranks the mean. With links that are equal, with one host's at a quarter of the rate (and a quarter of the
-bytes), and with one host that computes for twice as long.
+Needs Linux and iproute2. Hosts are namespaces whose links carry 200 Mbit/s each way (`hosts`). That network is slow
+beside everything else, so the times depend on how often and over which links the bytes travel. The suite measures
+
+* exchanges of 12.8 MB, interleaved, from a common start to the slowest rank's end,
+* training steps that compute by sleeping: the mean time of a step over all ranks.
+
+Each runs with equal links, and with the links of one host at a quarter of the rate (and a quarter of the bytes). Steps
+also run with one host that computes twice as long.
 """
 
 from __future__ import annotations
@@ -34,22 +37,22 @@ __all__ = ["Job", "Trial", "trials"]
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks do."""
+    """The work of all ranks."""
 
     hosts: int
     per_host: int
     numel: int
     rounds: int
     steps: int = 0
-    """Training steps in a row; with none, exchanges are measured."""
+    """Training steps in a row; 0 measures exchanges."""
     compute_s: float = 0.3
     slow_host: int | None = None
-    """That computes for twice as long."""
+    """The host that computes twice as long, or None."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A case: what all ranks do, on which network, and who is compared with whom."""
+    """A case: the work of all ranks, the network, and the variant that others are compared with."""
 
     case: str
     job: Job
@@ -57,7 +60,7 @@ class Trial:
     peer: str
 
     def measured(self) -> Times:
-        """Build the network, run it, and take the network down."""
+        """Build the network, run the job, and remove the network."""
         job = self.job
         with cluster(self.cabling):
             said = output_of_first([__file__, "--work", json.dumps(asdict(job))], job.hosts, job.per_host)
@@ -66,7 +69,7 @@ class Trial:
 
 
 def trials(exchanged: Job, stepped: Job, rate_mbit: float) -> list[Trial]:
-    """All cases."""
+    """Yield all cases."""
     even = Cabling(exchanged.hosts, rate_mbit)
     last = exchanged.hosts - 1
     uneven = replace(even, own_rate_mbit={last: rate_mbit / 4})
@@ -81,12 +84,12 @@ def trials(exchanged: Job, stepped: Job, rate_mbit: float) -> list[Trial]:
 
 
 def _of_a_quarter(job: Job) -> Job:
-    """As many bytes less as the link is slower, so that it takes as long as elsewhere."""
+    """Return the job with a quarter of the bytes, so that it takes as long on the slow link as elsewhere."""
     return replace(job, numel=job.numel // 4)
 
 
 def work(job: Job) -> None:
-    """One rank; the first prints all times."""
+    """Measure on one rank; rank 0 prints all times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with commrt.init(300.0) as world:
@@ -114,7 +117,7 @@ def _steps(job: Job, world: commrt.World) -> Times:
 
 
 def in_turn(names: Sequence[str], rounds: int, measure: Callable[[str], float]) -> Times:
-    """Each round begins with another one; the first does not count."""
+    """Time all variants interleaved. Each round starts with another variant; the first round does not count."""
     times: Times = {name: [] for name in names}
     for turn in range(-1, rounds):
         first = turn % len(names)
@@ -125,15 +128,15 @@ def in_turn(names: Sequence[str], rounds: int, measure: Callable[[str], float]) 
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--per-host", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=200.0, help="of each link, in Mbit/s each way")
-    parser.add_argument("--numel", type=int, default=3_200_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="cases that begin so")
-    parser.add_argument("--records", type=Path, help="append them to this file, as JSON lines")
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts")
+    parser.add_argument("--per-host", type=int, default=2, help="ranks per host")
+    parser.add_argument("--rate", type=float, default=200.0, help="rate of each link, in Mbit/s each way")
+    parser.add_argument("--numel", type=int, default=3_200_000, help="elements of the buffer")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to measure")
+    parser.add_argument("--only", default="", help="run only cases whose names begin with this")
+    parser.add_argument("--records", type=Path, help="append records to this file, as JSON lines")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -149,7 +152,7 @@ def main() -> None:
 
 
 def show(trial: Trial, path: Path | None, facts: dict[str, Any]) -> None:
-    """Measure, print and keep."""
+    """Measure, print and record a case."""
     job, times = trial.job, trial.measured()
     peers, nbytes = dict.fromkeys(times, trial.peer), 4 * job.numel
     print(f"\n{trial.case}\n{table(times, peers)}", flush=True)

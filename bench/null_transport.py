@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport on which all transfers have happened already: what is left is what the runtime itself costs."""
+"""A transport on which all transfers are always done, to measure the cost of the runtime itself."""
 
 from __future__ import annotations
 
-from commrt.transport.protocol import Exchange, Group, Moment, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, zeros
 
 __all__ = ["NullTransport"]
 
 
-def nothing(moment: Moment) -> None:
-    """An exchange whose transfers have always happened already."""
+def nothing(tag: Tag) -> None:
+    """Do nothing: the transfers of this exchange are always done."""
 
 
 class NullTransport:
@@ -23,11 +23,11 @@ class NullTransport:
         self.rank = rank
         self.members = range(ranks)
 
-    def bind(self, group: Group) -> Exchange:
-        """An exchange that does nothing."""
+    def bind(self, group: P2PGroup) -> Exchange:
+        """Return an exchange that does nothing."""
         return nothing
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     abort = close

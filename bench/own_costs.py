@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what the runtime itself costs grows: ``python bench/own_costs.py``; with tensors, with bytes.
+"""Measure how commrt's own costs grow with the number of tensors and of bytes: ``python bench/own_costs.py``.
 
-Attaching and stepping: two processes, models of more and more parameters of 64 elements, with ours and without.
-Memory: what four processes have more than a model and its gradients, in parts of the gradients' bytes (proportional set
+Time: two processes attach and step models with more and more parameters of 64 elements, with commrt and alone.
+Memory: what four processes hold besides a model and its gradients, divided by the gradients' bytes (proportional set
 size).
 """
 
@@ -30,19 +30,19 @@ MODEL_NUMELS, MODEL_PARTS = (6_389_440, 25_557_120, 102_228_160), 160
 
 
 class Parts(nn.Module):
-    """As many parameters."""
+    """A model of `count` parameters of `numel` elements."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
         self.params = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(count)])
 
     def forward(self) -> torch.Tensor:
-        """All gradients are ones."""
+        """Return a sum, so that all gradients are ones."""
         return torch.stack([param.sum() for param in self.params]).sum()
 
 
 def attach_and_step(_: Callable[[Any], None], count: int) -> dict[str, float]:
-    """On one of two ranks: seconds of `attach`, and of a backward pass with it and without."""
+    """Return the seconds of `attach`, and of a backward pass with it and without, on one of two ranks."""
     torch.set_num_threads(1)
     with commrt.init(120.0, start_timeout_s=120.0) as world:
         model = Parts(count, ELEMENTS)
@@ -58,7 +58,7 @@ def attach_and_step(_: Callable[[Any], None], count: int) -> dict[str, float]:
 
 
 def backward_s(model: Parts) -> float:
-    """The best of some."""
+    """Return the least seconds of some backward passes."""
     times_s = []
     gc.disable()
     for _ in range(STEPS):
@@ -72,7 +72,7 @@ def backward_s(model: Parts) -> float:
 
 
 def memory(_: Callable[[Any], None], numel: int, wire: torch.dtype | None) -> float:
-    """On one of four ranks: bytes that attaching and stepping took, over the bytes of gradients."""
+    """Return the bytes that commrt takes on one of four ranks, over the bytes of gradients."""
     torch.set_num_threads(1)
     with commrt.init(120.0, start_timeout_s=120.0) as world:
         model = Parts(MODEL_PARTS, numel // MODEL_PARTS)
@@ -91,7 +91,7 @@ def memory(_: Callable[[Any], None], numel: int, wire: torch.dtype | None) -> fl
 
 
 def proportional_nbytes() -> int:
-    """What this process has of memory; its share of what it shares, without what was freed."""
+    """Return the proportional set size of this process, without memory that was freed."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -99,7 +99,7 @@ def proportional_nbytes() -> int:
 
 
 def of_processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What each returns; raises what one raised."""
+    """Return the result of each process; raise if one failed."""
     outcomes = run_processes(ranks, work, *arguments, limit_s=300)
     if broken := [str(outcome.error) for outcome in outcomes if outcome.value is None]:
         raise RuntimeError(broken[0])
@@ -107,7 +107,7 @@ def of_processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[
 
 
 def stepping() -> Iterator[Record]:
-    """By number of tensors; the slower rank's."""
+    """Yield times by number of tensors, of the slower rank."""
     for count in TENSORS:
         each = of_processes(2, attach_and_step, count)
         found = {key: max(one[key] for one in each) for key in each[0]}
@@ -116,7 +116,7 @@ def stepping() -> Iterator[Record]:
 
 
 def holding() -> Iterator[Record]:
-    """By the size of the model and by wire."""
+    """Yield memory by size of the model and by wire."""
     for numel in MODEL_NUMELS:
         for name, wire in (("fp32", None), ("bf16", torch.bfloat16)):
             parts = of_processes(4, memory, numel, wire)
@@ -129,10 +129,10 @@ SUITES = {"stepping": stepping, "memory": holding}
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SUITES, action="append", help="may be repeated; all of them otherwise")
-    parser.add_argument("--records", type=Path, help="append them to this file, as JSON lines")
+    parser.add_argument("--only", choices=SUITES, action="append", help="run only this suite; may be repeated")
+    parser.add_argument("--records", type=Path, help="append records to this file, as JSON lines")
     options = parser.parse_args()
     for name in options.only or SUITES:
         for found in SUITES[name]():

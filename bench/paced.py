@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps that compute by sleeping, so that what is hidden behind computing is, on any number of cores.
+"""Training steps that compute by sleeping, so that computing hides an exchange on any number of cores.
 
-A third of a step's computing is in the forward pass, the rest in the backward pass, block by block, so that gradients
-become ready one after the other.
+A third of a step's time is in the forward pass, the rest in the backward pass. Each pass goes block by block, so that
+gradients become ready one after the other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import commrt
-from commrt.replicas.replica import Replica
 from commrt.schedule import Algorithm
+from commrt.training.replica import Replica
 
 __all__ = ["ALGORITHMS", "Paced"]
 
@@ -26,7 +26,7 @@ CAP_MB = 4.0
 
 
 def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
-    """By name."""
+    """Return the algorithms, by name."""
     return {
         "ring": commrt.Ring(),
         "torus2d": commrt.Torus2D((per_host, hosts)),
@@ -41,7 +41,7 @@ ALGORITHMS = list(algorithms(1, 1))
 
 
 class _Block(Function):
-    """Passes on what it gets; its parameter's gradient is ones."""
+    """Pass the input on; the gradient of the parameter is ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor, compute_s: float) -> Tensor:
@@ -56,7 +56,7 @@ class _Block(Function):
 
 
 class Blocks(nn.Module):
-    """Parameters [numel / BLOCKS] each, and how long a pass takes."""
+    """A model of parameters [numel / BLOCKS] that sleeps `compute_s` in each step."""
 
     def __init__(self, numel: int, compute_s: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Blocks(nn.Module):
 
 
 class Paced:
-    """One algorithm's model, optimizer and replica."""
+    """The model, optimizer and replica of one algorithm."""
 
     def __init__(self, world: commrt.World, algorithm: Algorithm, numel: int, compute_s: float) -> None:
         self.model = Blocks(numel, compute_s)
@@ -79,7 +79,7 @@ class Paced:
         self.taken = 0
 
     def seconds(self, steps: int) -> float:
-        """Of a step, the mean of some that follow each other; raises `RuntimeError` if their updates are wrong."""
+        """Return the mean seconds of some steps in a row; raise `RuntimeError` if their updates are wrong."""
         dist.barrier()
         begin_s = perf_counter()
         for _ in range(steps):
@@ -93,7 +93,7 @@ class Paced:
         return took_s
 
     def _check(self) -> None:
-        """All gradients are ones, so wherever weights came from they are minus the number of updates, or one less."""
+        """Check the weights. All gradients are ones, so the weights are minus the number of updates, or one less."""
         found = torch.cat([param.detach() for param in self.model.params])
         if not (-self.taken - 1e-3 <= found.min() and found.max() <= 1e-3 - self.taken / 2):
             raise RuntimeError(f"weights of {found.min():g} to {found.max():g} after {self.taken} steps")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure must say of itself: one record for each, as a line of JSON; documents and pictures are made of these.
+"""Records of measurements, one JSON line each, of which pages and pictures are made.
 
-A record has the suite, the case and the variant; seconds as median and 20 and 80 % quantiles of its rounds; the ratio
-to a peer that was measured in the same rounds; bytes that had to be moved, how many that is per second, and in parts of
-what a copy moves in the same run; and where, with what and when.
+A record has the suite, the case and the variant; the median and the 20th and 80th percentile of its seconds; the ratio
+to a peer that was measured in the same rounds; the bytes to move, that many per second, and over those of a copy in the
+same run; the machine, the versions and the date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Figures", "Record", "append", "bus_bandwidth", "made", "provenance",
 
 Record = dict[str, Any]
 Figures = Callable[[str, float], dict[str, float]]
-"""(variant, its median in seconds) -> what follows from that."""
+"""(variant, its median in seconds) -> more figures of the variant."""
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -34,7 +34,7 @@ PACKAGES = ("torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-
 def made(
     suite: str, case: str, times: Times, peers: dict[str, str], figures: Figures = lambda *_: {}, **more: Any
 ) -> Iterator[Record]:
-    """A record for each variant that has a peer, with what `figures` says of it; `more` is the same for all of them."""
+    """Yield a record for each variant with a peer. `figures` adds figures of its own, `more` is the same for all."""
     for variant, peer in peers.items():
         own = record(times, variant, peer)
         told = {"suite": suite, "case": case, "variant": variant, **own, **figures(variant, float(own["median_s"]))}
@@ -42,7 +42,7 @@ def made(
 
 
 def bus_bandwidth(nbytes: int, ranks: int) -> Figures:
-    """Of all-reduces of so many bytes of fp32: what each rank must send at least, per second; with bf16 half of it.
+    """Return the least bytes that a rank must send per second in an all-reduce of fp32; with bf16, half of that.
 
     >>> bus_bandwidth(4_000_000_000, 4)("ring bf16", 2.0)
     {'bus_gb_per_s': 1.5}
@@ -52,7 +52,7 @@ def bus_bandwidth(nbytes: int, ranks: int) -> Figures:
 
 
 def append(path: Path | None, records: Iterator[Record] | Sequence[Record]) -> None:
-    """To the file, if there is one."""
+    """Append records to the file, if there is one."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def append(path: Path | None, records: Iterator[Record] | Sequence[Record]) -> N
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
-    """All records of some files; of those that were measured twice the last."""
+    """Return all records of some files; if something was measured twice, the last one."""
     found = {}
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -72,7 +72,7 @@ def read(paths: Sequence[Path]) -> list[Record]:
 
 @cache
 def provenance() -> dict[str, str | int]:
-    """Where, with what and when."""
+    """Return the machine, the versions and the date of a measurement."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
@@ -84,13 +84,13 @@ def provenance() -> dict[str, str | int]:
 
 
 def commit() -> str:
-    """Of the code that is measured; it says so where that was changed since."""
+    """Return the commit of the measured code, and say if the code was changed since."""
     name = _git("rev-parse", "--short=10", "HEAD")
     return f"{name}, changed" if name and _git("status", "--porcelain", "--untracked-files=no") else name or "unknown"
 
 
 def device() -> str:
-    """The GPU, or the processor where there is none."""
+    """Return the name of the GPU, or of the processor if there is none."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     told = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
@@ -99,7 +99,7 @@ def device() -> str:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)  # noqa: S607  # the user's own
+    done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)  # noqa: S607  # git of the user's PATH
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/benchmarks.md``, its pictures and the README's table: ``python bench/report.py`` makes them of all records.
+"""Make ``docs/benchmarks.md``, its pictures and the README's table from records: ``python bench/report.py``.
 
-Records are the lines of ``bench/results/*.jsonl``, or of the files that are named.
+It reads ``bench/results/*.jsonl``, or the files that you name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ HERE = Path(__file__).parent
 BEGIN, END = "<!-- made by bench/report.py -->\n", "<!-- until here -->\n"
 HEAD = """# Benchmarks
 
-Made by `python bench/report.py` from records; do not edit. Variants of one table were measured in turn within one run,
-and a ratio is that of two times of the same turn: median (20 % .. 80 %), where a fifth of the turns gave less than the
-first figure in brackets, and a fifth more than the second. Below 1 is faster than the one it is compared with,
-**above 1**, in bold, slower. A variant whose result is wrong ends the run. No figure here is of a GPU. What was learnt
-from them, and what failed, is in [FINDINGS.md](../bench/FINDINGS.md).
+How fast commrt is beside DDP, Gloo and plain torch. Each section has the command that repeats it.
+
+The variants of a table run interleaved in one run. Cells show the median and, in brackets, the 20th and 80th
+percentiles. A ratio divides two times of the same round: below 1 is faster than the variant in the column `to`, and
+**above 1** (bold) is slower. A variant with a wrong result ends the run. **No results of a GPU yet.** What we learned
+from these figures is in [FINDINGS.md](../bench/FINDINGS.md).
+
+`python bench/report.py` makes this page from records: do not edit it.
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only",
@@ -35,32 +38,38 @@ COMMANDS = {
     "own costs": "python bench/own_costs.py",
 }
 ABOUT = {
-    "step": "The gradients of ResNet-50 (161 tensors, 25.56 M fp32) averaged over 4 processes of one machine, from the "
-    "begin of the backward pass until `param.grad` holds the averages. Bus: what each rank must send at least, per "
-    "second.",
-    "netlab": "Hosts are network namespaces, joined by links of limited rate; several ranks on each. An exchange is of "
-    "12.8 MB on each rank, from a common start until the slowest rank has its result. A step computes for 0.3 s by "
-    "sleeping, a third of it forward; its time is the mean of all ranks. Where one link has a quarter of the rate, so "
-    "have the bytes. Gossip does less: it mixes with one partner where an all-reduce averages over all. An exchange is "
-    "bare, of a buffer and no model: of hierarchical gossip with bf16 that is all there is, as `attach` refuses a "
-    "16-bit `wire=` for fp32 weights with `Gossip(within=...)`.",
-    "kernels": "Without a GPU: the definitions in plain torch, which take the kernels' place there, beside what torch "
-    "ships, one thread. They scale, cast, and write flags and a stamp; others that do less are compared with all the "
-    "same, and named so. Of a copy: bytes that must be moved per second, of those that the fastest plain copy moves in "
-    "the same run.",
-    "executor": "What exchanging costs the host, per call: three processes over Gloo's sockets, and `NcclTransport` "
-    "over calls that do nothing, which is all that is not NCCL. And per transfer where transfers take no time.",
-    "overlap": "A backward pass alone, and with its gradients packed beside it. Without a GPU a toy.",
-    "schedules": "Milliseconds to build all steps of a schedule, to find one rank's program, to bind it, to price it "
-    "on a cluster, and to prove it for all ranks.",
-    "own costs": "Seconds to attach a model of so many tensors of 64 elements on two ranks, and of its backward pass "
-    "with and without; bytes that four ranks hold besides a model and its gradients, in parts of the gradients'.",
+    "step": "4 processes on one machine average the gradients of ResNet-50 (161 tensors, 25.56 M fp32). The time "
+    "is from the start of the backward pass until `param.grad` holds the averages. Bus: the bytes that each rank "
+    "must send at least, per second.",
+    "netlab": "Hosts are network namespaces with several ranks each, joined by links of limited rate. Gossip does "
+    "less than the others: it mixes with one partner, where an all-reduce averages over all ranks.\n"
+    "\n"
+    "- An exchange moves 12.8 MB of each rank, a buffer without a model. The time is from a common start until the "
+    "slowest rank has its result.\n"
+    "- A step computes for 0.3 s by sleeping, a third of it in the forward pass. The time is the mean of all "
+    "ranks.\n"
+    "- With one link at a quarter of the rate, the bytes are a quarter, too.\n"
+    "- Hierarchical gossip with bf16 has an exchange only: `attach` refuses a 16-bit `wire=` for fp32 weights with "
+    "`Gossip(within=...)`.",
+    "kernels": "Without a GPU, this compares the kernels' definitions in plain torch, which replace the kernels "
+    "there, with functions of torch, on one thread. The definitions scale, cast, and write flags and a header. "
+    "Functions that do less are compared all the same, and say so. `of a copy`: bytes that must be moved per "
+    "second, divided by those of the fastest plain copy in the same run.",
+    "executor": "The host's cost of an exchange, per call: three processes over Gloo's sockets, and "
+    "`NcclTransport` over calls that do nothing, which is all the work that is not NCCL's. The last table has the "
+    "cost per transfer when transfers take no time.",
+    "overlap": "A backward pass alone, and with its gradients packed beside it. Without a GPU this is only a toy.",
+    "schedules": "Milliseconds to build all steps of a schedule, to prove it for all ranks, to find one rank's "
+    "program, to bind it, and to price it on a cluster.",
+    "own costs": "The first table: seconds to attach a model with that many tensors of 64 elements on two ranks, "
+    "and seconds of its backward pass with commrt and alone. The second table: bytes that four ranks hold besides "
+    "the model and its gradients, divided by the bytes of the gradients (mean and largest).",
 }
 OURS = "commrt"
 
 
 def sections(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Suite by suite, in the order of `COMMANDS`."""
+    """Yield each suite and its records, in the order of `COMMANDS`."""
     for suite in COMMANDS:
         mine = [one for one in records if one["suite"] == suite]
         if mine:
@@ -68,7 +77,7 @@ def sections(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
 
 
 def document(records: Sequence[Record], pictures: Sequence[str] = ()) -> str:
-    """The page."""
+    """Return the page of benchmarks. `pictures` are the suites that have one."""
     parts = [HEAD]
     for suite, mine in sections(records):
         parts += [f"## {suite.capitalize()}\n", ABOUT[suite] + "\n", f"`{COMMANDS[suite]}`: {_origin(mine)}.\n"]
@@ -84,7 +93,7 @@ SUMMARY = {
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One table with both wires side by side, and where it comes from, for the README."""
+    """Return the README's table: both wires side by side, and where the figures come from."""
     shown = [one for one in records if (one["suite"], one["case"]) in SUMMARY and one["variant"] != "backward alone"]
     lines = ["| | ms | bus, GB/s | ratio | ratio with bf16 |", "|---|---|---|---|---|"]
     for place, group in groupby(shown, key=lambda one: (one["suite"], one["case"])):
@@ -99,7 +108,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def _summed(found: dict[str, Record]) -> Iterator[str]:
-    """The cells of a row."""
+    """Yield the cells of a row."""
     plain, narrow = found["fp32"], found.get("bf16")
     low, middle, high = (1e3 * plain[key] for key in ("quantile20_s", "median_s", "quantile80_s"))
     yield f"{middle:.0f} ({low:.0f} .. {high:.0f})"
@@ -109,7 +118,7 @@ def _summed(found: dict[str, Record]) -> Iterator[str]:
 
 
 def _wire(variant: str) -> tuple[str, str]:
-    """What is done, and the dtype that travels."""
+    """Split a variant into its name and the dtype on the wire."""
     words = variant.replace(",", "").split()
     wire = "bf16" if "bf16" in words else "fp32"
     return " ".join(word for word in words if word not in {"fp32", "bf16", "hook"}), wire
@@ -161,7 +170,7 @@ def _rated(rows: Sequence[Record]) -> str:
 
 
 def _own_costs(records: Sequence[Record]) -> Iterator[str]:
-    """One table for all records with the same figures."""
+    """Yield one table for all records with the same figures."""
     for keys, group in groupby(records, key=_figures_of):
         head = [f"| | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
         rows = ([f"{one['case']}, {one['variant']}", *(f"{one[key]:.3g}" for key in keys)] for one in group)
@@ -173,7 +182,7 @@ def _figures_of(one: Record) -> tuple[str, ...]:
 
 
 def _kernels(records: Sequence[Record]) -> Iterator[str]:
-    """One line per task: this project's, and the fastest of the others."""
+    """Yield a table with one line per task: commrt, and the fastest of the others."""
     lines = ["| | ms | GB/s | of a copy | ratio | to the fastest other | its ms |", "|---|---|---|---|---|---|---|"]
     for case, group in groupby(records, key=lambda one: one["case"]):
         by_name = {one["variant"]: one for one in group}
@@ -186,7 +195,7 @@ def _kernels(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _schedules(records: Sequence[Record]) -> Iterator[str]:
-    """One line per schedule, one column per task."""
+    """Yield a table with one line per schedule and one column per task."""
     tasks = list(dict.fromkeys(one["case"] for one in records))
     found = {(one["variant"], one["case"]): 1e3 * one["median_s"] for one in records}
     lines = [f"| | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
@@ -207,7 +216,7 @@ PICTURED = {"step", "netlab"}
 
 
 def draw(suite: str, records: Sequence[Record], folder: Path) -> None:
-    """Ratios of all variants, case by case."""
+    """Draw the ratios of all variants, case by case, into `folder`."""
     from matplotlib import rcParams  # noqa: PLC0415  # heavy
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -232,10 +241,12 @@ def draw(suite: str, records: Sequence[Record], folder: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("records", nargs="*", type=Path, help="files of records")
-    parser.add_argument("--out", type=Path, help="a folder for the page; docs/, and the README's table, otherwise")
+    parser.add_argument("records", nargs="*", type=Path, help="files of records (default: bench/results/*.jsonl)")
+    parser.add_argument(
+        "--out", type=Path, help="write the page to this folder (default: docs/, and the table to README.md)"
+    )
     options = parser.parse_args()
     records, drawn = read(options.records or sorted((HERE / "results").glob("*.jsonl"))), []
     folder = options.out or HERE.parent / "docs"
@@ -250,7 +261,7 @@ def main() -> None:
 
 
 def _put(page: Path, table: str) -> None:
-    """Between the marks."""
+    """Replace what is between the marks of `page` with `table`."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")

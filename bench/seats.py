@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks at a store, for a benchmark: one in this process, who ends its waits in a process each, the crowd in another.
+"""Ranks at a store, for `announcing`: the measured rank, the two ranks that end its waits, and the crowd.
 
-Each has a `QuorumVote` and connections of its own, and goes through `deliberate`. The store has a core (half of them,
-if there are more than two), all ranks the rest. Of the crowd there is one thread per rank, its store thread; it
-computes when nobody else wants to: in a job it would have CPUs of its own. Linux only.
+The measured rank runs in this process, and each rank that ends its waits in a process of its own. The crowd shares one
+process with a thread per rank, which computes only when no other process wants to: in a job it would have its own CPUs.
+Each rank has a `QuorumVote` and connections of its own, and runs `quorum_step`. The store has half of the cores, all
+ranks the rest. Linux only.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from commrt.membership.membership import Membership
 from commrt.membership.quorum import Outcome, QuorumStep, quorum_step
 from commrt.membership.quorum_vote import QuorumVote, RankOperation, VoteSettings
 from commrt.membership.rendezvous import hold, listen
-from commrt.threads.answer import Answer
+from commrt.threads.future import Future
 
 __all__ = ["Desk", "cores", "now_s", "seated"]
 
 QUIET_S, TIMEOUT_S = 0.0003, 60.0
 NOTE = "32:1767225600.0000"
-"""Samples and time of day, as a rank says them."""
+"""Number of samples and time of day, as a rank announces them."""
 
 
 def now_s() -> float:
-    """On a clock that all processes share."""
+    """Return the time of a clock that all processes share."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def cpu_s(pid: int) -> float:
-    """What the threads of a process have computed so far."""
+    """Return the CPU time of a process so far."""
     return time.clock_gettime((~pid << 3) | 2)  # how Linux numbers that clock
 
 
 def rest(pids: Sequence[int]) -> None:
-    """Wait until these processes do nothing."""
+    """Wait until these processes are idle."""
     before: list[float] = []
     while (now := [cpu_s(pid) for pid in pids]) != before:
         before = now
@@ -53,19 +54,19 @@ def rest(pids: Sequence[int]) -> None:
 
 
 def cores() -> tuple[list[int], list[int]]:
-    """Those of the store, and those of the ranks; all for both if there is only one."""
+    """Return the cores of the store and those of the ranks; both use all if there is only one."""
     every = sorted(os.sched_getaffinity(0))
     return every[: len(every) // 2] or every, every[len(every) // 2 :]
 
 
 class Counted:
-    """A store that counts what it is asked."""
+    """A store that counts requests."""
 
     def __init__(self, store: Store, counts: Counter[str]) -> None:
         self._store, self._counts = store, counts
 
     def clone(self) -> Counted:
-        """Another connection."""
+        """Return another connection."""
         return Counted(self._store.clone(), self._counts)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +76,7 @@ class Counted:
 
 
 class Table(NamedTuple):
-    """Where the ranks meet."""
+    """The store's address, and the numbers of ranks."""
 
     ranks: int
     needed: int
@@ -83,16 +84,16 @@ class Table(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Who says how a step ended, if the measured rank does not."""
+        """The rank that decides the outcome of a step, unless the measured rank does."""
         return 0
 
     @property
     def last(self) -> int:
-        """Who announces last, if the measured rank does not."""
+        """The rank that announces last, unless the measured rank does."""
         return self.needed - 1
 
     def seat(self, rank: int, counts: Counter[str]) -> QuorumVote:
-        """Of one rank; what it asks is counted."""
+        """Return the vote of one rank, with its requests counted."""
         store: Store = TCPStore(LOOPBACK, self.port, is_master=False, wait_for_workers=False)
         for name in ("commrt/0/1", "backed 1"):
             store = PrefixStore(name, store)
@@ -105,46 +106,46 @@ class Table(NamedTuple):
         return ballot
 
     def course(self, rank: int, step: int) -> QuorumStep:
-        """What `rank` does in a step."""
+        """Return what `rank` does in a step."""
         return quorum_step(rank, 0, self.needed, step, note=NOTE)
 
 
 def nothing() -> None:
-    """Nobody gives up."""
+    """Do nothing: no rank gives up."""
 
 
 class Others:
-    """Ranks that do what they are told."""
+    """Ranks that follow the commands of the benchmark."""
 
     def __init__(self, table: Table, ranks: Collection[int]) -> None:
         self._table = table
         self._ballots = {rank: table.seat(rank, Counter()) for rank in ranks}
         self._courses: dict[int, QuorumStep] = {}
-        self._answers: dict[int, Answer[RankOperation | Outcome]] = {}
+        self._answers: dict[int, Future[RankOperation | Outcome]] = {}
 
     def announce(self, step: int, ranks: Sequence[int]) -> None:
-        """Until each of them waits, or has to reduce."""
+        """Announce `ranks`, and return once each of them waits or must reduce."""
         for rank in ranks:
             self._courses[rank] = self._table.course(rank, step)
             self._resume(rank, None)
         self._wait(ranks)
 
     def complete(self, step: int, rank: int, pids: Sequence[int]) -> float:
-        """The last one announces, when all others wait; when that was."""
+        """Let the last rank announce once all others wait; return the time."""
         rest(pids)
         begin_s = now_s()
         self.announce(step, [rank])
         return begin_s
 
     def have_sum(self, ranks: Sequence[int]) -> None:
-        """Members other than the first do, and wait."""
+        """Let members other than the first have the sum, and return once they wait."""
         for rank in ranks:
             self._answers[rank].result()
             self._resume(rank, True)
         self._wait(ranks)
 
     def settle(self, rank: int, pids: Sequence[int]) -> float:
-        """The first member knows that all have the sum, when all others wait; when that was."""
+        """Let the first member know that all have the sum, once all others wait; return the time."""
         rest(pids)
         begin_s = now_s()
         self.have_sum([rank])
@@ -155,11 +156,11 @@ class Others:
 
     def _wait(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            while not self._answers[rank].given and self._ballots[rank]._store_thread.waits_for is None:
+            while not self._answers[rank].done() and self._ballots[rank]._store_thread.waits_for is None:
                 time.sleep(QUIET_S)
 
     def end(self, step: int, _: object) -> None:
-        """All know how the step ended."""
+        """Check that all ranks know the same outcome of the step."""
         ends = {rank: cast("Outcome", answer.result()) for rank, answer in self._answers.items()}
         members = next(iter(ends.values())).members
         if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
@@ -169,7 +170,7 @@ class Others:
 
 
 def keep_store(pipe: Connection, on: Collection[int]) -> None:
-    """A process: holds the store until it is killed."""
+    """Hold the store in a process, until it is killed."""
     os.sched_setaffinity(0, on)
     listener = listen()
     pipe.send(listener.getsockname()[1])
@@ -179,7 +180,7 @@ def keep_store(pipe: Connection, on: Collection[int]) -> None:
 
 
 def be_others(pipe: Connection, on: Collection[int], table: Table, ranks: Collection[int]) -> None:
-    """A process: does what it is told, and answers."""
+    """Run other ranks in a process: follow commands, and answer."""
     os.sched_setaffinity(0, on)
     if len(ranks) > 1:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -191,7 +192,7 @@ def be_others(pipe: Connection, on: Collection[int], table: Table, ranks: Collec
 
 
 class Group(NamedTuple):
-    """Other ranks, which share a process."""
+    """Other ranks in one process."""
 
     ranks: Collection[int]
     pipe: Connection
@@ -199,7 +200,7 @@ class Group(NamedTuple):
 
 
 class Desk(NamedTuple):
-    """What the measured rank has before it."""
+    """The measured rank's vote, and its view of the store and the others."""
 
     table: Table
     ballot: QuorumVote
@@ -207,7 +208,7 @@ class Desk(NamedTuple):
     store_pid: int
 
     def have(self, what: str, *args: object, ranks: Collection[int]) -> None:
-        """Have some of the others do something, and wait until they have."""
+        """Send a command to some of the others, and wait until they have done it."""
         asked = [(group, [rank for rank in ranks if rank in group.ranks]) for group in self.groups]
         for group, each in asked:
             group.pipe.send((what, *args, each))
@@ -215,22 +216,22 @@ class Desk(NamedTuple):
             group.pipe.recv()
 
     def of(self, rank: int) -> Connection:
-        """The process where `rank` is."""
+        """Return the connection to the process of `rank`."""
         return next(group.pipe for group in self.groups if rank in group.ranks)
 
     def pids_without(self, rank: int) -> list[int]:
-        """All processes but the one where `rank` is."""
+        """Return the pids of all processes but that of `rank`."""
         return [self.store_pid, os.getpid(), *(group.pid for group in self.groups if rank not in group.ranks)]
 
     def store_ms(self) -> float:
-        """What the store has computed so far, when all is at rest."""
+        """Return the CPU time of the store so far, once all processes are idle."""
         rest([self.store_pid, *(group.pid for group in self.groups)])
         return 1e3 * cpu_s(self.store_pid)
 
 
 @contextmanager
 def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterator[Desk]:
-    """What is asked by `rank`, which is in this process, is counted; the store and the others have others."""
+    """Run `rank` in this process with its requests counted, and the store and the others in processes of their own."""
     near, far = cores()
     os.sched_setaffinity(0, far)
     with ExitStack() as stack:
@@ -249,7 +250,7 @@ def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterato
 
 
 def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:
-    """A process that is killed in the end, and what it is called by."""
+    """Start a process that is killed at the end; return its connection and its pid."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "commrt.membership.quorum_vote"])
     ours, theirs = context.Pipe()

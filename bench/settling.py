@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart gossip keeps ranks that are all pushed at random: ``python bench/settling.py`` prints a table.
+"""Measure how far apart gossip leaves ranks under random noise: ``python bench/settling.py`` prints a table.
 
-Each step adds independent noise to every rank, then messages are mixed, as late as they are. Partners are those of the
-schedules that run. What is late and weighs too much swings, or grows without end.
+Each step adds independent noise to every rank, then mixes messages, as late as they are. Partners are those of the real
+schedules. Late messages with too large a weight oscillate, or grow without end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["CASES", "RANKS", "apart"]
 
 RANKS = (2, 8, 32, 64)
 CASES = ((0, 0.5), (1, 0.5), (1, 0.375), (1, 0.25), (1, 0.125), (2, 0.375), (2, 0.25), (2, 0.125))
-"""Steps late, and the weight of what is received."""
+"""How many steps messages are late, and their weight."""
 STEPS, MEASURED, NOISE = 600, 200, 0.01
 
 
 def sources(step: int, ranks: int) -> NDArray[np.int64]:
-    """[ranks] whom each hears from."""
+    """Return, for each rank, the rank it receives from."""
     source = np.arange(ranks)
     for hop in Gossip().schedule(step, ranks).steps():
         source[hop.dst] = hop.src
@@ -29,7 +29,7 @@ def sources(step: int, ranks: int) -> NDArray[np.int64]:
 
 
 def apart(ranks: int, late: int, weight: float, dimensions: int = 400, seed: int = 0) -> float:
-    """Root mean square distance from the mean of all ranks, over the last steps."""
+    """Return the root mean square distance from the mean of all ranks, over the last steps."""
     rng, values = np.random.default_rng(seed), np.zeros((ranks, dimensions))
     under_way: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
     found = []
@@ -45,7 +45,7 @@ def apart(ranks: int, late: int, weight: float, dimensions: int = 400, seed: int
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     print("ranks", *(f"late {late}, {weight:g}" for late, weight in CASES), sep="\t")
     for ranks in RANKS:
         print(ranks, *(f"{apart(ranks, late, weight):.4f}" for late, weight in CASES), sep="\t")

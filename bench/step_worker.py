@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the step benchmark: the same gradients averaged in several ways, in turn.
+"""One rank of the step benchmark: it averages the same gradients in several ways, interleaved.
 
-Each way has a module whose backward pass is one multiplication per parameter, and is timed from before
-``backward()`` until the averages are in ``param.grad``.
+Each way has a module whose backward pass is one multiplication per parameter. The time is from before ``backward()``
+until the averages are in ``param.grad``.
 """
 
 import gc
@@ -22,10 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.layout import MIB
 from commrt.runtime.world import World
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.shared import SharedTransport
-from commrt.wire.buckets import MIB, Bucket, build_buckets
 
 __all__ = ["HOST", "PEERS", "Job", "work"]
 
@@ -37,21 +38,21 @@ TOLERANCE = {FP32: 1e-6, BF16: 1e-2}
 ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling()}
 WAYS = {name: (algorithm, "shared") for name, algorithm in ALGORITHMS.items()}
 WAYS["ring over gloo"] = ALGORITHMS["ring"], "gloo"
-"""This project's variants: algorithm and transport."""
+"""commrt's variants: algorithm and transport."""
 HOOKED = "ddp + torus2d"
-"""DDP with this project's hook."""
+"""DDP with commrt's hook."""
 PEERS = (
     {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp"}
     | {f"{name} fp32": "ddp" for name in (*WAYS, HOOKED)}
     | {"ddp bf16 hook": "ddp"}
     | {f"{name} bf16": "ddp" for name in (*WAYS, HOOKED)}
 )
-"""Every variant, and whom it is compared with."""
+"""Every variant, and the one it is compared with."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks run."""
+    """The settings of a run, for all ranks."""
 
     port: int
     ranks: int = 4
@@ -60,7 +61,7 @@ class Job:
 
 
 class Dots(nn.Module):
-    """The sum of ``param . gradient`` over all parameters, so that `gradients` is what the backward pass finds."""
+    """A model with a loss of the sum of ``param . gradient``, so that the backward pass gives `gradients`."""
 
     def __init__(self, params: list[Tensor], gradients: list[Tensor]) -> None:
         super().__init__()
@@ -74,14 +75,14 @@ class Dots(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to average; `finish` is what has to be done after ``backward()``."""
+    """A way to average. Call `finish` after ``backward()``."""
 
     wire: torch.dtype | None
     module: nn.Module
     finish: Callable[[], None] = lambda: None
 
     def step(self) -> float:
-        """One step from the same start on all ranks; seconds on this one."""
+        """Return the seconds of a step on this rank, from a common start."""
         self.module.zero_grad(set_to_none=True)
         loss = self.module()
         dist.barrier()
@@ -108,7 +109,7 @@ def work(rank: int, job: Job, answers: SimpleQueue) -> None:
 
 
 def world_over(kind: str, rank: int, ranks: int) -> World:
-    """A world on the running group's store, with the transport asked for."""
+    """Return a world on the running group's store, with the given transport."""
     store = dist.PrefixStore(f"bench/{kind}", dist.distributed_c10d._get_default_store())
     wires = dist.PrefixStore("wires", store)
     carries = SharedTransport if kind == "shared" else GlooTransport
@@ -117,7 +118,7 @@ def world_over(kind: str, rank: int, ranks: int) -> World:
 
 
 def measure(ways: dict[str, Variant], job: Job) -> Times:
-    """Gate, warm up, then time the variants in turn; each round starts with another one."""
+    """Check, warm up, then time the variants interleaved; each round starts with another variant."""
     expected = average(job.ranks)
     for name, variant in ways.items():
         check(name, variant, expected)
@@ -133,7 +134,7 @@ def measure(ways: dict[str, Variant], job: Job) -> Times:
 
 
 def check(name: str, variant: Variant, expected: Tensor) -> None:
-    """The correctness gate: no time without the right average."""
+    """Raise if the average is wrong: then no time counts."""
     variant.step()
     if variant.wire is None:
         return
@@ -143,7 +144,7 @@ def check(name: str, variant: Variant, expected: Tensor) -> None:
 
 
 def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
-    """All variants by name; they share the memory of parameters and gradients, not the modules."""
+    """Return all variants by name. They share the memory of parameters and gradients, but not the modules."""
     shapes = resnet50()
     params = [torch.zeros(shape) for shape in shapes.values()]
     gradients = gradients_of(rank, shapes)
@@ -172,7 +173,7 @@ def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
 
 
 def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook of torch, by another name: DDP refuses it on CPUs, though Gloo has learnt bfloat16 since.
+    """Call torch's bf16 hook. DDP refuses that hook itself on CPUs, though Gloo supports bfloat16.
 
     DDP compares the annotation of `bucket` with the type itself, so this file has no string annotations.
     """
@@ -180,32 +181,32 @@ def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
 
 
 def attached(module: nn.Module, world: World, algorithm: commrt.Algorithm, wire: torch.dtype) -> Variant:
-    """This project."""
+    """Return the variant of commrt."""
     commrt.attach(module, algorithm=algorithm, world=world, wire=wire)
     return Variant(wire, module)
 
 
 def hooked(module: nn.Module, world: World, wire: torch.dtype) -> Variant:
-    """DDP over this project's transport."""
+    """Return the variant of DDP with commrt's hook."""
     wrapped = DistributedDataParallel(module)
     wrapped.register_comm_hook(commrt.DDPState(ALGORITHMS["torus2d"], wire, world), commrt.ddp_hook)
     return Variant(wire, wrapped)
 
 
 def bucketed(module: nn.Module) -> Variant:
-    """What DDP does, without its overlap: divide into buckets, all reductions at once, copy back."""
+    """Return a variant like DDP without overlap: fill buckets, start all reductions, copy back."""
     buckets = build_buckets(list(module.named_parameters())[::-1], None, 25 * MIB)
     pairs = [pairs_of(bucket) for bucket in buckets]
     return Variant(FP32, module, lambda: reduce_buckets(buckets, pairs))
 
 
-def pairs_of(bucket: Bucket) -> list[tuple[nn.Parameter, Tensor]]:
-    """Each parameter, and its gradient's place in the bucket."""
+def pairs_of(bucket: GradientBucket) -> list[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter and its gradient's place in the bucket."""
     layout = bucket.layout
     return [(param, layout.tensor(bucket.wire, i).view(param.shape)) for i, (_, param) in enumerate(bucket.params)]
 
 
-def reduce_buckets(buckets: list[Bucket], pairs: list[list[tuple[nn.Parameter, Tensor]]]) -> None:
+def reduce_buckets(buckets: list[GradientBucket], pairs: list[list[tuple[nn.Parameter, Tensor]]]) -> None:
     """Average the gradients of `buckets` with Gloo's own all-reduce."""
     works = []
     for bucket, members in zip(buckets, pairs, strict=True):
@@ -219,12 +220,12 @@ def reduce_buckets(buckets: list[Bucket], pairs: list[list[tuple[nn.Parameter, T
 
 
 def gradients_of(rank: int, shapes: Shapes) -> list[Tensor]:
-    """The gradients [numel] that `rank` finds."""
+    """Return the gradients [numel] of `rank`."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(torch.Size(shape).numel(), generator=generator) for shape in shapes.values()]
 
 
 def average(ranks: int) -> Tensor:
-    """What all ranks must end with, in fp64."""
+    """Return the right average, in fp64."""
     shapes = resnet50()
     return sum(torch.cat(gradients_of(rank, shapes)).double() for rank in range(ranks)) / ranks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long something takes on a GPU: by its own clock, replayed from a graph or called; and how long the host is busy.
+"""Measure times on a GPU by its own clock, replayed from a graph or called, and how long the host is busy.
 
-Everything is called with the number of a set of tensors, and takes another one each time, so that none is in a cache.
-Without a GPU there is only the host's clock.
+Every call takes the number of a set of tensors, another one each time, so that no cache holds it. Without a GPU there
+is only the host's clock.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["HAS_GPU", "MODES", "Run", "Stopwatch", "stopwatch"]
 
 HAS_GPU = torch.cuda.is_available()
 SPIN_CYCLES = 2_000_000
-"""About 1 ms in which the GPU is busy while the host queues what is measured."""
+"""Cycles of about 1 ms that keep the GPU busy while the host queues the measured calls."""
 
 Run = Callable[[int], object]
-"""Do it, to set number i."""
+"""Runs the measured function on set number i."""
 Stopwatch = Callable[[], float]
-"""Seconds of one call, the mean of several."""
+"""Returns the mean seconds of several calls."""
 
 
 def stopwatch(mode: str, run: Run, sets: int, calls: int) -> Stopwatch:
-    """How to measure `run` in `mode`, `calls` at a time; runs it once for each set first."""
+    """Return a function that measures `run` in `mode`, `calls` at a time. Runs it once for each set first."""
     for number in range(sets):
         run(number)
     numbers = [0] * calls if mode.endswith("hot") else [call % sets for call in range(calls)]
@@ -33,7 +33,7 @@ def stopwatch(mode: str, run: Run, sets: int, calls: int) -> Stopwatch:
 
 
 def _called(run: Run, numbers: list[int]) -> Stopwatch:
-    """By the host's clock, on the CPU."""
+    """Measure by the host's clock, on the CPU."""
 
     def measure() -> float:
         begin_s = perf_counter()
@@ -45,7 +45,7 @@ def _called(run: Run, numbers: list[int]) -> Stopwatch:
 
 
 def _queued(run: Run, numbers: list[int]) -> Stopwatch:
-    """The host's time until its call returns; the GPU is idle before each, so that no queue is ever full."""
+    """Measure the host's time until a call returns. The GPU is idle before each call, so no queue is full."""
 
     def measure() -> float:
         spent_s = 0.0
@@ -60,7 +60,7 @@ def _queued(run: Run, numbers: list[int]) -> Stopwatch:
 
 
 def _eager(run: Run, numbers: list[int]) -> Stopwatch:
-    """By the GPU's clock, launched one by one behind a spin."""
+    """Measure by the GPU's clock, with launches one by one behind a spin."""
 
     def work() -> None:
         for number in numbers:
@@ -70,7 +70,7 @@ def _eager(run: Run, numbers: list[int]) -> Stopwatch:
 
 
 def _replayed(run: Run, numbers: list[int]) -> Stopwatch:
-    """By the GPU's clock, as one graph: no host between launches."""
+    """Measure by the GPU's clock, as one graph, without the host between launches."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for number in numbers:
@@ -95,4 +95,4 @@ def _between_events(work: Callable[[], object], calls: int) -> Stopwatch:
 
 ON_GPU = {"graph, cold": _replayed, "graph, hot": _replayed, "eager, cold": _eager, "host": _queued}
 MODES: dict[str, Callable[[Run, list[int]], Stopwatch]] = ON_GPU if HAS_GPU else {"called": _called}
-"""By name: cold means another set at each call, hot always the same one."""
+"""Ways to measure, by name. Cold uses another set at each call, hot always the same one."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jitter costs: ``python bench/straggling.py`` trains with workers that sleep instead of computing.
+"""Measure the cost of jitter: ``python bench/straggling.py`` trains with workers that sleep instead of computing.
 
-Each sleeps a time of its own in each step, log-normal around a mean. Efficiency is that mean over what a step took: an
-all-reduce waits for the slowest of all, gossip for one partner, late gossip for hardly anybody.
+Each worker sleeps a random time in each step, log-normal around a mean. Efficiency is that mean over the time of a
+step. An all-reduce waits for the slowest rank, gossip for one partner, and late gossip for almost no rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_STEPS = 5
 
 
 def work(_: Callable[[Any], None], mode: str, steps: int, mean_s: float, variation: float, seed: int) -> list[float]:
-    """One worker; what it slept and what that took, in all."""
+    """Train on one rank; return the seconds that it slept, and those that all took."""
     torch.set_num_threads(1)
     with commrt.init(60.0, start_timeout_s=120.0) as world:
         model = nn.Linear(32, 32)
@@ -48,7 +48,7 @@ def work(_: Callable[[Any], None], mode: str, steps: int, mean_s: float, variati
                 begin_s = perf_counter()
             optimizer.zero_grad()
             loss = model(torch.ones(1, 32)).sum()
-            sleep(seconds)  # after the forward pass, which waits for what was sent
+            sleep(seconds)  # after the forward pass, which waits for messages
             loss.backward()
             optimizer.step()
         elapsed_s = perf_counter() - begin_s
@@ -58,7 +58,7 @@ def work(_: Callable[[Any], None], mode: str, steps: int, mean_s: float, variati
 
 
 def efficiency(mode: str, workers: int, steps: int, mean_s: float, variation: float, seed: int) -> float:
-    """Time slept over time taken, of all workers."""
+    """Return time slept over time taken, of all workers."""
     outcomes = run_processes(workers, work, mode, steps, mean_s, variation, seed, limit_s=60 + 10 * steps * mean_s)
     if any(outcome.value is None for outcome in outcomes):
         raise RuntimeError(next(str(outcome.error) for outcome in outcomes if outcome.value is None))
@@ -67,14 +67,14 @@ def efficiency(mode: str, workers: int, steps: int, mean_s: float, variation: fl
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--mean-s", type=float, default=0.15)
+    parser.add_argument("--workers", type=int, default=8, help="number of workers")
+    parser.add_argument("--steps", type=int, default=100, help="training steps")
+    parser.add_argument("--mean-s", type=float, default=0.15, help="mean seconds of a step")
     parser.add_argument("--variation", type=float, default=0.1, help="standard deviation over mean")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for seed in range(options.seeds):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What faults cost backup workers: ``python bench/striking.py`` strikes real processes at every place of a step.
+"""Measure what faults cost backup workers: ``python bench/striking.py`` kills or stops real processes in a step.
 
-Each run trains a small network until its weights have seen a number of updates. Its outcome is checked against the same
-steps in one process, with the gradients that were counted: none may be lost, or applied twice. The time to continue is
-the longest step, or call of all ranks, of a rank that was not struck.
+Each run trains a small network up to a number of updates, with a fault at each place of a step. The result is checked
+against the same steps in one process, with the gradients that counted: none may be lost, or used twice. The time to
+continue is the longest step, or collective, of a rank without a fault.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.replicas.engine import Engine
-from commrt.replicas.replica import Replica
+from commrt.buckets.engine import Engine
 from commrt.schedule import Algorithm
 from commrt.testing.processes import RESTART, Outcome, run_processes
+from commrt.training.replica import Replica
 
 __all__ = ["Blow", "Course", "reference_holds", "struck", "work"]
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
 MORE = 8
-"""Steps after the first that a process counts in which has taken the place of another."""
+"""Steps after the first one in which a replacement counts."""
 MOST_S = 0.04
-"""Then a step computes for so long at most: where all compute for as long, who fetches weights first is late again."""
+"""The longest compute time of a step in such runs. With equal times, a rank that fetches weights is late again."""
 PLACES = [
     ("slow", "backward"),
     ("stop", "backward"),
@@ -59,19 +59,19 @@ TOGETHER = [("stop", "gathered"), ("kill", "gathered")]
 
 @dataclass(frozen=True)
 class Course:
-    """How long ranks train."""
+    """The length of a run."""
 
     steps: int = STEPS
-    """Until their weights have seen so many updates, or so many batches in each epoch."""
+    """Number of updates, or of batches in each epoch."""
     epochs: int = 0
-    """So many, each with the same number of batches for every rank, so that they end at different steps."""
+    """Number of epochs. Each has the same number of batches for every rank, so ranks end at different steps."""
     most_s: float = 0.0
-    """A step computes for so long at most."""
+    """The longest compute time of a step."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """What happens to a rank, and where in its first step from `step` on in which it comes there."""
+    """A fault of a rank, and its place in the first step from `step` on that reaches this place."""
 
     rank: int
     step: int
@@ -86,14 +86,14 @@ class Blow:
 
 
 def network() -> nn.Module:
-    """The same on every rank."""
+    """Return the same network on every rank."""
     torch.manual_seed(0)
     layers = [layer for a, b in pairwise((16, 64, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers).double()
 
 
 def backward(model: nn.Module, rank: int, version: int) -> None:
-    """The gradient of a rank, for weights of a version."""
+    """Compute the gradient of a rank, for weights of a version."""
     generator = torch.Generator().manual_seed(1000 * version + rank)
     x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
     model.zero_grad()
@@ -101,13 +101,13 @@ def backward(model: nn.Module, rank: int, version: int) -> None:
 
 
 class Struck:
-    """Strikes this process where its blows say."""
+    """Faults of this process, at the places that its list names."""
 
     def __init__(self, tell: Callable[[Any], None], blows: Sequence[Blow]) -> None:
         self._tell, self._blows = tell, list(blows)
 
     def at(self, where: str, step: int) -> None:
-        """This process is there."""
+        """Apply the faults of this place."""
         for blow in [blow for blow in self._blows if blow.where == where and blow.step <= step]:
             self._blows.remove(blow)
             if not self.strikes(blow):
@@ -119,14 +119,14 @@ class Struck:
                 Event().wait(0.2 if blow.kind == "stop" else 60.0)
 
     def strikes(self, _: Blow) -> bool:
-        """False if it is left out."""
+        """Return False if this fault is left out."""
         return True
 
     def watch(self, engine: Engine) -> None:
-        """Also on the lane: before the first bucket, after it, and when all have been added up."""
-        whole = engine.gather_now
+        """Add places on the communication thread: before and after the first bucket, and after the last one."""
+        whole = engine.reduce_now
 
-        def gather_now(bucket: Any, step: int) -> Any:
+        def reduce_now(bucket: Any, step: int) -> Any:
             if bucket.index == 0:
                 self.at("counted", step)
             span = whole(bucket, step)
@@ -136,13 +136,13 @@ class Struck:
                 self.at("through", step)
             return span
 
-        engine.gather_now = gather_now  # type: ignore[method-assign]
+        engine.reduce_now = reduce_now  # type: ignore[method-assign]
 
 
 def work(
     tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, course: Course, blows: Sequence[Blow]
 ) -> dict[str, Any]:
-    """One worker."""
+    """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         is_successor = world.config is not None
@@ -179,14 +179,14 @@ def work(
 
 
 def _load_a_checkpoint(replica: Replica) -> None:
-    """Which does no harm to one who takes the place of another."""
+    """Load an old state, which must not harm a process that replaces another."""
     model = replica.model
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
     replica.load_state_dict({"step": 0})
 
 
 def _goal(world: commrt.World, is_successor: bool, used: dict[int, tuple[int, ...]]) -> int:
-    """How many updates there will be, if that is known."""
+    """Return how many updates the run will have, if that is known."""
     if is_successor and used:
         world.store.compare_set("goal", "", str(min(used) + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
@@ -194,12 +194,12 @@ def _goal(world: commrt.World, is_successor: bool, used: dict[int, tuple[int, ..
 
 @dataclass
 class Diary:
-    """What a rank did."""
+    """The record of one rank."""
 
     rank: int
     most_s: float
     used: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Who counted in the steps in which this rank did."""
+    """The ranks that counted in each step in which this rank did."""
     times_s: list[float] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
     together_s: list[float] = field(default_factory=list)
@@ -207,12 +207,12 @@ class Diary:
     def train_until(
         self, replica: Replica, optimizer: torch.optim.Optimizer, goal: Callable[[dict[int, tuple[int, ...]]], int]
     ) -> None:
-        """Until the weights have seen as many updates as `goal` says."""
+        """Train until the weights have as many updates as `goal` says."""
         while drained(replica).step < goal(self.used):
             self._step(replica, optimizer)
 
     def train_batches(self, replica: Replica, optimizer: torch.optim.Optimizer, batches: int) -> None:
-        """So many, whether they counted or not."""
+        """Train this many batches, whether they count or not."""
         for _ in range(batches):
             self._step(drained(replica), optimizer)
 
@@ -226,14 +226,14 @@ class Diary:
             self.used[replica.last.step] = replica.last.members
 
     def compare(self, replica: Replica) -> None:
-        """A call of all."""
+        """Compare the replicas, which is collective."""
         begin_s = time.perf_counter()
         self.equal.append(replica.replicas_equal())
         self.together_s.append(time.perf_counter() - begin_s)
 
 
 def drained(replica: Replica) -> Replica:
-    """It, with the others' state if it was late."""
+    """Return the replica, with the others' state if it was late."""
     replica.drain()
     return replica
 
@@ -247,7 +247,7 @@ def struck(
     timeout_s: float = 15.0,
     stop_s: float = STOP_S,
 ) -> list[Outcome]:
-    """How each rank ended."""
+    """Run all ranks with these faults, and return how each one ended."""
 
     def on_message(_: int, message: Any, process: BaseProcess) -> bool | str | None:
         if message in {"kill", "replace"}:
@@ -295,7 +295,7 @@ def _same_steps(steps: int, used: dict[int, tuple[int, ...]]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Row:
-    """What a fault, or a pair of them, did."""
+    """The results of a fault, or of a pair of faults."""
 
     blows: str
     inner: str
@@ -304,14 +304,14 @@ class Row:
     median_s: float
     longest_s: float
     attached_s: float | None = None
-    """Median time in which another process was let in."""
+    """Median time until another process was admitted."""
 
 
 UPDATES, EPOCHS = Course(), Course(epochs=2, most_s=0.02)
 
 
 def cases(pairs: bool) -> Iterator[tuple[Course, list[Blow]]]:
-    """One blow among four ranks, or two among six."""
+    """Yield cases: one fault among four ranks, or two among six."""
     for kind, where in [*PLACES, *REPLACED, *TOGETHER]:
         yield UPDATES, [Blow(2, 4, where, kind)]
     for where in ("backward", "reducing", "gathered"):
@@ -327,7 +327,7 @@ def cases(pairs: bool) -> Iterator[tuple[Course, list[Blow]]]:
 
 
 def row(course: Course, blows: Sequence[Blow], inner: Algorithm, runs: int) -> Row:
-    """Strikes `runs` times; raises if a step was lost, done twice, or a rank did not end as it should."""
+    """Run `runs` times; raise if a step was lost or done twice, or a rank ended wrongly."""
     ranks, backups = 2 + 2 * len(blows), len(blows)
     least = course.steps // 2 if course.epochs else course.steps
     waits_s, attached_s = [], []
@@ -348,7 +348,7 @@ def row(course: Course, blows: Sequence[Blow], inner: Algorithm, runs: int) -> R
 
 
 def random_arrivals(steps: int) -> Row:
-    """Nobody is struck, but all compute for random times; who counted in each step is checked as ever."""
+    """Run without faults, but with random compute times; check which ranks counted in each step."""
     ends = struck(6, commrt.BackupWorkers(2), [], Course(steps, most_s=0.01))
     if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
         raise RuntimeError("; ".join(broken))
@@ -359,7 +359,7 @@ def random_arrivals(steps: int) -> Row:
 
 
 def death_of_the_store(inner: Algorithm, runs: int) -> Row:
-    """Nobody can go on then: the time to the error on the last survivor, which names the process that held it."""
+    """Kill the store's process; return the time to the last survivor's error, which must name that process."""
     waits_s = []
     for _ in range(runs):
         ends = struck(4, commrt.BackupWorkers(1, inner), [Blow(0, 4, "backward", "kill")])
@@ -372,12 +372,14 @@ def death_of_the_store(inner: Algorithm, runs: int) -> Row:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--pairs", action="store_true", help="also two faults at once, with two backups")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=0, help="instead, so many steps with arrivals in random order")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each case")
+    parser.add_argument("--pairs", action="store_true", help="also run two faults at once, with two backups")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="instead, run this many steps with gradients in random order"
+    )
     options = parser.parse_args()
     if options.steps:
         _print(random_arrivals(options.steps), options.json)

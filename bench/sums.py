@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed, or stopped for longer than the deadline, at some instant of a sum of all: ``python bench/sums.py``.
+"""Kill or stop a rank at some instant of a sum over all ranks: ``python bench/sums.py``.
 
-Where a model gossips or has backup workers, those who are left make the sum again. It must be one of all values or one
-of those of all who are left, and the same on each of these; who comes back is told, or has the same.
+With gossip and with backup workers, the ranks that are left repeat the sum. It must be the sum over all ranks, or over
+those that are left, and the same on each of them. A rank that was stopped gets an error, or the same sum.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from commrt.testing.processes import run_processes
 
 RANKS, VICTIM, TIMEOUT_S, STOP_S = 4, 2, 2.0, 5.0
 LAST = 1.2
-"""Blows fall from the begin of a sum to this share of how long one takes."""
+"""Faults fall between the start of a sum and this multiple of its duration."""
 WAYS: dict[str, Algorithm] = {"backup workers": commrt.BackupWorkers(1), "gossip": commrt.Gossip()}
 
 
 def summed(tell: Callable[[Any], None], algorithm: Algorithm, numel: int) -> tuple[str, list[float]]:
-    """How a sum of ones ended, and what it gave; the victim tells how long one takes as it begins it."""
+    """Sum ones; return how that ended and the sums. The victim first sends how long a sum takes."""
     torch.set_num_threads(1)
     model = nn.Linear(16, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,7 +42,7 @@ def summed(tell: Callable[[Any], None], algorithm: Algorithm, numel: int) -> tup
     model(torch.ones(8, 16)).sum().backward()
     optimizer.step()
     total = torch.ones(numel)
-    for _ in range(2):  # of which the first compares what ranks do
+    for _ in range(2):  # the first one also compares the calls of the ranks
         begin_s = perf_counter()
         world.all_reduce(total.fill_(1), "sum")
         lasts_s = perf_counter() - begin_s
@@ -60,7 +60,7 @@ def summed(tell: Callable[[Any], None], algorithm: Algorithm, numel: int) -> tup
 
 
 def struck(algorithm: Algorithm, blow: str, share: float, numel: int) -> str:
-    """What became of one sum: of how many ranks it was, or what was wrong with it."""
+    """Run once; return how many ranks the sum is of, or what is wrong."""
 
     def strike(_: int, lasts_s: float, process: BaseProcess) -> None:
         assert process.pid is not None
@@ -84,10 +84,10 @@ def struck(algorithm: Algorithm, blow: str, share: float, numel: int) -> str:
 
 
 def main() -> None:
-    """As many runs of each kind as asked for, at instants spread over a sum."""
+    """Run each case `--runs` times, at instants spread over a sum."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=12)
-    parser.add_argument("--numel", type=int, default=4_000_000)
+    parser.add_argument("--runs", type=int, default=12, help="runs of each case")
+    parser.add_argument("--numel", type=int, default=4_000_000, help="elements of the buffer")
     options = parser.parse_args()
     for way, algorithm in WAYS.items():
         for blow in ("kill", "stop"):

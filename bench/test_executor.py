@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exchanging costs the host: beside ``batch_isend_irecv``, and when transfers take no time.
+"""Measure what an exchange costs the host, beside ``batch_isend_irecv``, and with transfers that take no time.
 
-Two sends and two receives of 1 KiB, all variants in one job of three processes, in turn; `issue_worker` is what a rank
-does. Read ratios.
+Three processes make two sends and two receives of 1 KiB, all variants interleaved in one job; `issue_worker` is what a
+rank does. Read ratios.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from commrt.algorithms import ring
 from commrt.kernels.layout import GRANULE
 from commrt.program import program
 from commrt.runtime.executor import bind
-from commrt.transport.protocol import Moment
+from commrt.transport.protocol import Tag
 
 CLOCK = Clock()
-MOMENT = Moment(0, 0)
+TAG = Tag(0, 0)
 CASE = "2 sends and 2 receives of 1 KiB"
 IDLE = "transfers that take no time"
 
 
 def clock() -> float:
-    """What pytest-benchmark reads: the time that the job took when it ran."""
+    """Return the time for pytest-benchmark: the one that was measured in the job."""
     return CLOCK.now_s
 
 
 @pytest.fixture(scope="module")
 def times(request: pytest.FixtureRequest) -> Times:
-    """The mean seconds of a call by variant and round; runs the job once for all benchmarks of this file."""
+    """Run the job once for this file; return the mean seconds of a call by variant and round."""
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(work, (free_port(), answers), nprocs=RANKS)
     measured: Times = answers.get()
@@ -61,7 +61,7 @@ def test_exchange_with_two_peers(benchmark, times: Times, variant: str):
 def test_run_a_ring_of_8_ranks_whose_transfers_take_no_time(benchmark, keep: Keep):
     mine = program(ring.all_reduce(8), 0)
     bound = bind(mine, torch.zeros(mine.chunks * GRANULE), NullTransport(0, 8))
-    benchmark(bound.run, MOMENT)
+    benchmark(bound.run, TAG)
     transfers = sum(len(hop.sends) + len(hop.recvs) for hop in mine.hops)
     if benchmark.stats:  # None under --benchmark-disable
         low, middle, high = (each / transfers for each in spread(benchmark.stats.stats.data))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels beside what torch ships, each task in turn by all contenders, and beside the fastest plain copy.
+"""Measure the kernels beside torch's functions, interleaved for each task, and beside the fastest plain copy.
 
-On a GPU: graph replays with cold and hot caches, single launches, and the host's time. Without one, the definitions in
-plain torch take the kernels' place: those figures say nothing about the kernels.
+On a GPU: graph replays with cold and hot caches, single launches, and the host's time. Without a GPU, the definitions
+in plain torch replace the kernels, so the figures say nothing about the kernels.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CASES = [(task, mode) for task in TASKS for mode in MODES] + [(task, next(iter(M
 
 
 def clock() -> float:
-    """What pytest-benchmark reads: the time that was measured in the interleaved rounds."""
+    """Return the time for pytest-benchmark: the one that was measured in the interleaved rounds."""
     return CLOCK.now_s
 
 
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def measured(request: pytest.FixtureRequest) -> Iterator[tuple[int, Times]]:
-    """(bytes to move, seconds of every contender and round) of one task; the tensors are gone afterwards."""
+    """Measure one task; return the bytes to move, and the seconds of every contender and round."""
     request.getfixturevalue("one_thread")
     name, mode = request.param
     task = ALL[name]()
@@ -51,7 +51,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[tuple[int, Times]]:
 
 
 def fastest_peer(times: Times) -> str:
-    """Who else is fastest, by the median."""
+    """Return the fastest other contender, by the median."""
     return min((who for who in times if not who.startswith(OURS)), key=lambda who: spread(times[who])[1])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be checked only where there is a GPU: that the kernels do there what their definitions say.
+"""Check what needs a GPU: that the kernels give there what their definitions say.
 
 Without a GPU the definitions are compared with themselves, which shows that this file runs.
 """
@@ -20,9 +20,9 @@ from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, TorchPacking
 from commrt.threads.streams import streams_of
-from commrt.transport.binding import load
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import Group, Moment, Parcel
+from commrt.transport.nccl_communicator import load
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,27 +34,27 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
 
 def random(count: int, dtype: torch.dtype, seed: int, skew: int = 0) -> Tensor:
-    """Values over many magnitudes, `skew` elements off an aligned address, on the CPU."""
+    """Return values of many magnitudes on the CPU, `skew` elements off an aligned address."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count + skew, generator=generator)
     return (values * 10 ** torch.empty(count + skew).uniform_(-4, 2, generator=generator)).to(dtype)[skew:]
 
 
 def there(tensor: Tensor, skew: int = 0) -> Tensor:
-    """A copy on the device, as many elements off an aligned address."""
+    """Return a copy on the device, `skew` elements off an aligned address."""
     room = torch.empty(tensor.numel() + skew, dtype=tensor.dtype, device=DEVICE)[skew:]
     return room.copy_(tensor)
 
 
 def wires(layout: Layout, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, Packing, Tensor, Packing]:
-    """A wire full of NaN and who packs it; on the device, then on the CPU."""
+    """Return a wire full of NaN and its packing, on the device, then on the CPU."""
     here = torch.full((layout.numel,), float("nan"), dtype=dtype)
     away = there(here)
     return away, dispatch.packing(away, layout, like), here, TorchPacking(here, layout, like)
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    """Bit by bit, but for the bits of NaN."""
+    """Return True if the bits are equal, but for the bits of NaN."""
     got = got.cpu()
     return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and torch.equal(got.isnan(), want.isnan())
 
@@ -168,7 +168,7 @@ def test_one_rank_exchanges_with_itself_and_a_communicator_that_was_given_up_is_
     for attempt in range(2):
         transport = NcclTransport(HashStore(), 0, range(1), 60.0, DEVICE)
         source, target = torch.full((1000,), attempt + 1.0, device=DEVICE), torch.zeros(1000, device=DEVICE)
-        transport.bind(Group([Parcel(0, source)], [Parcel(0, target)]))(Moment(0, 0))
+        transport.bind(P2PGroup([P2PMessage(0, source)], [P2PMessage(0, target)]))(Tag(0, 0))
         finish()
         assert torch.equal(source, target)
         (transport.close, transport.abort)[attempt]()
@@ -180,15 +180,15 @@ def test_two_streams_wait_for_each_other_where_they_are_told_to():
     with torch.cuda.stream(torch.cuda.current_stream(DEVICE)):
         streams.enter()
         value = torch.zeros(1 << 20, device=DEVICE)
-        streams.follow(streams.mark())
+        streams.wait_event(streams.record_event())
         for _ in range(rounds):
             value.add_(1)
-            came = streams.mark()
-            with streams.aside():
-                streams.follow(came)
+            came = streams.record_event()
+            with streams.side_stream():
+                streams.wait_event(came)
                 value.mul_(1)
-                done = streams.mark()
-            streams.follow(done)
+                done = streams.record_event()
+            streams.wait_event(done)
         finish()
     assert (value == rounds).all()
 
@@ -227,7 +227,7 @@ def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_s
 @needs_gpu
 @pytest.mark.parametrize("by_graph", [False, True], ids=["calls", "graph"])
 def test_nccl_moves_bytes_from_a_rank_to_itself(by_graph):
-    """The transport copies them instead; this is the binding, on one rank."""
+    """Test the binding on one rank; the transport copies instead."""
     nccl = load()
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     source, target = there(random(1009, torch.float32, 0)), torch.zeros(1009, device=DEVICE)

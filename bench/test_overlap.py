@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a backward pass slows down while its gradients are packed on a stream beside it.
+"""Measure how much a backward pass slows down while its gradients are packed on a stream beside it.
 
-A stack of ResNet-50's bottlenecks; the same passes with and without packing, in turn. Nothing is sent: this is what
-the kernels take from the pass. Without a GPU a small stack shows that this file runs.
+A stack of ResNet-50's bottlenecks runs with and without packing, interleaved. Nothing is sent: this is the kernels'
+share of the cost. Without a GPU a small stack shows that this file runs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from records import made
 from stopwatch import HAS_GPU
 from torch import Tensor, nn
 
-from commrt.model.autograd import at_end_of_backward, on_gradient
-from commrt.threads.lane import Lane
+from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder, build_buckets
+from commrt.buckets.layout import MIB, Header
+from commrt.threads.comm_thread import CommThread
 from commrt.threads.streams import streams_of
-from commrt.wire.buckets import MIB, Bucket, build_buckets
-from commrt.wire.ready import LaunchOrder
-from commrt.wire.stamp import Claim
+from commrt.training.hooks import at_end_of_backward, on_gradient
 
 CLOCK = Clock()
 ALONE, PACKED = "backward alone", "with packing beside it"
@@ -34,12 +33,12 @@ BATCH, SIDE, DEPTH, WIDTH = (64, 28, 16, 128) if HAS_GPU else (2, 7, 2, 8)
 
 
 def clock() -> float:
-    """What pytest-benchmark reads: the time that was measured in the interleaved rounds."""
+    """Return the time for pytest-benchmark: the one that was measured in the interleaved rounds."""
     return CLOCK.now_s
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1, each normalised, and a way around."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, each normalised, with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,21 +51,21 @@ class Bottleneck(nn.Module):
         self.inner = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, 4 * width, side, side] -> the same."""
+        """Map [batch, 4 * width, side, side] to the same shape."""
         return torch.relu(x + self.inner(x))
 
 
 class Packer:
-    """Packs each bucket as it becomes ready, on a lane's stream; what the runtime does but for the exchange."""
+    """Packs each bucket once it is ready, on a communication thread's stream: the runtime without exchanges."""
 
     def __init__(self, model: nn.Module) -> None:
         self.active = False
-        self._lane = Lane(lambda *_: None)
+        self._lane = CommThread(lambda *_: None)
         if HAS_GPU:
             self._lane.submit(self._enter).result()
         params = list(model.named_parameters())[::-1]
         self._buckets = build_buckets(params, torch.bfloat16, 25 * MIB)
-        self._order = LaunchOrder([bucket.names for bucket in self._buckets])
+        self._order = ReadyOrder([bucket.names for bucket in self._buckets])
         self._answers: list[object] = []
         for name, param in params:
             on_gradient(param, lambda _, name=name: self._ready(name))
@@ -85,8 +84,8 @@ class Packer:
         for index in self._order.mark(name):
             self._submit(self._buckets[index])
 
-    def _submit(self, bucket: Bucket) -> None:
-        bucket.take(Claim(0, 1, 0, 0, bucket.index, 0), self._order.is_ready)
+    def _submit(self, bucket: GradientBucket) -> None:
+        bucket.take(Header(0, 1, 0, 0, bucket.index, 0), self._order.is_ready)
         self._answers.append(self._lane.submit(lambda: bucket.pack(0.5)))
 
     def _finish(self) -> None:
@@ -96,12 +95,12 @@ class Packer:
         self._order.arm()
 
     def close(self) -> None:
-        """End the lane."""
+        """End the thread."""
         self._lane.close()
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """Of `work`, until the device has done it."""
+    """Return the seconds of `work`, until the device has done it."""
     if HAS_GPU:
         torch.cuda.synchronize()
     begin_s = perf_counter()
@@ -113,7 +112,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 @pytest.fixture(scope="module")
 def times(request: pytest.FixtureRequest) -> Times:
-    """The seconds of backward passes, alone and with packing, in turn."""
+    """Return the seconds of backward passes, alone and with packing, interleaved."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Bottleneck(WIDTH) for _ in range(DEPTH))).to(DEVICE)
     packer, found = Packer(model), {ALONE: [], PACKED: []}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks on the GPUs of this machine, or on its only one: the bits of the CPU, training, and what happens to it.
+"""Check several ranks on this machine's GPUs, or its only one: the bits of the CPU, training, and failures.
 
-Without a GPU ranks run on the CPU, which shows that this file runs.
+Without a GPU the ranks run on the CPU, which shows that this file runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 MIB_NUMEL = (1 << 20) // 4
 
 
-run_processes = partial(started, start="spawn")  # each has CUDA for itself
+run_processes = partial(started, start="spawn")  # each process initializes CUDA itself
 
 
 def values(outcomes: list[Outcome]) -> list:
@@ -38,7 +38,7 @@ def values(outcomes: list[Outcome]) -> list:
 
 
 def test_two_ranks_exchange_a_mebibyte(record_property):
-    """First of all, with a deadline: whether ranks can share this machine's GPU is not known before."""
+    """Run first, with a deadline: only this test shows whether ranks can share this machine's GPU."""
     seconds = values(run_processes(2, gpu_ranks.swap, MIB_NUMEL, limit_s=FIRST_LIMIT_S))[0]
     record_property("seconds per exchange of 1 MiB", sorted(seconds))
 
@@ -127,7 +127,7 @@ def test_a_world_that_was_given_up_is_followed_by_another():
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 def test_nothing_waits_at_exit_though_nothing_was_closed():
-    """CuPy frees a communicator when it is collected, which would wait for others."""
+    """Check an exit without close: CuPy frees a communicator when it is collected, which would wait for others."""
     code = (
         "import torch; from torch.distributed import HashStore; from commrt.transport.nccl import NcclTransport\n"
         "transport = NcclTransport(HashStore(), 0, range(1))\n"

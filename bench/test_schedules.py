@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes to prepare a schedule: building all steps, proving it, finding and binding one rank's part, pricing.
+"""Measure what a schedule costs: building all steps, proving it, finding and binding one rank's part, pricing.
 
-A schedule that is not proven ends the run. Proofs are made of up to 1,024 ranks.
+A schedule that is not correct ends the run. Proofs go up to 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from null_transport import NullTransport
 from records import provenance
 
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.collective import all_reduce
+from commrt.cost.cluster import Between, Cluster, Link
+from commrt.cost.price import Pricing
 from commrt.kernels.layout import GRANULE
-from commrt.pricing.cluster import Between, Cluster, Link
-from commrt.pricing.simulate import Pricing
 from commrt.program import program
-from commrt.proving.proof import verify
+from commrt.proof.replay import verify
+from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import bind
 from commrt.schedule import Schedule
 
@@ -32,12 +32,12 @@ FLAT = Cluster("flat", "", 1, Link(10.0, 10.0), Between(10.0, 10.0))
 
 
 def build(schedule: Schedule) -> Callable[[], object]:
-    """All columns of all steps."""
+    """Return a task that builds all columns of all steps."""
     return lambda: sum(1 for _ in schedule.steps())
 
 
 def prove(schedule: Schedule) -> Callable[[], object]:
-    """For every rank at once."""
+    """Return a task that proves the schedule for all ranks."""
     spec = all_reduce(schedule.ranks, schedule.chunks)
 
     def proven() -> None:
@@ -48,19 +48,19 @@ def prove(schedule: Schedule) -> Callable[[], object]:
 
 
 def find(schedule: Schedule) -> Callable[[], object]:
-    """One rank's program."""
+    """Return a task that finds one rank's program."""
     return lambda: program(schedule, 0)
 
 
 def bound(schedule: Schedule) -> Callable[[], object]:
-    """One rank's program, to the smallest buffer of which every chunk holds something."""
+    """Return a task that binds one rank's program to the smallest buffer without an empty chunk."""
     mine = program(schedule, 0)
     buffer, transport = torch.zeros(mine.chunks * GRANULE), NullTransport(0, schedule.ranks)
     return lambda: bind(mine, buffer, transport)
 
 
 def price(schedule: Schedule) -> Callable[[], object]:
-    """On a network on which all are equally far from each other."""
+    """Return a task that prices the schedule on a network with equal distances."""
     return lambda: Pricing(schedule, FLAT).price(1e8)
 
 

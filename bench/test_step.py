@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averaging the gradients of ResNet-50 over 4 processes of this machine: this project beside DDP over Gloo.
+"""Measure the average of ResNet-50's gradients over 4 processes of this machine: commrt beside DDP over Gloo.
 
-All variants run in one job, in turn; `step_worker` is what a rank does. Read ratios, not milliseconds.
+All variants run interleaved in one job; `step_worker` is what a rank does. Read ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NBYTES = 4 * 25_557_032
 
 
 def clock() -> float:
-    """What pytest-benchmark reads: the time that the job took when it ran."""
+    """Return the time for pytest-benchmark: the one that was measured in the job."""
     return CLOCK.now_s
 
 
 @pytest.fixture(scope="module")
 def times(request: pytest.FixtureRequest) -> Times:
-    """The seconds of every variant and round; runs the job once for all benchmarks of this file."""
+    """Run the job once for this file; return the seconds of every variant and round."""
     shapes = resnet50()
     assert (len(shapes), sum(map(prod, shapes.values()))) == (161, 25_557_032)
     answers = multiprocessing.get_context("spawn").SimpleQueue()

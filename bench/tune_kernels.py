@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the best sizes on this GPU and prints the row for `kernels/device/sizes.py`; nothing is tuned at run time.
+"""Find the best sizes on this GPU, and print the row for `kernels/device/sizes.py`; nothing is tuned at run time.
 
-Every size packs and unpacks ResNet-50's gradients and one of their buckets, in turn. ``--variants`` also tries hints to
-the cache and other widths. Without a GPU it prints what the compiler says about each size, for the architecture given
-by ``--arch``: registers, programs that fit on a multiprocessor, bytes they load at once. That is not a measurement.
+Every size packs and unpacks ResNet-50's gradients and one of their buckets, interleaved. ``--variants`` also tries
+cache hints and other widths. Without a GPU it prints the compiler's figures for each size, for the architecture
+``--arch``: registers, programs that fit on a multiprocessor, bytes that they load at once. Those are not measurements.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from commrt.kernels.tables import Tables
 
 F32, BF16 = torch.float32, torch.bfloat16
 CANDIDATES = [Sizes(tile, warps) for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)) if tile >= 512 * warps]
-"""Such that with twice the warps a thread still has 8 elements, which the sums of squares need."""
+"""Sizes to try. With twice the warps a thread still has 8 elements, which sums of squares need."""
 ROUNDS, CALLS, SETS = 20, 20, 4
 THREADS, REGISTERS, PROGRAMS = 2048, 65536, 32
-"""Of one multiprocessor of compute capability 8.0, 9.0 and 10.0."""
+"""Limits of one multiprocessor of compute capability 8.0, 9.0 and 10.0."""
 
 Trial = tuple[str, Sizes, Variant]
 
@@ -50,7 +50,7 @@ class Workload:
     wire: torch.dtype
 
     def launches(self, variant: Variant, sizes: Sizes) -> Callable[[int], None]:
-        """`variant` on set number i."""
+        """Return a function that launches `variant` on set number i."""
         layout = layout_of([prod(shape) for shape in self.shapes])
         launch, sets = launch_of(variant, DEVICE), []
         for _ in range(SETS):
@@ -74,7 +74,7 @@ class Workload:
 
 
 def trials(wire: torch.dtype, *, more: bool) -> Iterator[Trial]:
-    """What is tried: (label, sizes, kernel)."""
+    """Yield the trials: (label, sizes, kernel)."""
     for sizes in CANDIDATES:
         yield "pack", sizes, variants.pack(F32, wire, 16, sizes)
         yield "unpack", sizes, variants.unpack(F32, wire, 16, sizes)
@@ -87,7 +87,7 @@ def trials(wire: torch.dtype, *, more: bool) -> Iterator[Trial]:
 
 
 def measure(workload: Workload, *, more: bool) -> Times:
-    """Seconds of every trial, in turn."""
+    """Return the seconds of every trial, interleaved."""
     tried = list(trials(workload.wire, more=more))
     names = [f"{label}, tile {sizes.tile}, {sizes.warps} warps" for label, sizes, _ in tried]
     runs = [workload.launches(variant, sizes) for _, sizes, variant in tried]
@@ -100,7 +100,7 @@ def measure(workload: Workload, *, more: bool) -> Times:
 
 
 def best(all_times: list[Times]) -> Sizes:
-    """The sizes with the least sum, over workloads, of medians in units of the least median."""
+    """Return the sizes with the least sum of medians over workloads, each in units of the least median."""
 
     def cost(sizes: Sizes) -> float:
         label = f"tile {sizes.tile}, {sizes.warps} warps"
@@ -127,7 +127,7 @@ def tune(*, more: bool) -> None:
 
 
 def describe(arch: int) -> None:
-    """What the compiler says, without a GPU."""
+    """Print the compiler's figures, without a GPU."""
     print(f"compute capability {arch / 10}: from compiled code, not measured")
     print(f"{'kernel, tile, warps':38}{'registers':>10}{'programs':>10}{'KiB loaded at once':>20}")
     for wire in (F32, BF16):
@@ -140,9 +140,9 @@ def describe(arch: int) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--variants", action="store_true", help="also try cache hints and other widths")
     parser.add_argument("--arch", type=int, default=90, choices=(80, 90, 100))
     options = parser.parse_args()
     tune(more=options.variants) if HAS_GPU else describe(options.arch)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from commrt.algorithms.ring import Ring
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
-    from commrt.attaching import attach
-    from commrt.data import RingShuffle
-    from commrt.ddp import DDPState, ddp_hook
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -39,15 +36,17 @@ if TYPE_CHECKING:
         UsageError,
     )
     from commrt.membership.generations import Loss
-    from commrt.proving.proof import prove, verify
-    from commrt.replicas.reissue import reissued
-    from commrt.replicas.replica import Replica
-    from commrt.replicas.report import Stats, StepReport
-    from commrt.runtime.opening import init
+    from commrt.proof.replay import prove, verify
+    from commrt.runtime.init import init
     from commrt.runtime.work import Work
     from commrt.runtime.world import World
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
-    from commrt.transport.protocol import Moment
+    from commrt.training.attach import attach
+    from commrt.training.backup_workers import reissued
+    from commrt.training.ddp import DDPState, ddp_hook
+    from commrt.training.replica import Replica, Stats, StepReport
+    from commrt.training.ring_shuffle import RingShuffle
+    from commrt.transport.protocol import Tag
 
 __version__ = "0.1.0"
 
@@ -69,17 +68,16 @@ _HOMES = {
         "TransportError",
         "UsageError",
     ),
-    "commrt.attaching": ("attach",),
-    "commrt.data": ("RingShuffle",),
-    "commrt.ddp": ("DDPState", "ddp_hook"),
-    "commrt.replicas.reissue": ("reissued",),
-    "commrt.replicas.replica": ("Replica",),
-    "commrt.replicas.report": ("Stats", "StepReport"),
+    "commrt.training.attach": ("attach",),
+    "commrt.training.ring_shuffle": ("RingShuffle",),
+    "commrt.training.ddp": ("DDPState", "ddp_hook"),
+    "commrt.training.backup_workers": ("reissued",),
+    "commrt.training.replica": ("Replica", "Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
-    "commrt.proving.proof": ("prove", "verify"),
+    "commrt.proof.replay": ("prove", "verify"),
     "commrt.membership.generations": ("Loss",),
-    "commrt.runtime.opening": ("init",),
-    "commrt.transport.protocol": ("Moment",),
+    "commrt.runtime.init": ("init",),
+    "commrt.transport.protocol": ("Tag",),
     "commrt.runtime.work": ("Work",),
     "commrt.runtime.world": ("World",),
 }
@@ -99,7 +97,6 @@ __all__ = [
     "Gossip",
     "HalvingDoubling",
     "Loss",
-    "Moment",
     "PeerLost",
     "QuorumLost",
     "Replica",
@@ -111,6 +108,7 @@ __all__ = [
     "Stats",
     "Step",
     "StepReport",
+    "Tag",
     "Torus2D",
     "TransportError",
     "UsageError",

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What moves, and to whom, as data.
 
-A `Schedule` is a sequence of `Step` s over a buffer cut in equal `chunks`. A step is a set of transfers that
-happen at the same time, kept as columns so that a step of 4,096 ranks is a few arrays. Every transfer of a
-step reads the state from before the step.
+A `Schedule` is a sequence of `Step` s over a buffer that is cut into equal chunks. A step is a set of transfers that
+happen at the same time. Its transfers are stored as columns, so a step of 4,096 ranks is a few arrays. Every transfer
+of a step reads the state from before the step.
 
-Schedules are built from smaller ones: `Schedule.then`, `Schedule.over`, `Schedule.within`, `beside`.
-This module knows nothing but numpy.
+Larger schedules are built from smaller ones: `Schedule.then`, `Schedule.over`, `Schedule.within`, `beside`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from commrt.columns import row, whole
 from commrt.errors import CommrtError, ScheduleError, UsageError
 
 __all__ = [
@@ -37,67 +35,66 @@ __all__ = [
     "Traffic",
     "beside",
     "empty",
+    "malformed",
+    "require_valid",
     "traffic",
 ]
 
 IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
+
+MAX_STEPS = 1 << 18
+"""Most steps of a schedule, plus 16 for each rank. A schedule that yields more is refused as endless."""
+ITSELF = "is from a rank to itself; leave it out"
 
 
 class Combine(IntEnum):
-    """What a receiver does with what arrives."""
+    """What a receiver does with the chunks that it receives."""
 
     COPY = 0
-    """Overwrite its own value."""
     ADD = 1
-    """Add to its own value; several additions to one chunk in one step happen in order of sender."""
     MIX = 2
-    """Move its own value towards the received one: ``own += weight * (received - own)``."""
 
 
 COPY = Combine.COPY
-"""Overwrite what the receiver has."""
+"""Overwrite the receiver's own value."""
 ADD = Combine.ADD
-"""Add to what the receiver has."""
+"""Add to the receiver's own value; several additions to one chunk in one step happen in order of sender."""
 MIX = Combine.MIX
-"""Move what the receiver has towards what arrives, by a step's `weight`."""
-MOST_STEPS = 1 << 18
-"""Of a schedule, and 16 more for each rank: who yields more does not end."""
-VERBS = {int(combine): combine.name.lower() for combine in Combine}
+"""Move the receiver's own value towards the received one: ``own += weight * (received - own)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Transfers that happen at the same time, one per row of the columns [T]."""
+    """Transfers that happen at the same time, one per row of the columns [T]. Raises `UsageError` for other columns."""
 
     src: IntArray
+    """Sending rank."""
     dst: IntArray
+    """Receiving rank."""
     lo: IntArray
     """First chunk carried."""
     hi: IntArray
     """One past the last chunk carried."""
     combine: IntArray
-    weight: FloatArray
+    weight: NDArray[np.float64]
     """Share of the received value where `combine` is MIX, else 0."""
 
     def __post_init__(self) -> None:
-        """Two steps that move the same have the same bytes, whatever they were made from: digests compare those."""
-        for name in ("src", "dst", "lo", "hi", "combine"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        weight = row("weight", self.weight)
-        if len({len(column) for column in (*self.columns[:5], weight)}) > 1:
-            lengths = ", ".join(str(len(column)) for column in (*self.columns[:5], weight))
+        # Digests compare bytes, so steps that move the same must have the same dtypes and the same unused weights.
+        columns = [_int_column(name, getattr(self, name)) for name in ("src", "dst", "lo", "hi", "combine")]
+        weight = _column("weight", self.weight)
+        lengths = [len(column) for column in (*columns, weight)]
+        if len(set(lengths)) > 1:
             raise UsageError(f"columns of {lengths} transfers: src, dst, lo, hi, combine and weight need as many each")
-        read = np.where(self.combine == MIX, weight, 0.0)
-        object.__setattr__(self, "weight", np.asarray(read, dtype=np.float64))
+        used = np.asarray(np.where(columns[-1] == MIX, weight, 0.0), dtype=np.float64)
+        for name, column in zip(self.__dataclass_fields__, (*columns, used), strict=True):
+            object.__setattr__(self, name, column)
 
     @classmethod
     def of(
         cls, src: ArrayLike, dst: ArrayLike, lo: ArrayLike, hi: ArrayLike, combine: Combine, weight: float = 0.5
     ) -> Step:
-        """Build a step from scalars or arrays of any shape, broadcast against each other; raises `UsageError`.
-
-        There is a transfer for each entry.
+        """Build a step from scalars or arrays, broadcast against each other, a transfer for each entry of the result.
 
         >>> print(Step.of(src=[0, 1], dst=[1, 0], lo=0, hi=2, combine=ADD))
         add  0->1 [0:2)  1->0 [0:2)
@@ -105,40 +102,25 @@ class Step:
         copy  0->1 [0:1)  0->1 [3:4)  0->2 [0:1)  0->2 [3:4)
         """
         try:
-            wide = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
+            columns = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
         except ValueError as error:
-            raise UsageError(
-                f"columns that do not fit together: {error}; give scalars, or arrays that broadcast"
-            ) from error
-        return cls.from_columns([column.reshape(-1) for column in wide])
-
-    @classmethod
-    def from_columns(cls, columns: Sequence[NDArray[Any]]) -> Step:
-        """The inverse of `columns`."""
-        src, dst, lo, hi, combine, weight = columns
-        return cls(src, dst, lo, hi, combine, weight)
+            raise UsageError(f"columns do not fit together: {error}; give scalars, or arrays that broadcast") from error
+        return cls(*(column.reshape(-1) for column in columns))
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        """The six columns, in the order of the fields."""
+        """The six columns in the order of the fields: ``Step(*step.columns)`` is the same step."""
         return self.src, self.dst, self.lo, self.hi, self.combine, self.weight
 
     def __len__(self) -> int:
         return len(self.src)
 
     def rows(self, keep: NDArray[np.generic]) -> Step:
-        """The transfers selected by a mask, an index array or a permutation [T]."""
-        return Step.from_columns([column[keep] for column in self.columns])
-
-    def played_by(self, players: IntArray, shift: IntArray) -> Step:
-        """One copy per row of `players` [copies, ranks], with its chunks moved up by `shift` [copies]."""
-        up = shift[:, None]
-        labelled = (players[:, self.src], players[:, self.dst], self.lo + up, self.hi + up)
-        copies = (np.tile(self.combine, len(players)), np.tile(self.weight, len(players)))
-        return Step.from_columns([*(column.reshape(-1) for column in labelled), *copies])
+        """Return the transfers that a mask, an index array or a permutation [T] selects."""
+        return Step(*(column[keep] for column in self.columns))
 
     def canonical(self) -> Step:
-        """The same transfers sorted by (src, dst, lo), without empty ones, neighbours to one peer merged.
+        """Return the same transfers sorted by (src, dst, lo), without empty ones, adjacent ranges to one peer merged.
 
         Both ends of a transfer derive their program from this form, so they agree on order and sizes.
         """
@@ -146,10 +128,10 @@ class Step:
         step = full.rows(np.lexsort((full.hi, full.lo, full.dst, full.src)))
         if len(step) < 2:
             return step
-        same = np.ones(len(step) - 1, dtype=bool)
+        same = step.lo[1:] == step.hi[:-1]
         for column in (step.src, step.dst, step.combine, step.weight):
             same &= column[1:] == column[:-1]
-        first = np.flatnonzero(np.concatenate(([True], ~(same & (step.lo[1:] == step.hi[:-1])))))
+        first = np.flatnonzero(np.concatenate(([True], ~same)))
         last = np.concatenate((first[1:], [len(step)])) - 1
         return replace(step.rows(first), hi=step.hi[last])
 
@@ -157,11 +139,12 @@ class Step:
         return self.text()
 
     def text(self, limit: int = 16) -> str:
-        """One line: ``add  0->1 [2:3)  1->2 [0:1)``, at most `limit` transfers."""
+        """Return one line such as ``add  0->1 [2:3)  1->2 [0:1)``, with at most `limit` transfers."""
         words: list[str] = []
         previous = ""
         for src, dst, lo, hi, combine, weight in zip(*(c[:limit].tolist() for c in self.columns), strict=True):
-            verb = VERBS.get(combine, f"combine {combine}") + (f"({weight:g})" if combine == MIX else "")
+            verb = Combine(combine).name.lower() if COPY <= combine <= MIX else f"combine {combine}"
+            verb += f"({weight:g})" if combine == MIX else ""
             words += [verb] * (verb != previous) + [f"{src}->{dst} [{lo}:{hi})"]
             previous = verb
         return "  ".join(words) + (f"  ... {len(self) - limit} more" if len(self) > limit else "")
@@ -169,7 +152,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """A collective as data: `steps()` yields the steps anew each time, lazily.
+    """A collective as data: `steps()` yields the steps anew each time, lazily. Raises `UsageError` for bad fields.
 
     >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([Step.of([0, 1], [1, 0], 0, 1, ADD)]))
     >>> print(swap)
@@ -180,7 +163,7 @@ class Schedule:
     name: str
     ranks: int
     chunks: int
-    """The buffer is cut in this many; sizes that do not divide are the business of whoever binds it."""
+    """Number of equal parts of the buffer. When the schedule is bound to a buffer, sizes need not divide by it."""
     steps: Callable[[], Iterator[Step]]
 
     def __post_init__(self) -> None:
@@ -188,56 +171,55 @@ class Schedule:
             if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 1 <= number < 2**31:
                 raise UsageError(f"{self.name}: {what}={number!r:.80}: give a whole number from 1 on")
         if not callable(self.steps):
-            raise UsageError(
-                f"{self.name}: steps is a {type(self.steps).__name__}: give a function that yields all anew"
-            )
+            raise UsageError(f"{self.name}: steps={self.steps!r:.80}: give a function that yields all steps anew")
 
-    def played(self) -> Iterator[Step]:
-        """What `steps` yields, for who looks at all of it; raises `ScheduleError` for no step, and without an end."""
-        number, steps = 0, self._made()
-        for number, step in enumerate(steps):
-            if not isinstance(step, Step):
-                raise ScheduleError(f"{self.name}: steps() yields {step!r:.80} as step {number}: yield Step.of(...)")
-            if number >= MOST_STEPS + 16 * self.ranks:
-                raise ScheduleError(f"{self.name}: steps() has yielded {number:,} steps: does it end?")
-            yield step
-
-    def _made(self) -> Iterator[Step]:
+    def checked_steps(self) -> Iterator[Step]:
+        """Yield each of `steps()`; raise `ScheduleError` if it fails, yields something else, or does not end."""
         try:
-            yield from self.steps()
+            for number, step in enumerate(self.steps()):
+                self._check(number, step)
+                yield step
         except CommrtError:
             raise
         except Exception as error:
-            raise ScheduleError(
-                f"{self.name}: steps() fails: {type(error).__name__}: {error!s:.200}; it must yield each Step anew"
-            ) from error
+            what = f"{type(error).__name__}: {error!s:.200}"
+            raise ScheduleError(f"{self.name}: steps() fails: {what}; it must yield each Step anew") from error
+
+    def _check(self, number: int, step: object) -> None:
+        if not isinstance(step, Step):
+            raise ScheduleError(f"{self.name}: steps() yields {step!r:.80} as step {number}: yield Step.of(...)")
+        if number >= MAX_STEPS + 16 * self.ranks:
+            raise ScheduleError(f"{self.name}: steps() has yielded {number:,} steps: does it end?")
 
     def then(self, after: Schedule, name: str | None = None) -> Schedule:
-        """This schedule, then `after`, on the same buffer."""
+        """Return this schedule followed by `after`, on the same buffer."""
         _require_same_shape(self, after)
         label = name or f"{self.name} then {after.name}"
         return Schedule(label, self.ranks, self.chunks, lambda: chain(self.steps(), after.steps()))
 
     def over(self, ranks: ArrayLike, world: int | None = None, shift: ArrayLike = 0) -> Schedule:
-        """The same schedule with rank i played by ``ranks[i]`` of a world of `world` ranks (default: as many).
+        """Return the same schedule with ``ranks[i]``, of a world of `world` ranks (default: as many), as rank i.
 
-        With `ranks` [copies, ranks], one copy per row, all at once; copy c works `shift[c]` chunks further up.
+        With `ranks` [copies, ranks] all copies run at once, one per row; copy c works `shift[c]` chunks further up.
         """
-        players = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
-        moved = np.broadcast_to(np.asarray(shift, dtype=np.int64), len(players))
+        copies = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
+        up = np.broadcast_to(np.asarray(shift, dtype=np.int64), len(copies))[:, None]
         size = self.ranks if world is None else world
-        if players.shape[1] != self.ranks or len(np.unique(players)) != players.size:
-            raise ScheduleError(f"{self.name} needs {self.ranks} different ranks, got {players.tolist()}")
-        if players.size and (players.min() < 0 or players.max() >= size):
-            raise ScheduleError(f"{self.name} over {players.tolist()}: ranks must lie in 0..{size - 1}")
+        if copies.shape[1] != self.ranks or len(np.unique(copies)) != copies.size:
+            raise ScheduleError(f"{self.name} needs {self.ranks} different ranks, got {copies.tolist()}")
+        if copies.size and (copies.min() < 0 or copies.max() >= size):
+            raise ScheduleError(f"{self.name} over {copies.tolist()}: ranks must lie in 0..{size - 1}")
 
         def steps() -> Iterator[Step]:
-            return (step.played_by(players, moved) for step in self.steps())
+            for step in self.steps():
+                moved = (copies[:, step.src], copies[:, step.dst], step.lo + up, step.hi + up)
+                src, dst, lo, hi = (column.reshape(-1) for column in moved)
+                yield Step(src, dst, lo, hi, np.tile(step.combine, len(up)), np.tile(step.weight, len(up)))
 
         return Schedule(self.name, size, self.chunks, steps)
 
     def within(self, lo: int, hi: int, chunks: int) -> Schedule:
-        """The same schedule on chunks [lo, hi) of a buffer of `chunks` chunks.
+        """Return the same schedule on chunks [lo, hi) of a buffer of `chunks` chunks.
 
         ``hi - lo`` must be a multiple of this schedule's own chunk count; each own chunk becomes that many.
         """
@@ -254,39 +236,38 @@ class Schedule:
         return Schedule(self.name, self.ranks, chunks, steps)
 
     def refined(self, factor: int) -> Schedule:
-        """The same schedule with every chunk cut in `factor`."""
+        """Return the same schedule with every chunk cut into `factor` chunks."""
         return self.within(0, self.chunks * factor, self.chunks * factor)
 
     def in_slices(self, slices: int) -> Schedule:
-        """The same schedule on each of `slices` equal parts of the buffer, a step of each in turn.
+        """Return the same schedule on each of `slices` equal parts of the buffer, a step of each in turn.
 
         Cost: `slices` times the steps, the same bytes.
         """
         if slices < 1:
-            raise ScheduleError(f"{self.name} cannot be cut in {slices} slices: 1 leaves it whole")
-        whole = self.chunks * slices
-        parts = [self.within(lo, lo + self.chunks, whole) for lo in range(0, whole, self.chunks)]
+            raise ScheduleError(f"{self.name} cannot be cut into {slices} slices: 1 leaves it whole")
+        total = self.chunks * slices
+        parts = [self.within(lo, lo + self.chunks, total) for lo in range(0, total, self.chunks)]
 
         def steps() -> Iterator[Step]:
             return chain.from_iterable(zip(*(part.steps() for part in parts), strict=True))
 
-        return Schedule(f"{self.name} in {slices} slices", self.ranks, whole, steps)
+        return Schedule(f"{self.name} in {slices} slices", self.ranks, total, steps)
 
     def beside(self, other: Schedule, name: str | None = None) -> Schedule:
-        """Both at once, step by step; see the function `beside`."""
+        """Return both schedules at once, step by step; see the function `beside`."""
         return beside((self, other), name)
 
     def named(self, name: str) -> Schedule:
-        """The same schedule under another name."""
+        """Return the same schedule under another name."""
         return replace(self, name=name)
 
     def digest(self) -> str:
-        """A hash of all that moves (not of the name): equal on two ranks exactly if they run the same schedule."""
+        """Return a hash of all that moves (not of the name). Two ranks run the same schedule if theirs are equal."""
         seen = hashlib.sha256(f"{self.ranks} {self.chunks}".encode())
-        for step in self.played():
-            canonical = step.canonical()
-            seen.update(len(canonical).to_bytes(8, "little"))
-            for column in canonical.columns:
+        for step in map(Step.canonical, self.checked_steps()):
+            seen.update(len(step).to_bytes(8, "little"))
+            for column in step.columns:
                 seen.update(np.ascontiguousarray(column).tobytes())
         return seen.hexdigest()
 
@@ -294,76 +275,116 @@ class Schedule:
         return self.text()
 
     def text(self, limit: int = 16) -> str:
-        """The schedule as text, one line per step with at most `limit` transfers each."""
-        head = f"{self.name}: {_shape(self)}"
-        return "\n".join([head, *(f"{i:3d}  {step.text(limit)}" for i, step in enumerate(self.played()))])
+        """Return the schedule as text, one line per step with at most `limit` transfers each."""
+        lines = (f"{number:3d}  {step.text(limit)}" for number, step in enumerate(self.checked_steps()))
+        return "\n".join([f"{self.name}: {_shape(self)}", *lines])
 
 
 class Algorithm(Protocol):
-    """Anything that answers which schedule a training step runs.
+    """What `attach` takes as its algorithm: an object that gives the schedule of each training step.
 
-    A pure function of its own fields, the step and the rank count: every rank computes the same answer.
-    Implementations are small frozen dataclasses, so their ``repr`` says everything. They return the same
-    object for the same answer (``functools.lru_cache``), because programs are bound once per object.
+    `schedule` is a pure function of the object's fields, the step and the rank count, so every rank computes the same
+    schedule. Implementations are small frozen dataclasses, so their ``repr`` says everything. For equal arguments they
+    return the same object (use ``functools.lru_cache``), because programs are bound once per object.
     """
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """The schedule of training step `step` on `ranks` ranks, numbered from 0."""
+        """Return the schedule of training step `step` on `ranks` ranks, numbered from 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a schedule costs, whatever it is for."""
+    """The size of a schedule, whatever it runs on."""
 
     steps: int
     transfers: int
     bytes_per_rank: Fraction
-    """Sent by the busiest rank, in units of the buffer."""
+    """Bytes sent by the busiest rank, in units of the buffer."""
     max_peers: int
-    """Most peers any rank talks to in one step."""
+    """Most peers that any rank exchanges with in one step."""
 
 
 def traffic(schedule: Schedule) -> Traffic:
     """Count steps, transfers, bytes and peers of `schedule`; one pass, O(transfers)."""
     sent = np.zeros(schedule.ranks, dtype=np.int64)
     steps = transfers = peers = 0
-    for step in map(Step.canonical, schedule.played()):
+    for step in map(Step.canonical, schedule.checked_steps()):
         steps += 1
         transfers += len(step)
         np.add.at(sent, step.src, step.hi - step.lo)
-        peers = max(peers, _most_peers(step))
+        pairs = np.concatenate((step.src * schedule.ranks + step.dst, step.dst * schedule.ranks + step.src))
+        peers = max(peers, int(np.bincount(np.unique(pairs) // schedule.ranks).max(initial=0)))
     return Traffic(steps, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers)
 
 
 def empty(ranks: int, chunks: int = 1, name: str = "nothing") -> Schedule:
-    """The schedule that moves nothing: all that one rank needs."""
+    """Return the schedule that moves nothing, such as an all-reduce of one rank."""
     return Schedule(name, ranks, chunks, lambda: iter(()))
 
 
 def beside(schedules: Iterable[Schedule], name: str | None = None) -> Schedule:
-    """All `schedules` at once, step by step: the k-th steps of all are one step.
+    """Return all `schedules` at once: their k-th steps become one step.
 
-    Meant for disjoint ranks (the rows of a torus) or disjoint chunks (two halves of the buffer); `verify`
-    refuses what overlaps.
+    Use it for disjoint ranks (the rows of a torus) or disjoint chunks (two halves of the buffer). `verify` refuses
+    schedules that overlap.
     """
     parts = tuple(schedules)
     if not parts:
-        raise ScheduleError(
-            "beside() of no schedule at all: use empty(ranks, chunks) for a schedule that moves nothing"
-        )
+        raise ScheduleError("beside() of no schedules: use empty(ranks, chunks) for a schedule that moves nothing")
     for part in parts[1:]:
         _require_same_shape(parts[0], part)
 
     def steps() -> Iterator[Step]:
-        return (_merged(at_once) for at_once in zip_longest(*(part.steps() for part in parts)))
+        for at_once in zip_longest(*(part.steps() for part in parts)):
+            columns = zip(*(step.columns for step in at_once if step is not None), strict=True)
+            yield Step(*map(np.concatenate, columns))
 
     return Schedule(name or " beside ".join(p.name for p in parts), parts[0].ranks, parts[0].chunks, steps)
 
 
-def _merged(steps: Iterable[Step | None]) -> Step:
-    columns = zip(*(step.columns for step in steps if step is not None), strict=True)
-    return Step.from_columns([np.concatenate(column) for column in columns])
+def malformed(step: Step, ranks: int, chunks: int) -> Iterator[tuple[Step, str]]:
+    """Yield, for each kind of invalid transfer, the first one in `step` and a description of what is wrong."""
+    low, high = np.minimum(step.src, step.dst), np.maximum(step.src, step.dst)
+    outside = f"carries chunks outside 0..{chunks - 1} or a range that ends before it starts"
+    for valid, what in (
+        ((low >= 0) & (high < ranks), f"names a rank outside 0..{ranks - 1}"),
+        ((step.lo >= 0) & (step.lo <= step.hi) & (step.hi <= chunks), outside),
+        (low != high, ITSELF),
+        ((step.combine >= COPY) & (step.combine <= MIX), "has an unknown way to combine"),
+        (np.isfinite(step.weight) | (step.combine != MIX), "mixes with a weight that is no number"),
+    ):
+        if not valid.all():
+            yield step.rows(np.flatnonzero(~valid)[:1]), what
+
+
+def require_valid(step: Step, schedule: Schedule) -> Step:
+    """Return `step` if `schedule` can run it, else raise `ScheduleError`; a transfer to oneself is harmless."""
+    for transfer, what in malformed(step, schedule.ranks, schedule.chunks):
+        if what != ITSELF:
+            raise ScheduleError(f"{schedule.name} cannot run: the transfer {transfer.text()} {what}")
+    return step
+
+
+def _int_column(name: str, given: ArrayLike) -> IntArray:
+    """Return `given` as int64; raise `UsageError` rather than round or wrap around."""
+    column = _column(name, given)
+    with np.errstate(invalid="ignore"):  # compared next
+        whole = column.astype(np.int64, copy=False)
+    if whole is not column and not (whole == column).all():
+        raise UsageError(f"{name} holds {column[whole != column][0]}: give whole numbers below 2^63")
+    return whole
+
+
+def _column(name: str, given: ArrayLike) -> NDArray[Any]:
+    try:
+        column = np.asarray(given)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UsageError(f"{name} is no row of numbers: {error}") from error
+    if column.ndim != 1 or column.dtype.kind not in "biuf":
+        kind = f"{column.dtype}, of shape {column.shape}"
+        raise UsageError(f"{name} is of {kind}: give a row of numbers, one per transfer")
+    return column
 
 
 def _require_same_shape(a: Schedule, b: Schedule) -> None:
@@ -374,15 +395,6 @@ def _require_same_shape(a: Schedule, b: Schedule) -> None:
         )
 
 
-def _most_peers(step: Step) -> int:
-    ranks = 1 + max(int(step.src.max(initial=0)), int(step.dst.max(initial=0)))
-    pairs = np.unique(np.concatenate((step.src * ranks + step.dst, step.dst * ranks + step.src)))
-    return int(np.unique(pairs // ranks, return_counts=True)[1].max(initial=0))
-
-
 def _shape(schedule: Schedule) -> str:
-    return f"{_count(schedule.ranks, 'rank')}, {_count(schedule.chunks, 'chunk')}"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    ranks, chunks = schedule.ranks, schedule.chunks
+    return f"{ranks} rank{'s' * (ranks != 1)}, {chunks} chunk{'s' * (chunks != 1)}"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision, accumulation, clipping and a learning rate schedule around averaged gradients, in the right order.
+"""Train with mixed precision, accumulation, clipping and a learning rate schedule, in the right order.
 
 ::
 
     torchrun --nproc-per-node 4 examples/amp_accumulation.py --accumulate 4    # or mpirun, srun, or one process
 
-bf16 on a CPU, fp16 with a ``GradScaler`` on a GPU; gradients travel in it, too. Trains a small CNN on MNIST images.
+It uses bf16 on a CPU, and fp16 with a ``GradScaler`` on a GPU, also for gradients on the wire. It trains a small CNN on
+MNIST images.
 """
 
 from __future__ import annotations
@@ -21,26 +22,33 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.cli.mnist import Images, lenet, load
+from commrt.cli.dataset import Images, lenet, load
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: Images, device: torch.device) -> float:
-    """The share of images whose digit is found."""
+    """Return the share of test images with the right digit."""
     return (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean().item()
 
 
-def main() -> None:
-    """Train, then say how well."""
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--images", type=int, default=4000, help="to train on")
-    parser.add_argument("--batch", type=int, default=16, help="images of a pass, per rank")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs to train")
+    parser.add_argument("--images", type=int, default=4000, help="training images")
+    parser.add_argument("--batch", type=int, default=16, help="images per pass and rank")
     parser.add_argument("--accumulate", type=int, default=2, help="passes per step")
-    parser.add_argument("--amp", choices=DTYPES, default="fp16" if torch.cuda.is_available() else "bf16")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--amp", choices=DTYPES, default="fp16" if torch.cuda.is_available() else "bf16", help="dtype of the passes"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, then print the accuracy."""
+    options = parse_options()
     dtype = DTYPES[options.amp]
 
     with commrt.init() as world:
@@ -49,7 +57,7 @@ def main() -> None:
         data = TensorDataset(train.pixels[: options.images], train.digits[: options.images])
         sampler = DistributedSampler(data, world.size, world.rank)
         loader = DataLoader(data, batch_size=options.batch, sampler=sampler)
-        passes = len(loader) // options.accumulate * options.accumulate  # what is left over would make no whole step
+        passes = len(loader) // options.accumulate * options.accumulate  # the rest makes no whole step
         steps = options.epochs * passes // options.accumulate
         model = lenet(seed=0).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
@@ -60,27 +68,27 @@ def main() -> None:
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
             for number, (pixels, digits) in enumerate(islice(loader, passes), start=1):
-                # All passes but the last of a step only add to the gradients of this rank: one exchange per step.
-                # All ranks have as many batches, so all come to the same answer here.
+                # Passes before the last one of a step add to this rank's gradients only: one exchange per step.
+                # All ranks have the same number of batches, so is_last is the same on all of them.
                 is_last = number % options.accumulate == 0
                 with nullcontext() if is_last else replica.no_sync():
                     with torch.autocast(device.type, dtype):
                         loss = cross_entropy(model(pixels.to(device)), digits.to(device)) / options.accumulate
-                    scaler.scale(loss).backward()  # outside of autocast; averages what has gathered if it is the last
+                    scaler.scale(loss).backward()  # outside of autocast; the last pass averages all gradients
                 if not is_last:
                     continue
-                # Clip what all have together, at its real size: after the exchange, so that all ranks clip alike, and
-                # after unscaling. What overflowed on one rank is infinite on all now, so all skip the same step.
+                # Clip after the exchange, so that all ranks clip alike, and after unscaling, so that sizes are real.
+                # A gradient that overflowed on one rank is infinite on all ranks now, so all skip the same step.
                 scaler.unscale_(optimizer)
                 clip_grad_norm_(model.parameters(), max_norm=1.0)
                 scale = scaler.get_scale()
                 scaler.step(optimizer)
                 scaler.update()
-                if scaler.get_scale() >= scale:  # it becomes smaller after a step that was skipped
+                if scaler.get_scale() >= scale:  # the scale shrinks after a skipped step
                     rate.step()
                 optimizer.zero_grad()
 
-        if world.rank == 0:  # replicas are bitwise equal, so one rank can speak for all
+        if world.rank == 0:  # replicas are bitwise equal, so one rank is enough
             right = accuracy(model, test, device)
             told = f"{right:.1%} of {len(test.digits):,} test images after {steps} steps"
             print(f"{world.size} ranks, {options.amp}: {told}")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small GPT that learns Python's own reference manual letter by letter, with any of the algorithms.
+"""Train a small GPT on Python's reference manual letter by letter, with any of the algorithms.
 
 ::
 
     torchrun --nproc-per-node 4 examples/char_gpt.py --algorithm gossip --wire bf16    # or mpirun, srun, or one process
 
-The text is that of ``help()``, 460 KB of English that comes with CPython. Says how well letters of a part that was not
-trained on are foretold (3.25 nats each for who knows only how frequent they are), then writes some text of its own.
+The text is that of ``help()``, 460 KB of English that comes with CPython. The program prints the loss on a part that it
+did not train on (3.25 nats per letter if one knows only how frequent letters are). Then it writes some text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers; each is added to what goes past it."""
+    """Causal attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, width] to the same."""
+        """Map [batch, length, width] to the same shape."""
         parts = self.ask(self.first(x)).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         heard = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Letters in, and for each place how likely each letter is to be the next one."""
+    """A GPT: it takes letters, and returns the scores of the next letter at each position."""
 
     def __init__(self, letters: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -52,18 +52,18 @@ class GPT(nn.Module):
         self.letter, self.place = nn.Embedding(letters, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)), nn.LayerNorm(width))
         self.head = nn.Linear(width, letters, bias=False)
-        self.head.weight = self.letter.weight  # tied: one gradient, which travels once
+        self.head.weight = self.letter.weight  # tied: one gradient, sent once
         for embedding in (self.letter, self.place):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """[batch, length] to [batch, length, letters]."""
+        """Map Map [batch, length] to [batch, length, letters]."""
         places = torch.arange(codes.shape[1], device=codes.device)
         return self.head(self.blocks(self.letter(codes) + self.place(places)))
 
     @torch.no_grad()
     def write(self, codes: Tensor, count: int, draw: torch.Generator) -> Tensor:
-        """`codes` [length] with `count` letters more."""
+        """Return `codes` [length] and `count` new letters."""
         for _ in range(count):
             likely = self(codes[None, -self.length :])[0, -1].softmax(0).cpu()
             codes = torch.cat([codes, torch.multinomial(likely, 1, generator=draw).to(codes.device)])
@@ -71,32 +71,32 @@ class GPT(nn.Module):
 
 
 def batch_of(text: Tensor, count: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pieces [count, length] from anywhere in the text, and the same one letter further on."""
+    """Return random pieces [count, length] of the text, and the same pieces one letter later."""
     begin = torch.randint(len(text) - length, (count, 1), generator=draw)
     pieces = text[begin + torch.arange(length + 1)]
     return pieces[:, :-1], pieces[:, 1:]
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     algorithms = ["torus2d", "ring", "halving_doubling", "gossip", "backup"]
-    add("--algorithm", choices=algorithms, default="torus2d")
-    add("--wire", choices=WIRES, default="fp32", help="what gradients, or weights, travel as")
-    add("--steps", type=int, default=500)
+    add("--algorithm", choices=algorithms, default="torus2d", help="algorithm to train with")
+    add("--wire", choices=WIRES, default="fp32", help="dtype of gradients or weights on the wire")
+    add("--steps", type=int, default=500, help="training steps")
     add("--batch", type=int, default=16, help="pieces of text, per rank")
-    add("--length", type=int, default=64, help="letters of a piece")
-    add("--width", type=int, default=96)
-    add("--heads", type=int, default=4)
-    add("--layers", type=int, default=3)
-    add("--lr", type=float, default=2e-3)
-    add("--write", type=int, default=300, help="letters, at the end")
+    add("--length", type=int, default=64, help="letters per piece")
+    add("--width", type=int, default=96, help="width of the model")
+    add("--heads", type=int, default=4, help="attention heads")
+    add("--layers", type=int, default=3, help="layers of the model")
+    add("--lr", type=float, default=2e-3, help="learning rate")
+    add("--write", type=int, default=300, help="letters to write at the end")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, evaluate, write."""
+    """Train, evaluate, and write some text."""
     options = parsed()
     text = "\n".join(topics.values())
     letters = sorted({*text})
@@ -112,11 +112,11 @@ def main() -> None:
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         replica = commrt.attach(
             model, optimizer, by_name(options.algorithm), wire=WIRES[options.wire],
-            also=[rate],  # with backup workers, a rank that was late takes it along with the weights
+            also=[rate],  # with backup workers, a late rank gets it with the weights
         )  # fmt: skip
 
-        draw = torch.Generator().manual_seed(world.rank)  # other pieces of text on each rank
-        while replica.step < options.steps:  # not the batches of this rank: backup workers may skip some
+        draw = torch.Generator().manual_seed(world.rank)  # different pieces of text on each rank
+        while replica.step < options.steps:  # count steps, not batches: backup workers may skip some
             x, y = (part.to(device) for part in batch_of(train, options.batch, options.length, draw))
             optimizer.zero_grad()
             loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -126,8 +126,8 @@ def main() -> None:
             if replica.step % 100 == 0 and world.rank == world.members[0]:
                 print(f"step {replica.step}: {loss.item():.2f}", flush=True)
 
-        replica.consolidate()  # gossip leaves replicas a little apart, and backup workers who was late behind
-        if world.rank == world.members[0]:  # rank 0, unless it was lost on the way
+        replica.consolidate()  # gossip leaves replicas slightly different, and backup workers leave late ranks behind
+        if world.rank == world.members[0]:  # rank 0, unless it was lost
             draw = torch.Generator().manual_seed(0)
             x, y = (part.to(device) for part in batch_of(test, 128, options.length, draw))
             with torch.no_grad():

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints from which a killed run goes on, and ends with bitwise the weights of a run that nothing interrupted.
+"""Save checkpoints, and resume a killed run: it ends with the bits of a run without an interruption.
 
 ::
 
     torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run --die-at 50    # all are killed
     torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run                # goes on after step 40
 
-Replicas that average gradients are equal: rank 0 saves the weights for all. Those that gossip are not, and to make them
-equal for each checkpoint would be another training: each rank saves its own. Random numbers are each rank's anyway.
+If replicas average gradients, they are equal, and rank 0 saves the weights for all. If they gossip, each rank saves its
+own weights: to make them equal for a checkpoint would change the training. Each rank saves its random state.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.cli.mnist import Images, lenet, load
-from commrt.model.state import fingerprint
+from commrt.cli.dataset import Images, lenet, load
+from commrt.training.model_state import fingerprint
 
 BATCH = 16
 
 
 class Checkpoints:
-    """A folder of them that all ranks can read; ``latest`` names the one that is whole."""
+    """A folder of checkpoints that all ranks can read. ``latest`` names the last complete one."""
 
     def __init__(self, folder: Path, world: commrt.World, *, each_its_own: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,11 +39,11 @@ class Checkpoints:
         self.writer = world.rank if each_its_own else 0
 
     def path(self, step: int, what: str, rank: int) -> Path:
-        """One file of a checkpoint."""
+        """Return the path of one file of a checkpoint."""
         return self.latest.with_name(f"step{step}-{what}-{rank}-of-{self.world.size}.pt")
 
     def save(self, step: int, weights: dict[str, Any], own: dict[str, Any]) -> None:
-        """New files beside the old ones; then `latest` changes at once, so a kill at any time leaves a whole one.
+        """Write new files, then change `latest` atomically: a kill at any time leaves a complete checkpoint.
 
         To outlive a power cut as well, the files need ``os.fsync`` before that.
         """
@@ -51,8 +51,8 @@ class Checkpoints:
         torch.save(own, self.path(step, "own", rank))
         if rank == self.writer:
             torch.save(weights, self.path(step, "weights", rank))
-        self.world.agree("saved", step=str(step))  # returns when all ranks have come here
-        if rank == 0 and not self.world.lost:  # gossip goes on without a rank, but its file would be missing
+        self.world.agree("saved", step=str(step))  # returns when all ranks are here
+        if rank == 0 and not self.world.lost:  # gossip goes on without a lost rank, but its file would be missing
             new = self.latest.with_suffix(".new")
             new.write_text(str(step))
             new.replace(self.latest)
@@ -64,7 +64,7 @@ class Checkpoints:
                 old.unlink()
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """What `save` was given last, or None at the first start."""
+        """Return what `save` stored last, or None at the first start."""
         found = self.latest.read_text() if self.latest.exists() else "none"
         self.world.agree(f"{self.latest}, which all ranks must be able to read", found=found)
         if found == "none":
@@ -77,7 +77,7 @@ class Checkpoints:
 
 
 def batch_of(train: Images, step: int, world: commrt.World) -> tuple[Tensor, Tensor]:
-    """This rank's part of the images of `step`. As it follows from the step, the order needs no saving."""
+    """Return this rank's images of `step`. The step determines them, so a checkpoint need not hold the order."""
     epoch, number = divmod(step, len(train.digits) // (BATCH * world.size))
     order = torch.randperm(len(train.digits), generator=torch.Generator().manual_seed(epoch))
     mine = order[number * BATCH * world.size :][world.rank : BATCH * world.size : world.size]
@@ -85,22 +85,27 @@ def batch_of(train: Images, step: int, world: commrt.World) -> tuple[Tensor, Ten
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--algorithm", choices=["torus2d", "ring", "halving_doubling", "gossip"], default="torus2d")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=20, help="steps from one checkpoint to the next")
-    parser.add_argument("--die-at", type=int, help="all ranks are killed after this step")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the checkpoints")
+    parser.add_argument(
+        "--algorithm",
+        choices=["torus2d", "ring", "halving_doubling", "gossip"],
+        default="torus2d",
+        help="algorithm to train with",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--die-at", type=int, help="kill all ranks after this step")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Go on from where the latest checkpoint is, to the end."""
+    """Train from the latest checkpoint to the end."""
     options = parsed()
     with commrt.init() as world:
         device = world.device
-        # on a GPU, bitwise the same also needs torch.use_deterministic_algorithms(True)
+        # on a GPU, equal bits also need torch.use_deterministic_algorithms(True)
 
         train, test = load()
         model = nn.Sequential(nn.Dropout(0.1), lenet(seed=0)).to(device)
@@ -109,10 +114,10 @@ def main() -> None:
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         replica = commrt.attach(model, optimizer, by_name(options.algorithm))
         parts = {"model": model, "optimizer": optimizer, "rate": rate, "replica": replica}
-        torch.manual_seed(world.rank)  # other neurons drop out on each rank
+        torch.manual_seed(world.rank)  # different dropout on each rank
 
         checkpoints = Checkpoints(options.folder, world, each_its_own=options.algorithm == "gossip")
-        if (saved := checkpoints.load()) is not None:  # after attach, which makes all ranks equal
+        if (saved := checkpoints.load()) is not None:  # after attach, which copies the weights of rank 0
             weights, own = saved
             for name, part in parts.items():
                 part.load_state_dict(weights[name])
@@ -126,8 +131,8 @@ def main() -> None:
             optimizer.step()
             rate.step()
             if replica.step % options.every == 0:
-                replica.drain()  # gossip may still be under way
-                world.wait()  # on a GPU, an exchange that failed is known only now: do not save what came of it
+                replica.drain()  # ends exchanges of gossip
+                world.wait()  # on a GPU, errors of an exchange come up only here: do not save its result
                 weights = {name: part.state_dict() for name, part in parts.items()}
                 checkpoints.save(replica.step, weights, {"dice": dice.get_state()})
             if replica.step == options.die_at:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GossipGraD on real images: ranks exchange weights with one other at a time, and pass their images on.
+"""Train with GossipGraD: in each step a rank exchanges weights with one partner and passes its images on.
 
 ::
 
     torchrun --nproc-per-node 4 examples/gossip.py    # or mpirun, srun, or one process
 
-Each rank has a shard of 4,000 MNIST images, sorted by class. In each step it exchanges weights with one partner,
-another one each time, and the batch that it used moves on to the next rank.
+Each rank has a shard of 4,000 MNIST images, sorted by class. The partner changes in each step, and each batch that a
+rank used moves on to the next rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.mnist import lenet, load
+from commrt.cli.dataset import lenet, load
 
 
 def main() -> None:
-    """Train, then say how well."""
+    """Train, then print the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", type=int, default=10, help="over each rank's shard")
+    parser.add_argument("--passes", type=int, default=10, help="passes over each rank's shard")
     parser.add_argument("--staleness", type=int, default=0, help="1: do not wait for a slow partner")
     options = parser.parse_args()
 
@@ -42,13 +42,13 @@ def main() -> None:
             for pixels, digits in ring:
                 optimizer.zero_grad()
                 cross_entropy(model(pixels.to(device)), digits.to(device)).backward()
-                optimizer.step()  # weights leave here, and are back before each layer's next forward pass
+                optimizer.step()  # sends weights; mixed ones arrive before each layer's next forward pass
                 decay.step()
 
         apart = replica.disagreement()
         replica.consolidate()
         ring.drain()
-        if world.rank == world.members[0]:  # rank 0, unless it was lost on the way
+        if world.rank == world.members[0]:  # rank 0, unless it was lost
             with torch.no_grad():
                 right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
             print(f"{world.size} ranks: {right:.1%} of 1,000 test images, replicas were apart by {apart:.1e}")

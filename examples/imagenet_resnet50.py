@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResNet-50 on ImageNet with large batches, as the papers trained it, on any folder of images.
+"""Train ResNet-50 on ImageNet with large batches, as the papers did, or on any folder of images.
 
 ::
 
     torchrun --nproc-per-node 8 examples/imagenet_resnet50.py --data /data/imagenet --wire fp16 --amp fp16
     srun -N 272 --ntasks-per-node 4 python examples/imagenet_resnet50.py --data /data/imagenet --grid 32x34 ...
 
-``--data`` holds ``train`` and ``val``, each a folder per class, of which the names must be the same. Batches grow
-(``--batch 16 --grow 30:32``), labels are smoothed, LARS steps fp32 weights, gradients travel in 16 bits and are divided
-by the ranks before they are added. Writes a checkpoint after each epoch and goes on from it.
+``--data`` is a folder with ``train`` and ``val``. Each has one folder per class, with the same names in both. Batches
+grow (``--batch 16 --grow 30:32``), labels are smoothed, and LARS steps fp32 weights. Gradients travel in 16 bits, and
+are divided by the number of ranks before they are added. The program saves a checkpoint after each epoch, and resumes
+from it.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import commrt
-from commrt.recipe import BatchSizeControl, Rate, lars
+from commrt.training.large_batch import BatchSizeControl, Rate, lars
 
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff"}
 SMALLEST_CROP, SCALED_UP = 0.25, 1.143
-"""Of an image's area when training; of the side that is cut out of it when testing."""
+"""Least share of an image's area in training; image side over crop side in tests."""
 
 
 class Folder(Dataset[tuple[Tensor, int]]):
-    """Images of a folder per class, [3, side, side]; cut out and mirrored by chance if `augment`."""
+    """Images [3, side, side] from one folder per class; randomly cropped and mirrored if `augment`."""
 
     def __init__(self, root: Path, side: int, *, augment: bool) -> None:
         if not root.is_dir():
@@ -77,7 +78,7 @@ class Folder(Dataset[tuple[Tensor, int]]):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions and a way around them; the last normalisation begins at zero."""
+    """Three convolutions with a residual connection. The last normalisation starts at zero."""
 
     def __init__(self, came: int, width: int, stride: int) -> None:
         super().__init__()
@@ -93,12 +94,12 @@ class Bottleneck(nn.Module):
             self.around = nn.Sequential(nn.Conv2d(came, goes, 1, stride, bias=False), nn.BatchNorm2d(goes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, came, h, w] to [n, 4 width, h / stride, w / stride]."""
+        """Map Map [n, came, h, w] to [n, 4 width, h / stride, w / stride]."""
         return torch.relu(self.body(x) + self.around(x))
 
 
 def resnet(classes: int, blocks: Sequence[int], width: int) -> nn.Module:
-    """ResNet-50 with blocks 3, 4, 6, 3 and width 64: 25.6 million parameters for 1,000 classes."""
+    """Return a ResNet: blocks 3, 4, 6, 3 and width 64 are ResNet-50, 25.6 million parameters for 1,000 classes."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     layers.append(nn.MaxPool2d(3, 2, 1))
     came = width
@@ -110,7 +111,7 @@ def resnet(classes: int, blocks: Sequence[int], width: int) -> nn.Module:
 
 
 class Training:
-    """All that one rank trains with."""
+    """The training of one rank: model, data, optimizer, replica."""
 
     def __init__(self, options: argparse.Namespace, world: commrt.World) -> None:
         self.options, self.world = options, world
@@ -142,7 +143,7 @@ class Training:
         return torch.optim.SGD(self.model.parameters(), self.options.lr, 0.9, weight_decay=5e-5, nesterov=True)
 
     def run(self) -> None:
-        """Train from where the checkpoint is to the end."""
+        """Train from the checkpoint to the end."""
         self.resume()
         loader = DataLoader(self.data, batch_sampler=self.batches, num_workers=self.options.loaders)
         while self.epoch < self.options.epochs:
@@ -157,7 +158,7 @@ class Training:
                 print(f"epoch {self.epoch}: {told}", flush=True)
 
     def train(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> int:
-        """One epoch; how many images this rank has seen."""
+        """Train one epoch, and return how many images this rank has seen."""
         self.model.train()
         self.batches.set_epoch(self.epoch)
         seen = 0
@@ -179,7 +180,7 @@ class Training:
         return nullcontext() if self.amp is None else torch.autocast(self.device.type, self.amp)
 
     def evaluate(self) -> float:
-        """The share of test images that are right; statistics of normalisation come from training images just now."""
+        """Return the share of right test images. The statistics of normalisation are of fresh training images."""
         self.replica.consolidate()
         if self.options.statistics:
             rng = torch.Generator().manual_seed(self.world.size * self.options.seed + self.world.rank)
@@ -200,7 +201,7 @@ class Training:
         return float(right / seen)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Of all ranks that are left."""
+        """Sum `values` over all ranks that are left."""
         self.world.all_reduce(values, "sum", algorithm=commrt.HalvingDoubling())
         return values
 
@@ -210,20 +211,20 @@ class Training:
         yield from DataLoader(Subset(self.test, [*places]), self.options.batch, num_workers=self.options.loaders)
 
     def save(self) -> None:
-        """By the first rank that is left, whole or not at all."""
+        """Save a checkpoint atomically, on the first rank that is left."""
         path: Path | None = self.options.checkpoint
         if path is None or self.world.rank != self.world.members[0]:
             return
-        step = self.replica.state_dict()  # first: with backup workers it brings a rank that was late up to date
+        step = self.replica.state_dict()  # first: with backup workers it brings a late rank up to date
         parts = {name: getattr(self, name) for name in ("model", "optimizer", "rate", "scaler", "batches")}
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save({**state, "replica": step, "epoch": self.epoch}, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
     def resume(self) -> None:
-        """Be where the checkpoint is, if there is one; all ranks must find it, or none."""
+        """Load the checkpoint, if there is one. All ranks must find it, or none."""
         path: Path | None = self.options.checkpoint
-        if path is None or self.world.is_successor:  # which has the others' state
+        if path is None or self.world.is_successor:  # it has the others' state
             return
         self.world.agree(f"checkpoint {path}, which all ranks must be able to read", found=str(path.exists()))
         if not path.exists():
@@ -236,10 +237,10 @@ class Training:
 
 
 def checkpoint(path: Path, names: set[str], device: torch.device) -> dict[str, Any]:
-    """What is saved there under `names`; nothing in the file is run."""
+    """Return what `path` holds under `names`. Code in the file does not run."""
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # torch says it in many ways
+    except Exception as error:  # torch raises many kinds
         raise SystemExit(
             f"{path} cannot be read as a checkpoint: {error!s:.300}; take another, or remove it"
         ) from error
@@ -249,40 +250,50 @@ def checkpoint(path: Path, names: set[str], device: torch.device) -> dict[str, A
 
 
 def growth(text: str) -> tuple[int, int]:
-    """What --grow says."""
+    """Parse the value of --grow."""
     epoch, batch = map(int, text.split(":"))
     return epoch, batch
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", type=Path, required=True)
-    add("--algorithm", choices=["torus2d", "ring", "halving_doubling", "gossip", "backup"], default="torus2d")
-    add("--grid", type=lambda text: tuple(map(int, text.split("x"))), help="of torus2d, as 32x34")
-    add("--backups", type=int, default=1, help="of backup")
-    add("--staleness", type=int, default=0, help="of gossip")
-    add("--epochs", type=int, default=90)
+    add("--data", type=Path, required=True, help="folder of the images")
+    add(
+        "--algorithm",
+        choices=["torus2d", "ring", "halving_doubling", "gossip", "backup"],
+        default="torus2d",
+        help="algorithm to train with",
+    )
+    add("--grid", type=lambda text: tuple(map(int, text.split("x"))), help="grid of torus2d, for example 32x34")
+    add("--backups", type=int, default=1, help="backups of the algorithm backup")
+    add("--staleness", type=int, default=0, help="staleness of gossip, in steps")
+    add("--epochs", type=int, default=90, help="epochs to train")
     add("--batch", type=int, default=32, help="images per rank and step")
-    add("--grow", type=growth, action="append", default=[], help="EPOCH:BATCH")
-    add("--most", type=int, help="images that fit into memory: larger batches come in parts")
-    add("--lr", type=float, default=0.1, help="the highest; with --lars some 10 to 30")
-    add("--lars", action="store_true")
-    add("--warmup", type=float, default=5.0, help="epochs")
-    add("--power", type=float, default=2.0, help="of the fall after it")
-    add("--smoothing", type=float, default=0.1, help="of labels")
-    add("--wire", choices=DTYPES, default="fp32", help="what gradients travel as")
-    add("--amp", choices=DTYPES, default="fp32", help="what passes are computed in")
-    add("--loss-scale", type=float, default=2.0**16, help="the first, for --amp fp16")
-    add("--static-scale", action="store_true", help="it stays as it is")
-    add("--statistics", type=int, default=0, help="images of each rank to normalise with in tests; 0: moving averages")
-    add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[3, 4, 6, 3])
-    add("--width", type=int, default=64)
-    add("--side", type=int, default=224, help="of images, in pixels")
-    add("--loaders", type=int, default=4, help="processes that read images, per rank")
-    add("--checkpoint", type=Path)
-    add("--seed", type=int, default=0)
+    add("--grow", type=growth, action="append", default=[], help="EPOCH:BATCH, the batch from that epoch on")
+    add("--most", type=int, help="images that fit into memory; larger batches are split")
+    add("--lr", type=float, default=0.1, help="highest learning rate; with --lars some 10 to 30")
+    add("--lars", action="store_true", help="use LARS")
+    add("--warmup", type=float, default=5.0, help="epochs of warm-up")
+    add("--power", type=float, default=2.0, help="power of the decay after the warm-up")
+    add("--smoothing", type=float, default=0.1, help="label smoothing")
+    add("--wire", choices=DTYPES, default="fp32", help="dtype of gradients on the wire")
+    add("--amp", choices=DTYPES, default="fp32", help="dtype of the passes")
+    add("--loss-scale", type=float, default=2.0**16, help="initial loss scale, for --amp fp16")
+    add("--static-scale", action="store_true", help="keep the loss scale constant")
+    add("--statistics", type=int, default=0, help="images per rank for the statistics of tests; 0: moving averages")
+    add(
+        "--blocks",
+        type=lambda text: [*map(int, text.split(","))],
+        default=[3, 4, 6, 3],
+        help="blocks of each stage, for example 3,4,6,3",
+    )
+    add("--width", type=int, default=64, help="width of the model")
+    add("--side", type=int, default=224, help="side of images, in pixels")
+    add("--loaders", type=int, default=4, help="processes per rank that read images")
+    add("--checkpoint", type=Path, help="file of the checkpoint")
+    add("--seed", type=int, default=0, help="seed of the run")
     options = parser.parse_args()
     made = {
         "gossip": lambda: commrt.Gossip(staleness=options.staleness),
@@ -296,7 +307,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train."""
+    """Run the command."""
     options = parsed()
     with commrt.init() as world:
         if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep DistributedDataParallel, and choose how its gradients travel.
 
-``torchrun --nproc-per-node 4 examples/keep_ddp.py``. Two lines are not DDP's own: a state, and the hook. The same two
-fit Accelerate (on what ``prepare`` returned) and Lightning (on ``trainer.strategy.model``, in ``on_train_start``).
+``torchrun --nproc-per-node 4 examples/keep_ddp.py``. Only two lines are new: the state and the hook. The same two lines
+fit Accelerate (on the result of ``prepare``) and Lightning (on ``trainer.strategy.model``, in ``on_train_start``).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.cli.mnist import lenet, load
+from commrt.cli.dataset import lenet, load
 
 
 def main() -> None:
-    """Train, then say how well."""
+    """Train, then print the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", type=int, default=3, help="over all images")
+    parser.add_argument("--passes", type=int, default=3, help="passes over all images")
     parser.add_argument("--algorithm", default="torus2d", help="torus2d, ring, halving_doubling, ...")
-    parser.add_argument("--bf16", action="store_true", help="what travels is bfloat16, half of the bytes")
+    parser.add_argument("--bf16", action="store_true", help="send bfloat16: half of the bytes")
     options = parser.parse_args()
 
     dist.init_process_group()
-    world = commrt.init()  # of the group's ranks
+    world = commrt.init()  # the group's ranks
     images, test = load()
     samples = TensorDataset(images.pixels, images.digits)
     sampler = DistributedSampler(samples)
@@ -45,14 +45,14 @@ def main() -> None:
         for pixels, digits in loader:
             optimizer.zero_grad()
             loss = cross_entropy(model(pixels.to(world.device)), digits.to(world.device))
-            loss.backward()  # gradients leave while this runs
+            loss.backward()  # exchanges gradients while it runs
             optimizer.step()
 
     with torch.no_grad():
         right = (model.module(test.pixels.to(world.device)).argmax(1).cpu() == test.digits).float().mean().item()
     if world.rank == 0:
         print(f"{world.size} ranks, {state.step + 1} steps: {right:.1%} of 1,000 test images")
-    world.close()  # before the group
+    world.close()  # before the group is destroyed
     dist.destroy_process_group()
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An all-reduce of your own: written as data, proven, priced on a cluster, drawn, run on real processes, trained with.
+"""Write your own all-reduce as data; prove it, price it on a cluster, draw it, run it on real processes, train with it.
 
 ::
 
     torchrun --nproc-per-node 4 examples/own_schedule.py --cluster ethernet-25g --draw swing.svg    # or alone
 
 The example is Swing (De Sensi, Bonato, Saam and Hoefler, "Swing: Short-cutting Rings for Higher Bandwidth Allreduce",
-NSDI 2024): the ring's bytes in 2 log2(p) steps, between ranks that are nearer on a ring than halving-doubling's are.
+NSDI 2024). It sends as many bytes as the ring in 2 log2(p) steps, between ranks that are nearer on a ring than those of
+halving-doubling.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt import ADD, COPY, Schedule, Step, UsageError
-from commrt.cli.draw import draw_schedule
-from commrt.cli.mnist import lenet, load
-from commrt.collective import all_reduce
-from commrt.pricing.cluster import Cluster
-from commrt.pricing.simulate import Pricing
+from commrt.cli.dataset import lenet, load
+from commrt.cost.cluster import Cluster
+from commrt.cost.price import Pricing
+from commrt.proof.spec import all_reduce
+from commrt.report.drawing import draw_schedule
 
 
-@lru_cache  # the same object for the same answer: programs are bound once per object
+@lru_cache  # commrt binds a program once per object, so return the same one
 def swing(p: int) -> Schedule:
-    """Sum over all ranks, everywhere, in 2 log2(p) steps; 2(p - 1)/p of the buffer sent per rank; p a power of two."""
+    """Return an all-reduce in 2 log2(p) steps, where a rank sends 2(p - 1)/p of the buffer; p is a power of two."""
     if p & (p - 1):
         raise UsageError(f"Swing pairs all ranks in each step, which {p} ranks cannot: take a power of two")
     rank = np.arange(p)
     ahead = [sum((-2) ** i for i in range(step + 1)) for step in range(p.bit_length() - 1)]  # 1, -1, 3, -5, 11, ...
-    exchanges = []  # (the partner [p], the chunks [p, n] that each rank keeps): half as many after each
-    kept = rank[:, None]  # after the last exchange, its own
+    exchanges = []  # (partner [p], chunks [p, n] that each rank keeps): half as many after each exchange
+    kept = rank[:, None]  # after the last exchange a rank keeps its own chunk
     for far in reversed(ahead):
         partner = np.where(rank % 2, rank - far, rank + far) % p
         exchanges.insert(0, (partner, kept))
-        kept = np.hstack([kept, kept[partner]])  # before it, also those that the partner goes on with
+        kept = np.hstack([kept, kept[partner]])  # before an exchange it also has the partner's
 
     def steps() -> Iterator[Step]:
-        for partner, kept in exchanges:  # reduce-scatter: each gives the other what that one keeps
+        for partner, kept in exchanges:  # reduce-scatter: each rank sends the chunks that its partner keeps
             given = kept[partner]
             yield Step.of(src=rank[:, None], dst=partner[:, None], lo=given, hi=given + 1, combine=ADD)
-        for partner, kept in reversed(exchanges):  # all-gather: the same way back
+        for partner, kept in reversed(exchanges):  # all-gather: the same exchanges in reverse
             yield Step.of(src=rank[:, None], dst=partner[:, None], lo=kept, hi=kept + 1, combine=COPY)
 
     return Schedule("swing", p, p, steps)
@@ -55,20 +56,20 @@ def swing(p: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Swing:
-    """The same for `attach`."""
+    """Swing as an algorithm for `attach`."""
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """The same exchange in every step."""
+        """Return the same schedule in every step."""
         return swing(ranks)
 
 
 def look(cluster: Cluster, picture: str | None) -> None:
-    """What can be known without running it."""
+    """Prove, price and draw the schedule, without running it."""
     print(swing(4))
     for p in (2, 4, 8, 16, 64):
-        cost = commrt.prove(swing(p), all_reduce(ranks=p, chunks=p)).traffic  # raises with a counter-example
+        cost = commrt.prove(swing(p), all_reduce(ranks=p, chunks=p)).traffic  # raises a counter-example if it is wrong
         print(f"{p:2d} ranks: proven; {cost.steps} steps, {float(cost.bytes_per_rank):.2f} buffers sent per rank")
-    # Cluster files know nodes and racks, but not the wires of a ring or torus, for which Swing was made.
+    # Cluster files have nodes and racks, but not the links of a ring or torus, for which Swing was made.
     ways = {"ring": commrt.Ring(), "halving-doubling": commrt.HalvingDoubling(), "swing": Swing()}
     for megabytes in (0.01, 1.0, 100.0):
         prices = {name: Pricing(way.schedule(0, 64), cluster).price(1e6 * megabytes) for name, way in ways.items()}
@@ -79,11 +80,11 @@ def look(cluster: Cluster, picture: str | None) -> None:
 
 
 def main() -> None:
-    """Look at it, run it, train with it."""
+    """Prove, price, draw and run the schedule, then train with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", default="ethernet-25g", help="one that ships with commrt, or a .toml file")
-    parser.add_argument("--draw", metavar="FILE", help="a picture (.svg, .png): needs matplotlib")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--cluster", default="ethernet-25g", help="a cluster that ships with commrt, or a .toml file")
+    parser.add_argument("--draw", metavar="FILE", help="draw a picture (.svg, .png); needs matplotlib")
+    parser.add_argument("--steps", type=int, default=50, help="training steps")
     options = parser.parse_args()
 
     with commrt.init() as world:
@@ -101,7 +102,7 @@ def main() -> None:
         train, _ = load()
         model = lenet(seed=0).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        replica = commrt.attach(model, optimizer, Swing())  # proves it once more, for these ranks
+        replica = commrt.attach(model, optimizer, Swing())  # proves it again, for these ranks
         draw = torch.Generator().manual_seed(world.rank)
         for _ in range(options.steps):
             chosen = torch.randint(len(train.digits), (32,), generator=draw)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Train's workers average by a commrt schedule: ``pip install 'ray[train]'``, ``python examples/ray_train.py``.
+"""Let Ray Train's workers average by a commrt schedule: ``pip install 'ray[train]'``, ``python examples/ray_train.py``.
 
-Ray starts the workers and opens their ``torch.distributed`` group, which `commrt.init` takes over. The model is not
-wrapped by Ray's ``prepare_model``, which would average a second time, by DDP.
+Ray starts the workers and opens their ``torch.distributed`` group, which `commrt.init` uses. Do not wrap the model with
+Ray's ``prepare_model``: its DDP would average a second time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import commrt
 
 
 def train_loop_per_worker() -> None:
-    """Learn to add up ten numbers, each rank from numbers of its own."""
+    """Learn to add ten numbers; each rank trains on its own numbers."""
     with commrt.init() as world:
         model = torch.nn.Linear(10, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -35,6 +35,6 @@ def train_loop_per_worker() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="number of workers")
     options = parser.parse_args()
     TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=options.workers)).fit()

@@ -1,1 +1,1 @@
-"""Kernels that touch gradients: each in plain torch, which is its definition. Import as ``commrt.kernels``."""
+"""Kernels between gradients and the wire, in plain torch and in Triton. Import as ``commrt.kernels``."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that decides who does the work: Triton for what is on a GPU, plain torch elsewhere.
+"""Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise.
 
-What is summed or mixed on a GPU in a dtype that the kernels are not made for (integers, fp64) is plain torch's too.
+Plain torch also adds and mixes tensors on a GPU whose dtype Triton does not offer (integers, fp64).
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import Layout
-from commrt.kernels.mix import mix_into
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
-from commrt.kernels.reduce import reduce_into
+from commrt.kernels.reference import mix_into, reduce_into
 
 __all__ = ["GPU_DTYPES", "TRITON_AT_LEAST", "adding", "is_too_old", "mixing", "packing", "repeatable"]
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the Triton kernels are made for."""
+"""Dtypes that the Triton kernels offer."""
 
 TRITON_AT_LEAST = "3.5"
-"""3.2 lacks what `device.variants` calls; 3.5 and 3.6 were tried."""
+"""3.2 lacks functions that `device.variants` calls; 3.5 and 3.6 were tried."""
 
 Combination = Callable[[], None]
-"""Work on fixed memory, as often as it is called."""
+"""Runs an addition or a mix on fixed memory each time it is called."""
 
 
 def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
-    """Who moves tensors of the dtype, shapes and strides of `like` to and from `wire`; compiles what it needs.
+    """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`; compiles its kernels.
 
     Raises `ValueError` for a dtype that is not offered on the wire's device.
     """
@@ -42,17 +41,17 @@ def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
 
 
 def repeatable(packing: Packing) -> Repeatable | None:
-    """`packing` if a device can remember its launches."""
+    """Return `packing` if its launches can be recorded in a CUDA graph, otherwise None."""
     return None if isinstance(packing, TorchPacking) else cast("Repeatable", packing)
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """True if the Triton kernels can reach `tensor`."""
+    """Return True if the Triton kernels can reach `tensor`."""
     return tensor.is_cuda
 
 
 def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
-    """``out += received[0] + received[1] + ...``; `received` lie evenly spaced in one buffer, one after the other."""
+    """Return a function that computes ``out += received[0] + ...``; `received` lie evenly spaced in one buffer."""
     if is_on_gpu(out) and out.dtype in GPU_DTYPES:
         from commrt.kernels.device.combine import add_launch  # noqa: PLC0415
 
@@ -61,7 +60,7 @@ def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
 
 
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
-    """``out += weight * (received - out)``."""
+    """Return a function that computes ``out += weight * (received - out)``."""
     if is_on_gpu(out) and out.dtype in GPU_DTYPES:
         from commrt.kernels.device.combine import mix_launch  # noqa: PLC0415
 
@@ -70,7 +69,7 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
 
 
 def is_too_old(triton: str) -> bool:
-    """True for a version of Triton before `TRITON_AT_LEAST`.
+    """Return True for a version of Triton before `TRITON_AT_LEAST`.
 
     >>> is_too_old("3.2.0"), is_too_old("3.6.0+git1"), is_too_old("3.10.0")
     (True, False, False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One wire buffer and the tensors that travel in it: what a backend offers, and the one of plain torch."""
+"""Move tensors to and from one wire buffer: the interface of a backend, and the backend in plain torch."""
 
 from __future__ import annotations
 
@@ -12,55 +12,48 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import Layout, require_as_many
-from commrt.kernels.mix import mix
-from commrt.kernels.norm import norm_of
-from commrt.kernels.pack import pack
-from commrt.kernels.unpack import unpack
+from commrt.kernels.reference import mix, norm_of, pack, unpack
 
 __all__ = ["Findings", "Packing", "Repeatable", "TorchPacking", "bits"]
 
 
 @dataclass(slots=True, eq=False)
 class Findings:
-    """What packing and unpacking find out on the way; made by `Packing.findings`, filled where it is given."""
+    """What `pack` and `unpack` find out about the values that they move; made by `Packing.findings`."""
 
     nonfinite: Tensor
-    """int32 [1], set to 1 by `Packing.pack` if a scaled value is not finite; nobody sets it back."""
+    """int32 [1], set to 1 by `Packing.pack` if a scaled value is not finite; never reset."""
     sums: Tensor
-    """fp32, partial sums of squares of what was packed or unpacked; overwritten each time.
+    """fp32, partial sums of squares of the packed or unpacked values; overwritten each time.
 
-    0 for tensors that are absent or empty, NaN for others if the scale is not finite, whatever their values.
+    0 for absent and empty tensors, NaN for all others if the scale is not finite.
     """
     count: int = 0
-    """How many of them were written last."""
+    """Number of sums that the last call wrote."""
 
 
 class Packing(Protocol):
-    """Moves tensors to and from their places on one wire.
+    """Moves tensors to and from their places in one wire buffer.
 
-    Tensors come in the order of the layout, None for one that is absent; they may change from call to call, but
-    not their dtypes, shapes and strides, and another number of them is refused with `ValueError`. On a GPU all work is
-    queued on the current stream.
+    Tensors come in the order of the layout, None for an absent one. They may change from call to call, but not their
+    dtypes, shapes and strides. Another number of tensors raises `ValueError`. On a GPU all work is queued on the
+    current stream.
     """
 
     @property
     def disputed(self) -> bool:
-        """True once `unpack` has met a stamp that was not the own one, for ever; on a GPU when the kernel has run."""
-        ...
+        """Return True if any `unpack` so far met another stamp than its own; on a GPU once its kernel has run."""
 
     def findings(self) -> Findings:
-        """Zeros, to be given to `pack` or `unpack` of this wire."""
-        ...
+        """Return zeros, to be given to `pack` or `unpack` of this wire."""
 
     def pack(
         self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
     ) -> None:
-        """Tensors times `scale` to their places, zeros for None; flags; a 1 for each bit set in `stamp`."""
-        ...
+        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `stamp`."""
 
     def present(self) -> list[bool]:
-        """Which tensors somebody had; waits for the wire."""
-        ...
+        """Return for each tensor whether any rank had it; waits for the wire."""
 
     def unpack(
         self,
@@ -71,47 +64,39 @@ class Packing(Protocol):
         accumulate: bool = False,
         findings: Findings | None = None,
     ) -> None:
-        """Places times `scale` into tensors, or added to them; looks whether the wire's stamp is `stamp`.
+        """Write places times `scale` to tensors, or add them; compare the wire's stamp with `stamp`.
 
-        Once one was disputed, plain torch writes nothing; a GPU finds out while it writes.
+        After a mismatch, plain torch writes nothing; a GPU notices it only while it writes.
         """
-        ...
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
-        """``tensor += weight * (received - sent)``, both wires of this layout and dtype; None: as they are."""
-        ...
+        """Compute ``tensor += weight * (received - sent)`` of wires of this layout; without `sent`, of own values."""
 
     def norm(self, findings: Findings) -> Tensor:
-        """The norm of all that was packed or unpacked with `findings`, a scalar; the same bits in every run."""
-        ...
+        """Return the norm of all values last packed or unpacked with `findings`, a scalar; same bits in every run."""
 
 
 class Repeatable(Packing, Protocol):
-    """A `Packing` whose launches a device can remember, and repeat without being told where anything lies."""
+    """A `Packing` whose launches can be recorded in a CUDA graph, and replayed with other tensors."""
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
-        """Tell the device what the next `pack_aimed` and `unpack_aimed` move; absent tensors are sent as zeros."""
-        ...
+        """Set the tensors, scale and stamp for `pack_aimed` and `unpack_aimed`; absent tensors travel as zeros."""
 
     def load(self) -> None:
-        """Compile and load what the next two launch, which a device that remembers cannot do."""
-        ...
+        """Compile and load the kernels of the next two, which cannot be done during a capture."""
 
     def pack_aimed(self) -> None:
-        """As `pack`; only launches, always the same, which may be remembered."""
-        ...
+        """As `pack`, with one launch whose arguments never change, so a graph can record it."""
 
     def unpack_aimed(self) -> None:
-        """As `unpack`, unscaled; only launches, always the same, which may be remembered."""
-        ...
+        """As `unpack` without a scale, with one launch whose arguments never change, so a graph can record it."""
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
-        """An `unpack_aimed` wrote to `tensors`, the ones aimed at; autograd is told."""
-        ...
+        """Tell autograd that a replayed `unpack_aimed` wrote to `tensors`, the ones given to `aim`."""
 
 
 class TorchPacking:
-    """`Packing` in plain torch: one call per tensor, on any device."""
+    """A `Packing` in plain torch: one call per tensor, on any device."""
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
         self._layout, self._like = layout, like
@@ -120,23 +105,23 @@ class TorchPacking:
         self.disputed = False
 
     def findings(self) -> Findings:
-        """Partial sums are those of tensors."""
+        """See `Packing.findings`: one partial sum per tensor."""
         device = self._flags.device
         return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(len(self._like), device=device))
 
     def pack(
         self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
     ) -> None:
-        """One pass over each tensor, two more with `findings`."""
+        """See `Packing.pack`: one pass over each tensor, two more with `findings`."""
         require_as_many(tensors, len(self._like))
-        pack(tensors, self._views, scale, *self._watched(findings))
+        pack(tensors, self._views, scale, *self._outputs(findings))
         self._flags.fill_(1)
         for i in (i for i, tensor in enumerate(tensors) if tensor is None):
             self._flags[i] = 0
         self._stamp.copy_(bits(stamp))
 
     def present(self) -> list[bool]:
-        """Waits for the wire if it is on a GPU."""
+        """See `Packing.present`."""
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
@@ -149,23 +134,23 @@ class TorchPacking:
         accumulate: bool = False,
         findings: Findings | None = None,
     ) -> None:
-        """Looks at the stamp first, and writes nothing where it is disputed."""
+        """See `Packing.unpack`: compares the stamp first, and writes nothing after a mismatch."""
         require_as_many(tensors, len(self._like))
         self.disputed = self.disputed or not torch.equal((self._stamp != 0).cpu(), bits(stamp))
         if not self.disputed:
-            _, sums = self._watched(findings)
+            _, sums = self._outputs(findings)
             unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
-        """In fp32, or fp64 for fp64, rounded once."""
+        """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
         require_as_many(tensors, len(self._like))
         mix(tensors, self._views_of(received), None if sent is None else self._views_of(sent), weight)
 
     def norm(self, findings: Findings) -> Tensor:
-        """Added in fp64."""
+        """See `Packing.norm`."""
         return norm_of(findings.sums[: findings.count])
 
-    def _watched(self, findings: Findings | None) -> tuple[Tensor | None, Tensor | None]:
+    def _outputs(self, findings: Findings | None) -> tuple[Tensor | None, Tensor | None]:
         if findings is None:
             return None, None
         findings.count = len(self._like)
@@ -178,7 +163,7 @@ class TorchPacking:
 
 
 def bits(word: int) -> Tensor:
-    """The 64 bits of `word`, lowest first, bool [64].
+    """Return the 64 bits of `word`, lowest first, bool [64].
 
     >>> bits(0b110).nonzero().flatten().tolist()
     [1, 2]

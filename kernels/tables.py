@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in a device's memory that tell one kernel where many tensors lie: built once, except for the addresses."""
+"""Tables in GPU memory that tell one kernel where many tensors lie: built once, except for the addresses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from commrt.kernels.layout import GRANULE, Layout, require_as_many
 __all__ = ["WIDEST_NBYTES", "Tables", "alignment"]
 
 WIDEST_NBYTES = 16
-"""The widest access of a thread."""
+"""The widest access of a GPU thread."""
 EMPTY = WIDEST_NBYTES
-"""In place of the address of a tensor without elements, which torch gives as 0, and which nobody looks at."""
+"""Address of an empty tensor, instead of torch's 0, which marks an absent one; it is never accessed."""
 
 
 def alignment(addresses: Sequence[int]) -> int:
-    """The largest power of two up to 16 that divides all `addresses`.
+    """Return the largest power of two up to 16 that divides all `addresses`.
 
     >>> alignment([64, 32]), alignment([64, 40]), alignment([64, 2]), alignment([])
     (16, 8, 2, 16)
@@ -33,34 +33,34 @@ def alignment(addresses: Sequence[int]) -> int:
 
 
 class Tables:
-    """Where the tensors of one wire are, tile by tile; costs 8 bytes per tensor and 16 per tile."""
+    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 16 per tile."""
 
     def __init__(self, layout: Layout, tile: int, device: torch.device) -> None:
         sizes = np.array(layout.counts, np.int64)
-        tiles = np.maximum(-(-sizes // tile), 1)  # an empty tensor has one too, which sets its flag
+        tiles = np.maximum(-(-sizes // tile), 1)  # an empty tensor has one tile too, to set its flag
         owners = np.repeat(np.arange(len(sizes)), tiles)
         numbers = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
         counts = np.minimum(sizes[owners] - numbers * tile, tile)
         places = (np.array(layout.places, np.int64)[owners] + numbers * tile) // GRANULE
         of_tiles = (torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts, places))
         self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
-        """[tensors] 0 for one that is absent."""
+        """[tensors] 0 for an absent tensor."""
         self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
-        """And of the tiles, int32 [tiles]: whose, which of its tensor's, elements, place on the wire in granules."""
+        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, place on the wire in granules."""
         self.tiles = int(tiles.sum())
-        """How many programs a kernel needs."""
+        """Number of programs of a kernel."""
         self.align = WIDEST_NBYTES
         """The largest power of two up to 16 that divides all addresses."""
         self.uploads = 0
-        """How often the addresses have been sent to the device."""
+        """Number of times that the addresses were copied to the device."""
         self._known = [0] * len(sizes)
         self._staging: deque[Staging] = deque()
 
     def point_at(self, tensors: Sequence[Tensor | None]) -> None:
-        """Make the tables say where `tensors` are now.
+        """Update the addresses to those of `tensors`.
 
-        Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since the last time.
-        Raises `ValueError` if they are not as many as the wire's.
+        Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since the last call.
+        Raises `ValueError` for another number of tensors than the wire has.
         """
         require_as_many(tensors, len(self._known))
         now = [0 if tensor is None else tensor.data_ptr() or EMPTY for tensor in tensors]
@@ -77,11 +77,11 @@ class Tables:
 
 
 STAGINGS = 2
-"""With two, a copy that is still on its way is rarely waited for."""
+"""With two, the host rarely waits for an earlier copy."""
 
 
 class Staging:
-    """Pinned memory from which one column of addresses is sent."""
+    """Pinned memory from which addresses are copied to `column`."""
 
     def __init__(self, column: Tensor) -> None:
         self._column = column
@@ -89,7 +89,7 @@ class Staging:
         self._sent = torch.cuda.Event() if column.is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, addresses: list[int]) -> None:
-        """On the current stream; waits until what was sent from here before has arrived."""
+        """Copy `addresses` on the current stream; waits until the previous copy from here is complete."""
         if self._sent is not None:
             self._sent.synchronize()
         self._pinned.numpy()[:] = addresses

@@ -17,7 +17,8 @@ settings.load_profile("busy")
 LONG = ("test_equivalence", "test_examples", "test_benchmarks", "test_compiled")
 """What takes longest begins first: no worker of pytest is left alone with it at the end."""
 
-collect_ignore = ["launch_report.py", "c_launch_report.py"]  # programs of their own, in which Triton compiles
+pytest.register_assert_rewrite("late_ranks")  # checks what ranks returned
+collect_ignore = ["support"]  # helpers, some of them programs in which Triton compiles
 
 
 def pytest_addoption(parser):

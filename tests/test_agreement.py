@@ -16,7 +16,7 @@ from commrt.membership.agreement import agree
 from commrt.membership.store_client import call_store
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import local_worlds, run_ranks
-from commrt.threads.answer import Answer
+from commrt.threads.future import Future
 
 PATIENT_S = 30.0
 
@@ -139,18 +139,18 @@ def test_who_leaves_ends_the_question_for_those_who_wait(leaves):
     assert monotonic() - begin < PATIENT_S / 2
 
 
-class JustTooLate(Answer):
+class JustTooLate(Future):
     """Comes between the end of the wait and the next look."""
 
-    def error(self, timeout_s=None):
-        error = super().error(PATIENT_S)
+    def exception(self, timeout_s=None):
+        error = super().exception(PATIENT_S)
         if timeout_s is not None:
             raise TimeoutError
         return error
 
 
 def test_an_answer_that_comes_just_too_late_is_an_answer(monkeypatch):
-    monkeypatch.setattr(store_client, "Answer", JustTooLate)
+    monkeypatch.setattr(store_client, "Future", JustTooLate)
     assert call_store(lambda: "yes", 0.1) == "yes"
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [ROOT / room for room in ("commrt", "kernels", "algorithms")]
@@ -56,7 +59,7 @@ def test_only_commands_print_and_only_the_launch_and_the_doctor_read_the_environ
     calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
     assert "print" not in calls or path.parent.name == "cli" or path.name == "processes.py"
     reads = "os.environ" in path.read_text()
-    assert not reads or path.name in {"launch.py", "doctor.py", "processes.py"}
+    assert not reads or path.name in {"launcher.py", "doctor.py", "doctor_environment.py", "processes.py"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)
@@ -77,12 +80,11 @@ def test_what_a_module_offers_it_defines(path):
 
 def test_every_module_of_a_room_has_a_name_of_its_own_and_a_row_on_the_map():
     page = (ROOT / "docs/architecture.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", page[page.index("## Code map") : page.index("## Invariants")], re.MULTILINE)
-    told = [name for row in rows for name in re.findall(r"`(\w+/?)`", row)]
-    whole = {"algorithms", "cli", "kernels", "testing", "transport"}  # rooms of one row
-    inside = [path for path in (ROOT / "commrt").rglob("*.py") if not whole & set(path.relative_to(ROOT).parts[:2])]
-    modules = [path.stem for path in inside if path.stem != "__init__"]
-    assert sorted(told) == sorted([*modules, *(f"{room}/" for room in whole)])
+    rows = re.findall(r"^\| `([\w/]+)` \|", page[page.index("## Code map") : page.index("## Invariants")], re.MULTILINE)
+    linked = {"algorithms", "kernels"}  # rooms of one row
+    inside = [path for path in (ROOT / "commrt").rglob("*.py") if not linked & set(path.relative_to(ROOT).parts[:2])]
+    modules = [path.stem for path in inside if not path.stem.startswith("__")]
+    assert sorted(rows) == sorted([*modules, *(f"{room}/" for room in linked)])
 
 
 def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
@@ -106,8 +108,8 @@ def test_every_decision_is_listed():
 
 UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 ALLOWED = {
-    "commrt/model/state.py": "the names of what torch.save and torch.load raise",
-    "commrt/model/donor.py": "the name of what torch.load raises",
+    "commrt/training/model_state.py": "the names of what torch.save and torch.load raise",
+    "commrt/training/replica_state.py": "the name of what torch.load raises",
 }
 PIPES = {
     "commrt/cli/workers.py": "pipes between a process and the workers that it has forked",
@@ -153,3 +155,51 @@ def test_nothing_is_unpickled(path):
 )
 def test_what_unpickles_is_noticed(text):
     assert list(unpickling(ast.parse(text)))
+
+
+def modules_entered():
+    """The modules that one of two ranks enters in a step, in order: in ``backward()``, and in ``optimizer.step()``."""
+    entered = {"backward": [], "step": []}
+    phase, rank_0 = [None], {"commrt-rank0"}
+    rooms = [f"{path.name}/" for path in (ROOT / "commrt").iterdir() if path.is_dir()]
+
+    def note(frame, event, _):
+        if event == "call" and phase[0] is not None and threading.current_thread().name in rank_0:
+            name = frame.f_code.co_filename.removeprefix(f"{ROOT}/").removeprefix("commrt/")
+            if name.startswith(tuple(rooms)):
+                entered[phase[0]].append(name)
+
+    def body(world):
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        commrt.attach(model, optimizer, commrt.Ring(), world=world)
+        if world.rank == 0:
+            rank_0.add(threading.current_thread().name)
+        for step in range(3):
+            is_walk = step == 2 and world.rank == 0
+            loss = model(torch.ones(1, 4)).sum()
+            phase[0] = "backward" if is_walk else phase[0]
+            loss.backward()
+            phase[0] = "step" if is_walk else phase[0]
+            optimizer.step()
+            phase[0] = None if is_walk else phase[0]
+            optimizer.zero_grad()
+        return True
+
+    threading.setprofile(note)
+    try:
+        assert all(run_ranks(2, body))
+    finally:
+        threading.setprofile(None)
+    return entered["backward"], entered["step"]
+
+
+def test_a_gradient_walks_as_the_page_says_through_at_most_8_stations():
+    page = (ROOT / "docs/architecture.md").read_text()
+    walk = page[page.index("## The walk of a gradient") : page.index("## Add an algorithm")]
+    *stations, last = re.findall(r"^\d\. `([\w/]+)`", walk, re.MULTILINE)
+    in_backward, in_step = modules_entered()
+    first = [next(i for i, name in enumerate(in_backward) if name.startswith(station)) for station in stations]
+    assert len(stations) == 7
+    assert first == sorted(first), in_backward
+    assert in_step[0].startswith(last)

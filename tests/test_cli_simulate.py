@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from invoking import invoke, refused, told
+from commands import invoke, refused, told
 
 import commrt
-from commrt.collective import all_reduce
-from commrt.pricing.cluster import shipped
-from commrt.pricing.planning import algorithms
-from commrt.proving.proof import prove
+from commrt.cost.cluster import builtin_clusters
+from commrt.cost.planner import all_reduce_candidates
+from commrt.proof.replay import prove
+from commrt.proof.spec import all_reduce
 
 BUFFER = ("--nbytes", "51.1e6")
 
@@ -26,7 +26,7 @@ def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():
     assert 1.5 < record["seconds"] / record["lower_bound_seconds"] == record["of_optimal"] < 1.6
 
 
-@pytest.mark.parametrize("cluster", shipped())
+@pytest.mark.parametrize("cluster", builtin_clusters())
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "gossip"])
 def test_every_algorithm_has_a_price_on_every_shipped_cluster(algorithm, cluster):
     record = told("simulate", algorithm, "--ranks", 32, "--cluster", cluster, *BUFFER)
@@ -64,7 +64,7 @@ def test_jitter_makes_an_all_reduce_wait_and_the_same_seed_gives_the_same():
     [
         (["ring"], "say what is exchanged: --nbytes for a buffer, or --model"),
         (["ring", *BUFFER, "--model", "resnet50"], "say what is exchanged"),
-        (["ring", *BUFFER, "--batch", 4], "--batch is of a training step: give --model too"),
+        (["ring", *BUFFER, "--batch", 4], "--batch describes a training step: give --model too"),
         (["ring", "--model", "1e6"], "how long a step of 1,000,000 parameters computes on abci is not known"),
         (["ring", "--model", "resnet50", "--batch", 4, "--compute-ms", 5], "both say how long a step computes"),
         (["ring", "--model", "vgg"], "--model vgg: give resnet50, or a number of parameters"),
@@ -149,7 +149,7 @@ def test_where_nobody_is_slow_backups_only_cost_what_they_do_not_hide():
 
 @pytest.mark.parametrize("ranks", [*range(2, 18), 23, 36])
 def test_every_plan_verifies(ranks):
-    for algorithm in algorithms(ranks):
+    for algorithm in all_reduce_candidates(ranks):
         schedule = algorithm.schedule(0, ranks)
         prove(schedule, all_reduce(ranks, schedule.chunks))
 
@@ -165,9 +165,9 @@ def test_the_table_shows_the_best_first_and_says_why():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["plan", "--backups", "auto", *BUFFER], "planned for itself, or with --model: leave --nbytes out"),
+        (["plan", "--backups", "auto", *BUFFER], "planned alone, or with --model: leave --nbytes out"),
         (["plan", "--backups", "auto", "--cluster", "abci"], "leave --cluster out"),
-        (["plan", *BUFFER, "--law", "slow"], "without --backups nobody is slow: leave --law out"),
+        (["plan", *BUFFER, "--law", "slow"], "without --backups no rank is slow: leave --law out"),
         (["simulate", "backup", "--cluster", "abci"], "backup is simulated without exchanges: leave --cluster out"),
         (["simulate", "ring", *BUFFER, "--times", "run.json"], "simulated with --jitter: leave --times out"),
     ],

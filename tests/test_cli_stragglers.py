@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from invoking import invoke, refused, told
+from commands import invoke, refused, told
 
-from commrt.cli.backups import Question, answer
-from commrt.pricing.stragglers import step_time_s
+from commrt.cli.options import Question
+from commrt.cli.simulate import answer
+from commrt.cost.stragglers import step_time_s
 
 FAST = ("--steps", "500")
 COMMANDS = [("simulate", "backup"), ("plan", "--backups", "auto")]
@@ -207,8 +208,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (("simulate", "backup", "--times", "run.json", "--steps", "9"), "leave out --law, --set and --steps"),
         (("plan", "--backups", "many"), "--backups many: give auto, or a number"),
         (("plan", "--backups", "-1"), "--backups -1: give auto, or a number"),
-        (("plan", "--backups", "100", *FAST), "--backups 100 of 100 ranks leaves none to wait for: give up to 99"),
-        (("plan", "--backups", "60", *FAST), "nothing is known of updates with 40 gradients each"),
+        (("plan", "--backups", "100", *FAST), "--backups 100 of 100 ranks leaves none: give up to 99"),
+        (("plan", "--backups", "60", *FAST), "no count of updates is known for 40 gradients each"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -41,6 +41,7 @@ INSTRUCTIONS_PER_ELEMENT = {
 """At most, on sm_90a: to copy; to scale and cast; to copy, scale and add up squares."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernels_compile_to_what_the_golden_file_says():
     command = [sys.executable, str(BENCH / "inspect_kernels.py"), "--every", str(EVERY), "--golden", str(GOLDEN)]

@@ -194,7 +194,7 @@ def test_changing_what_a_batch_holds_changes_no_sample():
         ((torch.zeros(0), torch.zeros(0)), 2, "at least one"),
         (torch.zeros(3), None, "say how many samples a batch has"),
         ((torch.zeros(3),), 0, "say how many samples a batch has"),
-        ([("text", 1)], 1, "cannot travel: make them tensors"),
+        ([("text", 1)], 1, "cannot be sent: make them tensors"),
     ],
 )
 def test_samples_that_cannot_travel_are_refused(samples, batch_size, words):

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of code in the documentation does what it says; see tests/documented.py."""
+"""Every block of code in the documentation does what it says, and `make docs` builds a complete site."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
 import tomllib
 
-import documented
+import documentation
 import pytest
-from documented import PAGES, ROOT, Block, blocks, is_like, ranks, run_commands, run_python
+from documentation import PAGES, ROOT, Block, blocks, is_like, ranks, run_commands, run_python
 
+import commrt
 from commrt.testing.processes import run_processes
 
 
@@ -22,7 +28,7 @@ def run(page):
     printed = dict(run_commands(page))
     if any(block.language == "python" and block.is_executed for block in blocks(page)):
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = run_processes(ranks(page), run_python, str(page), folder, limit_s=documented.LIMIT_S)
+            outcomes = run_processes(ranks(page), run_python, str(page), folder, limit_s=documentation.LIMIT_S)
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
         printed |= outcomes[0].value
@@ -44,7 +50,7 @@ def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page):
                 f"{block.place} is not what was printed:\n{printed[before.line]}"
             )
         if block.language == "python":
-            documented.require_python(block)
+            documentation.require_python(block)
 
 
 def page_of(tmp_path, text):
@@ -57,13 +63,13 @@ def page_of(tmp_path, text):
     "text", ["```\nls\n```\n", "```bash\nls\n```\n", "~~~python\n1\n~~~\n", "```python x\n1\n```\n"]
 )
 def test_a_block_that_would_escape_is_refused(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(documented, "ROOT", tmp_path)
+    monkeypatch.setattr(documentation, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="a block of"):
         blocks(page_of(tmp_path, text))
 
 
 def test_a_block_is_only_left_out_for_a_stated_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(documented, "ROOT", tmp_path)
+    monkeypatch.setattr(documentation, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="no reason"):
         blocks(page_of(tmp_path, "<!-- not run -->\n```sh\nls\n```\n"))
     with pytest.raises(ValueError, match="a comment says 'skip'"):
@@ -94,12 +100,12 @@ def test_blocks_are_found_with_their_lines_comments_and_indentation(tmp_path):
 )
 def test_a_command_that_names_what_does_not_exist_is_refused(command, complaint):
     with pytest.raises(Exception, match=complaint):
-        [documented.run_command(words) for words in documented.commands(command)]
+        [documentation.run_command(words) for words in documentation.commands(command)]
 
 
 def test_what_stands_for_other_names_and_programs_of_yours_is_taken():
     for line in ("make venv PYTHON=python3 && cd commrt", "COMMRT_NVTX=1 torchrun --nproc-per-node 2 train.py  # so"):
-        assert [documented.run_command(words) for words in documented.commands(line)]
+        assert [documentation.run_command(words) for words in documentation.commands(line)]
 
 
 def test_what_was_printed_is_compared_but_for_white_space_and_left_out_lines():
@@ -115,6 +121,44 @@ def test_what_was_printed_is_compared_but_for_white_space_and_left_out_lines():
     [("1 / 0\n", (), "1: ZeroDivisionError"), ("1\n", (("raises", "OSError"),), "no OSError was raised")],
 )
 def test_a_block_that_does_not_do_what_it_says_fails_and_names_the_line(tmp_path, monkeypatch, body, note, complaint):
-    monkeypatch.setattr(documented, "ROOT", tmp_path)
+    monkeypatch.setattr(documentation, "ROOT", tmp_path)
     with pytest.raises(RuntimeError, match=complaint):
-        documented._run_block(Block(tmp_path / "page.md", 1, "python", body, note), {})
+        documentation._run_block(Block(tmp_path / "page.md", 1, "python", body, note), {})
+
+
+LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+IMPORTED = re.compile(r"@import|url\([\"']?(?:https?:)?//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_has_every_page(site):
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
+    elsewhere = {"contributing.html", "changelog.html", "kernels.html", "findings.html", "api/command.html"}
+    assert pages | elsewhere <= {str(page.relative_to(site)) for page in site.rglob("*.html")}
+    assert not (site / "site").exists()
+
+
+def test_the_site_asks_no_other_host_for_anything(site):
+    asked = {page.name: LOADED.findall(page.read_text()) for page in site.rglob("*.html")}
+    assert {name: found for name, found in asked.items() if any("canonical" not in tag for tag in found)} == {}
+    styles = {style.name: IMPORTED.findall(style.read_text()) for style in site.rglob("*.css")}
+    assert {name: found for name, found in styles.items() if found} == {}
+
+
+def test_the_reference_of_the_site_knows_every_public_name(site):
+    text = "".join(page.read_text() for page in (site / "api").glob("*.html"))
+    assert [name for name in commrt.__all__ if f'id="commrt.{name}"' not in text] == []
+
+
+def test_the_search_of_the_site_finds_what_pages_say(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert any(entry["title"] == "QuorumLost" and "troubleshooting" in entry["location"] for entry in index["docs"])

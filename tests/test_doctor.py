@@ -15,17 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from invoking import invoke
+from commands import invoke
 from typer.testing import CliRunner
 
-from commrt.cli import exchange, fitting, host, libraries
+from commrt.cli import doctor, doctor_environment, doctor_machine
 from commrt.cli.app import app
-from commrt.cli.devices import gpus
-from commrt.cli.doctor import examine
-from commrt.cli.findings import Finding, guarded
-from commrt.cli.fitting import AT_LEAST, Installed, fits, installed, packages
-from commrt.cli.libraries import mapped, names_in
-from commrt.cli.variables import HARMS, Surroundings, harmful, misspelt
+from commrt.cli.doctor import AT_LEAST, Installed, examine, fits, installed, packages
+from commrt.cli.doctor_environment import HARMS, Finding, Surroundings, guarded, harmful, mapped, misspelt, names_in
+from commrt.cli.doctor_machine import gpus
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
@@ -194,19 +191,20 @@ def test_an_address_without_ranks_is_half_a_launch():
 
 def test_an_unknown_variable_of_ours_is_named_with_the_nearest():
     found = named({"COMMRT_TRANPORT": "gloo", "COMMRT_TIMEOUT": "3"})
-    assert found["COMMRT_TRANPORT"].advice == "Was COMMRT_TRANSPORT meant?"
-    assert found["COMMRT_TIMEOUT"].advice == "Was COMMRT_TIMEOUT_S meant?"
+    assert found["COMMRT_TRANPORT"].advice == "Did you mean COMMRT_TRANSPORT?"
+    assert found["COMMRT_TIMEOUT"].advice == "Did you mean COMMRT_TIMEOUT_S?"
 
 
 def test_the_known_variables_are_those_that_the_package_reads():
-    text = "".join(path.read_text() for path in (ROOT / "commrt").rglob("*.py") if "cli" not in path.parts)
+    paths = [path for path in (ROOT / "commrt").rglob("*.py") if "cli" not in path.relative_to(ROOT).parts]
+    text = "".join(path.read_text() for path in paths)
     assert set(re.findall(r"COMMRT_[A-Z_]+", text)) == set(VARIABLES)
 
 
 def test_a_misspelt_variable_of_nccl_is_told_from_a_plugins():
     known = frozenset({"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"})
     findings = [*misspelt(["NCCL_SOCKET_IFNME", "NCCL_DEBUG", "NCCL_VERSION", "NCCL_BLOCKING_WAIT"], known)]
-    assert only(findings).advice == "Was NCCL_SOCKET_IFNAME meant?"
+    assert only(findings).advice == "Did you mean NCCL_SOCKET_IFNAME?"
 
 
 def test_the_names_that_a_library_reads_are_found_in_it(tmp_path):
@@ -299,9 +297,9 @@ def launch_of(size, local_size):
 
 def test_too_few_files_for_the_ranks_of_a_launch_are_a_problem(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    finding = only(host.files(launch_of(64, 8)))
+    finding = only(doctor_machine.files(launch_of(64, 8)))
     assert (finding.verdict, finding.advice) == ("problem", "Raise it with ulimit -n 418, in this shell.")
-    assert only(host.files(launch_of(8, 8))).verdict == "ok"
+    assert only(doctor_machine.files(launch_of(8, 8))).verdict == "ok"
 
 
 def held():
@@ -311,21 +309,32 @@ def held():
 @FORKS
 def test_a_rank_holds_as_many_files_as_was_counted():
     def body():
-        from commrt.runtime.opening import init  # noqa: PLC0415
+        from commrt.runtime.init import init  # noqa: PLC0415
 
         with init(20.0):
             return held() - inherited
 
     inherited = held()
-    assert max(run_workers(4, body).values()) <= host.needed_files(4)
+    assert max(run_workers(4, body).values()) <= doctor_machine.needed_files(4)
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("150000 100000", 1.5), ("max 100000", 8), ("800000 50000", 8), ("", 8)])
+def test_processors_are_counted_by_affinity_and_quota(text, cpus, tmp_path, monkeypatch):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    monkeypatch.setattr(doctor_environment, "QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert doctor_environment.cpus() == cpus
+    monkeypatch.setattr(doctor_environment, "QUOTA", tmp_path / "none")
+    assert doctor_environment.cpus() == 8
 
 
 def test_more_ranks_than_processors_are_a_warning(monkeypatch):
-    monkeypatch.setattr(host, "cpus", lambda: 4)
-    assert only(host.processors(launch_of(8, 8), 1)).verdict == "warning"
-    assert "OMP_NUM_THREADS=2" in only(host.processors(launch_of(2, 2), 4)).advice
-    assert only(host.processors(launch_of(4, 4), 1)).verdict == "ok"
-    assert only(host.processors(None, 4)).verdict == "ok"
+    monkeypatch.setattr(doctor_machine, "cpus", lambda: 4)
+    assert only(doctor_machine.processors(launch_of(8, 8), 1)).verdict == "warning"
+    assert "OMP_NUM_THREADS=2" in only(doctor_machine.processors(launch_of(2, 2), 4)).advice
+    assert only(doctor_machine.processors(launch_of(4, 4), 1)).verdict == "ok"
+    assert only(doctor_machine.processors(None, 4)).verdict == "ok"
 
 
 # The exchange.
@@ -337,8 +346,8 @@ def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, mo
     variables = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
     for name, value in (variables | {"COMMRT_TRANSPORT": transport}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(exchange, "LIMIT_S", 30.0)
-    finding = only(exchange.exchange())
+    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
+    finding = only(doctor_machine.exchange())
     assert (finding.verdict, finding.facts["transport"]) == ("ok", transport), finding
     assert finding.facts["latency_us"] > 0
     assert launched().rank == 5
@@ -346,10 +355,10 @@ def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, mo
 
 @FORKS
 def test_sums_that_are_wrong_are_a_problem(monkeypatch):
-    measure = exchange.measure
-    monkeypatch.setattr(exchange, "measure", lambda schedule: measure(schedule)._replace(wrong=3))
-    monkeypatch.setattr(exchange, "LIMIT_S", 30.0)
-    finding = only(exchange.exchange())
+    measure = doctor_machine.measure
+    monkeypatch.setattr(doctor_machine, "measure", lambda schedule: measure(schedule)._replace(wrong=3))
+    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
+    finding = only(doctor_machine.exchange())
     assert (finding.verdict, "6 elements are wrong" in finding.detail) == ("problem", True)
 
 
@@ -358,11 +367,11 @@ def test_an_exchange_that_hangs_ends_with_its_deadline(monkeypatch):
     def hang(_):
         os.read(os.pipe()[0], 1)  # nobody writes
 
-    monkeypatch.setattr(exchange, "measure", hang)
-    monkeypatch.setattr(exchange, "LIMIT_S", 0.5)
-    finding = only(exchange.exchange())
+    monkeypatch.setattr(doctor_machine, "measure", hang)
+    monkeypatch.setattr(doctor_machine, "LIMIT_S", 0.5)
+    finding = only(doctor_machine.exchange())
     assert finding.verdict == "problem"
-    assert "workers [0, 1] had not ended after 0.5 s" in finding.detail
+    assert "workers [0, 1] still ran after 0.5 s" in finding.detail
     assert "COMMRT_TRANSPORT=gloo" in finding.advice
 
 
@@ -400,8 +409,8 @@ def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):
 def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "version.py").write_text("__version__ = '2.14.1+cu130'\ncuda: Optional[str] = '13.0'\n")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(fitting, "find_spec", lambda _: spec)
-    assert fitting._cuda_of_torch() == "13.0"
+    monkeypatch.setattr(doctor, "find_spec", lambda _: spec)
+    assert doctor._cuda_of_torch() == "13.0"
 
 
 def test_doctor_ends_with_1_and_tells_all_as_json(monkeypatch):
@@ -427,10 +436,10 @@ def test_the_table_fits_80_columns():
 
 def nccl_finding(monkeypatch, runtime=23007, torchs="2.30.7", files=("/a/libnccl.so.2",)):
     binding = SimpleNamespace(get_version=lambda: runtime, get_build_version=lambda: 22707)
-    monkeypatch.setattr("commrt.transport.binding.load", lambda: binding)
-    monkeypatch.setattr(libraries, "_of_torch", lambda: torchs)
-    monkeypatch.setattr(libraries, "mapped", lambda _: [*files])
-    return only(libraries.nccl())
+    monkeypatch.setattr("commrt.transport.nccl_communicator.load", lambda: binding)
+    monkeypatch.setattr(doctor_machine, "_nccl_of_torch", lambda: torchs)
+    monkeypatch.setattr(doctor_machine, "nccl_files", lambda: [*files])
+    return only(doctor_machine.nccl())
 
 
 def test_the_nccl_of_cupy_its_build_and_torch_are_told(monkeypatch):

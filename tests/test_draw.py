@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from commrt.cli.app import app
-from commrt.cli.draw import draw_schedule
 from commrt.errors import UsageError
+from commrt.report.drawing import draw_schedule
 from commrt.schedule import ADD, Schedule, Step
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import commrt
 from commrt.algorithms import ring
+from commrt.buckets.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
-from commrt.replicas.engine import KEPT, Engine
 from commrt.runtime.world import World
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import over_threads, run_ranks
@@ -30,7 +30,7 @@ def relabelled(ranks, first, second):
     def steps():
         for step in ring.all_reduce(ranks).steps():
             src, dst, lo, _, combine, weight = step.columns
-            yield Step.from_columns([src, dst, place[lo], place[lo] + 1, combine, weight])
+            yield Step(*[src, dst, place[lo], place[lo] + 1, combine, weight])
 
     return Schedule("ring", ranks, ranks, steps)
 
@@ -120,7 +120,7 @@ class Crossed(nn.Module):
 
 
 def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkeypatch):
-    bound, carried, bind, carry = [], [], LocalTransport.bind, Engine._carry
+    bound, carried, bind, carry = [], [], LocalTransport.bind, Engine._average
 
     def counted(self, *bucket):
         before = bound.count(self.world.rank)
@@ -129,7 +129,7 @@ def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkey
         return span
 
     monkeypatch.setattr(LocalTransport, "bind", lambda self, group: bound.append(self.rank) or bind(self, group))
-    monkeypatch.setattr(Engine, "_carry", counted)
+    monkeypatch.setattr(Engine, "_average", counted)
     run_ranks(2, lambda world: train(world, commrt.Ring(), model=Crossed()))
     assert carried == [0] * 8
 
@@ -142,9 +142,9 @@ def test_attach_meets_everybody_whom_a_step_will_meet(algorithm, monkeypatch):
         exchange = bind(self, group)
         pairs = {("to", p.peer, self.rank) for p in group.sends} | {("from", p.peer, self.rank) for p in group.recvs}
 
-        def run(moment):
-            met[moment.bucket].update(pairs)
-            exchange(moment)
+        def run(tag):
+            met[tag.bucket].update(pairs)
+            exchange(tag)
 
         return run
 

@@ -43,6 +43,7 @@ def judge(outcomes, farthest):
             farthest[scenario, wire] = max(so_far[0], to_ddp), max(so_far[1], to_joined)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
@@ -58,6 +59,7 @@ def what_inductor_lacks():
     return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python.h"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_model_compiled_by_inductor_trains_as_ddp_trains_it_uncompiled(farthest, tmp_path, monkeypatch):

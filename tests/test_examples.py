@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import program
 from PIL import Image
-from programs import program
 
 from commrt.testing.processes import free_port, run_processes
 
@@ -86,6 +86,7 @@ def test_a_schedule_of_ones_own_is_proven_priced_drawn_run_and_trained_with(tmp_
     assert "</svg>" in (tmp_path / "swing.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(330)  # three launches
 @pytest.mark.parametrize(("algorithm", "ranks"), [("torus2d", 2), ("gossip", 3)])
@@ -116,6 +117,7 @@ def test_backup_workers_go_on_without_a_rank_that_is_killed():
     assert percent(first) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_gossip_example_learns_under_torchrun():
     torchrun = Path(sys.executable).with_name("torchrun")
@@ -138,6 +140,7 @@ def folder_of_images(root, size=36):
                 Image.fromarray(pixels.astype(np.uint8)).save(root / part / f"class{colour}" / f"{number}.png")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_imagenet_example_trains_with_the_whole_recipe_and_goes_on_from_its_checkpoint(tmp_path):
     folder_of_images(tmp_path / "images")
@@ -163,6 +166,7 @@ def test_the_imagenet_example_trains_with_the_whole_recipe_and_goes_on_from_its_
     assert float(resumed[1]) > 60
 
 
+@pytest.mark.slow
 def test_the_imagenet_example_goes_on_without_a_rank_that_dies(tmp_path):
     folder_of_images(tmp_path / "images")
     options = "--blocks 1,1 --width 8 --side 32 --loaders 0 --batch 8 --warmup 1 --algorithm backup --backups 1"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import commrt
 from commrt.algorithms import tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
-from commrt.collective import all_reduce
 from commrt.errors import UsageError
 from commrt.program import program
+from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks

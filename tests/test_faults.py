@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-import casualties
+import failing_ranks
 import pytest
 
 import commrt
@@ -31,7 +31,7 @@ def strike(size, victim, blow, algorithm, timeout_s=TIMEOUT_S):
         return message == "mid-step"
 
     outcomes = run_processes(
-        size, casualties.struck_in_mid_step, algorithm, victim, timeout_s, limit_s=LIMIT_S, on_message=on_message
+        size, failing_ranks.struck_in_mid_step, algorithm, victim, timeout_s, limit_s=LIMIT_S, on_message=on_message
     )
     assert struck == [victim], [outcome.error for outcome in outcomes]
     return outcomes
@@ -41,7 +41,7 @@ def assert_names_the_place(error, victim):
     """Rank, step, bucket and peer; the victim directly or through who saw it first."""
     place = re.search(r"\[rank (\d+), peer (\d+), step (\d+), bucket (\d+), hop (\d+), nbytes (\d+)\]", error)
     assert place, error
-    assert int(place[3]) == casualties.STRIKE, error
+    assert int(place[3]) == failing_ranks.STRIKE, error
     assert f"peer {victim}" in error, error
 
 
@@ -89,7 +89,7 @@ def test_a_worker_that_runs_out_of_data_is_named(stays):
     early = 1
     outcomes = run_processes(
         3,
-        casualties.out_of_data,
+        failing_ranks.out_of_data,
         early,
         stays,
         TIMEOUT_S,
@@ -103,28 +103,28 @@ def test_a_worker_that_runs_out_of_data_is_named(stays):
 
 
 def test_join_ends_normally_and_leaves_equal_replicas():
-    outcomes = run_processes(3, casualties.uneven_data_with_join, (9, 4, 6))
+    outcomes = run_processes(3, failing_ranks.uneven_data_with_join, (9, 4, 6))
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert [outcome.value for outcome in outcomes] == [(True, 9)] * 3
 
 
 @pytest.mark.parametrize(("what", "field"), [("layers", "buckets"), ("world size", "world size")])
 def test_a_worker_that_differs_is_named_on_every_rank(what, field):
-    outcomes = run_processes(3, casualties.other_layout, 2, what, limit_s=LIMIT_S)
+    outcomes = run_processes(3, failing_ranks.other_layout, 2, what, limit_s=LIMIT_S)
     for outcome in outcomes:
         assert outcome.error is not None
         assert re.match(rf"DisagreementError: .*rank 2 disagrees with rank 0 about {field}: ", outcome.error)
 
 
 def test_ranks_that_never_come_are_named():
-    outcomes = run_processes(3, casualties.nobody_else, 1.5)
+    outcomes = run_processes(3, failing_ranks.nobody_else, 1.5)
     assert outcomes[0].error is not None
     assert "ranks [1, 2] did not come within 1.5 s" in outcomes[0].error
 
 
 def test_a_world_left_by_an_error_tells_the_others_at_once():
     outcomes = run_processes(
-        2, casualties.leaves_with_an_error, limit_s=LIMIT_S, on_message=lambda *message: message[1] == "stays"
+        2, failing_ranks.leaves_with_an_error, limit_s=LIMIT_S, on_message=lambda *message: message[1] == "stays"
     )
     assert outcomes[0].error is not None
     assert re.search(r"peer 1.* Rank 1 saw KeyError: ", outcomes[0].error)

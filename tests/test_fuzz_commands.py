@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from commrt.cli import app as commands
 from commrt.cli import probe, train
 from commrt.cli.app import app
-from commrt.cli.inject import check, parse
+from commrt.cli.inject_faults import check, parse
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
 COMMAND = Path(sys.executable).with_name("commrt")

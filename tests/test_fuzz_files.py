@@ -12,7 +12,9 @@ from fuzzing import FILES, NUMBERS, VALUES, cases, met
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.cli import draw_run, recorded, timelines
+from commrt.cli.draw import draw_recorded
+from commrt.report import traces
+from commrt.report.traces import read_times
 
 pytest.importorskip("matplotlib")
 
@@ -67,19 +69,19 @@ def with_file(content, read):
 @cases(75)
 @given(DOCUMENTS)
 def test_times_of_any_file_are_times_or_are_refused_in_words(content):
-    times = met(with_file, content, lambda path, _: recorded.read(path))
+    times = met(with_file, content, lambda path, _: read_times(path))
     assert times is None or (times.times_s > 0).all()
 
 
 @cases(75)
 @given(DOCUMENTS)
 def test_a_timeline_of_any_file_is_one_or_is_refused_in_words(content):
-    spans = met(with_file, content, lambda path, _: timelines.read(path))
+    spans = met(with_file, content, lambda path, _: traces.read_spans(path))
     if spans is not None:
-        met(timelines.computing_s, spans)
+        met(traces.compute_times_s, spans)
 
 
 @cases(10)
 @given(changed_runs().map(json.dumps) | DOCUMENTS, st.none() | st.integers(-1, 7))
 def test_a_picture_of_any_run_is_drawn_or_refused_in_words(content, step):
-    met(with_file, content, lambda path, out: draw_run.run(path, step, out))
+    met(with_file, content, lambda path, out: draw_recorded(path, step, out))

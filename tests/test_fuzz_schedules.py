@@ -17,12 +17,12 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import all_reduce as ring
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
-from commrt.collective import all_reduce, average
+from commrt.cost.cluster import Cluster
+from commrt.cost.price import Pricing
 from commrt.errors import CommrtError, ScheduleError, UsageError
-from commrt.pricing.cluster import Cluster
-from commrt.pricing.simulate import Pricing
 from commrt.program import program
-from commrt.proving.proof import prove, verify
+from commrt.proof.replay import prove, verify
+from commrt.proof.spec import all_reduce, average
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
@@ -131,7 +131,7 @@ def test_steps_that_are_none_are_refused_by_all_who_look_at_them(steps, says):
 
 
 def test_steps_without_an_end_are_refused_before_long(monkeypatch):
-    monkeypatch.setattr("commrt.schedule.MOST_STEPS", 1000)
+    monkeypatch.setattr("commrt.schedule.MAX_STEPS", 1000)
     schedule = Schedule("endless", 2, 1, lambda: repeat(Step.of([0, 1], [1, 0], 0, 1, ADD)))
     with in_time(60), pytest.raises(ScheduleError, match=r"endless: steps\(\) has yielded 1,032 steps: does it end"):
         prove(schedule, all_reduce(2, 1))

@@ -15,14 +15,14 @@ import pytest
 from fuzzing import FILES, cases, in_time, met
 from hypothesis import example, given
 from hypothesis import strategies as st
-from junk import train_under_knocks, where_gloo_listens
+from stray_connections import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt.membership import state_server
 from commrt.membership.liveness import LivenessListener, is_answering, is_gone
-from commrt.membership.state_server import ANSWER, StateServer, request_state
 from commrt.testing.processes import run_processes
-from commrt.transport import meeting
+from commrt.training import catch_up
+from commrt.training.catch_up import ANSWER, StateServer, request_state
+from commrt.transport import channel
 
 LOOPBACK = "127.0.0.1"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -58,8 +58,8 @@ def open_service():
 
 @cases(20)
 @given(said=FILES)
-@example(said=b"\0" * state_server.QUESTION.size)
-@example(said=b"\0" * (state_server.QUESTION.size - 1))
+@example(said=b"\0" * catch_up.REQUEST.size)
+@example(said=b"\0" * (catch_up.REQUEST.size - 1))
 def test_a_service_goes_on_after_any_bytes(open_service, said):
     host, port, _ = open_service.address.split()
     with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
@@ -71,8 +71,8 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
 
 
 def test_a_service_lets_silent_strangers_wait_for_a_short_time_and_takes_no_more_than_it_has_room_for(monkeypatch):
-    monkeypatch.setattr(state_server, "QUESTION_S", 0.5)
-    monkeypatch.setattr(state_server, "MOST_CALLERS", 4)
+    monkeypatch.setattr(catch_up, "PASSWORD_S", 0.5)
+    monkeypatch.setattr(catch_up, "MAX_CLIENTS", 4)
     served = StateServer(LOOPBACK, {b"R": lambda number: b"yes"})
     host, port, _ = served.address.split()
     lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]
@@ -126,15 +126,15 @@ def test_strangers_who_know_the_name_but_not_the_password_are_shown_out(said):
     ends, strangers = {}, []
 
     def rank(number):
-        ends[number] = meeting.meet(store, number, [0, 1], 20.0)
+        ends[number] = channel.connect(store, number, [0, 1], 20.0)
 
     first = threading.Thread(target=rank, args=(0,))
     first.start()
     store.wait(["0"])
     name, _ = store.get("0").decode().split()
     for _ in range(3):
-        line = meeting._socket()
-        line.connect(meeting._address(name))
+        line = channel._socket()
+        line.connect(channel._address(name))
         with suppress(OSError):
             line.send(said)
         strangers.append(line)

@@ -16,17 +16,16 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 import commrt
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
-from commrt.membership.agreement import agree
-from commrt.membership.crash_reports import diagnose
+from commrt.membership.agreement import WorldConfig, agree
 from commrt.membership.generations import Generation
+from commrt.membership.liveness import diagnose
 from commrt.membership.membership import Membership
-from commrt.membership.progress import Progress
 from commrt.membership.quorum import parse_announcements, require_valid
-from commrt.membership.state_server import request_state
-from commrt.membership.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
-from commrt.transport import clique, meeting
-from commrt.transport.departures import Departures
+from commrt.training.catch_up import request_state
+from commrt.training.gossip_exchange import Progress
+from commrt.transport import channel, nccl_communicator
+from commrt.transport.nccl_communicator import ShutdownNotices
 
 JUNK = st.one_of(
     FILES, VALUES.map(json.dumps).map(str.encode), st.sampled_from([b"null", b"{}", b"[]", b"0", b"x" * 10**6])
@@ -102,12 +101,12 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(progress.last)
     met(lambda: list(progress.outlast(0)))
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
-    met(lambda: met(clique._claims, store, 0, [1], 1.0, clique._Claim(1, None)))
-    met(clique._number, store, 1, 0, 1.0, None)
-    met(meeting._call, store, 2, 1)
-    departures = Departures(store, 0)
+    met(lambda: met(nccl_communicator._rank_infos, store, 0, [1], 1.0, nccl_communicator._RankInfo(1, None)))
+    met(nccl_communicator._shared_id, store, 1, 0, 1.0, None)
+    met(channel._call, store, 2, 1)
+    departures = ShutdownNotices(store, 0)
     departures.known([1])
-    departures._question.error(5.0)
+    departures._question.exception(5.0)
     departures.known([1])
     met(request_state, said[:99].decode(errors="replace"), b"R", 1, 0.5)
 

@@ -13,15 +13,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairing import check_pairing
 from typer.testing import CliRunner
 
 import commrt
-from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, places
+from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, permutation
 from commrt.cli.app import app
 from commrt.errors import UsageError
 from commrt.program import program
-from commrt.proving.mixing import meetings, mixing, promise
-from commrt.proving.proof import check_pairing, prove
+from commrt.proof.mixing import mixing, steps_to_meet_all
+from commrt.proof.replay import prove
+from commrt.proof.spec import gossip_mean
 from commrt.schedule import traffic
 
 SIZES = [*range(1, 65), 128]
@@ -41,7 +43,7 @@ def one_period(algorithm, ranks, number=0):
 def test_every_step_keeps_the_mean_and_pairs_up(ranks):
     algorithm = Gossip()
     for schedule in (*one_period(algorithm, ranks), *one_period(algorithm, ranks, 3)):
-        prove(schedule, promise(algorithm, schedule))
+        prove(schedule, gossip_mean(algorithm, schedule))
         assert check_pairing([program(schedule, rank) for rank in range(ranks)]) is None
 
 
@@ -69,12 +71,12 @@ def test_a_step_costs_one_partner_and_one_buffer_however_many_ranks_there_are(ra
 
 @pytest.mark.parametrize(("ranks", "about"), [(8, 41), (16, 76), (32, 212), (64, 449), (128, 1040)])
 def test_with_rotation_all_meet_directly_in_about_as_many_steps_as_drawing_lots_takes(ranks, about):
-    found = median(meetings(Gossip(seed=seed), ranks, 10_000) for seed in range(9))
+    found = median(steps_to_meet_all(Gossip(seed=seed), ranks, 10_000) for seed in range(9))
     assert about / 2 < found < 2 * about
 
 
 def test_without_rotation_a_rank_only_meets_as_many_as_a_period_has_steps():
-    assert meetings(Gossip(rotate=False), 8, 1000) is None
+    assert steps_to_meet_all(Gossip(rotate=False), 8, 1000) is None
     met = {int(step.src[step.dst == 0][0]) for s in range(30) for step in Gossip(rotate=False).schedule(s, 8).steps()}
     assert len(met) == period(8) == 3
 
@@ -82,10 +84,10 @@ def test_without_rotation_a_rank_only_meets_as_many_as_a_period_has_steps():
 @given(st.integers(1, 100), st.integers(0, 50), st.integers(0, 2**31))
 def test_places_are_a_permutation_that_follows_from_seed_and_period_alone(ranks, number, seed):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
-    where = places(ranks, number, seed)
-    places.cache_clear()
+    where = permutation(ranks, number, seed)
+    permutation.cache_clear()
     assert sorted(where.tolist()) == [*range(ranks)]
-    assert where.tolist() == places(ranks, number, seed).tolist()
+    assert where.tolist() == permutation(ranks, number, seed).tolist()
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
 
 
@@ -107,7 +109,7 @@ def test_gossip_of_rows_keeps_the_mean_and_a_row_sends_each_byte_once(within, ro
     algorithm = Gossip(within=within, staleness=staleness)
     ranks = within * rows
     schedule = algorithm.schedule(step, ranks)
-    prove(schedule, promise(algorithm, schedule))
+    prove(schedule, gossip_mean(algorithm, schedule))
     sent = [Fraction(0)] * rows
     for hop in schedule.steps():
         for src, dst, lo, hi in zip(*(column.tolist() for column in hop.columns[:4]), strict=True):
@@ -134,7 +136,7 @@ def test_a_late_message_counts_a_quarter():
         ({"topology": "star"}, "choose one of dissemination, hypercube"),
         ({"payload": "loss"}, "choose one of weights, gradients"),
         ({"staleness": 2}, "two diverge"),
-        ({"staleness": 1, "weight": 0.5}, "below 1/2, as late messages with 1/2 swing for ever"),
+        ({"staleness": 1, "weight": 0.5}, "below 1/2, as late messages with 1/2 oscillate for ever"),
         ({"staleness": 1, "payload": "gradients"}, "a late gradient belongs to weights that are gone"),
         ({"weight": 0.0}, "must be above 0 and at most 1/2"),
         ({"weight": 0.6}, "must be above 0 and at most 1/2"),

@@ -14,8 +14,8 @@ from time import monotonic, sleep, thread_time
 
 import pytest
 
-from commrt.cli import inject
-from commrt.cli.inject import Injection, Kill, Slow, Slower, Stop, check, extra_s, parse
+from commrt.cli import inject_faults
+from commrt.cli.inject_faults import Fault, Injection, check, extra_s, parse
 from commrt.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
@@ -23,15 +23,19 @@ COMMAND = Path(sys.executable).with_name("commrt")
 WORKERS, STEPS = 4, 62
 
 
+def slow(prob, **fields):
+    return Fault("slow", prob=prob, **fields)
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("slow:rank=2,prob=0.1,seconds=0.5", Slow(0.1, 0.5, rank=2)),
-        ("slow:prob=1,seconds=0", Slow(1.0, 0.0)),
-        ("slow:prob=0.03,low=5,high=20", Slower(0.03, 5.0, 20.0)),
-        ("slow:high=2,low=1,prob=0,rank=0", Slower(0.0, 1.0, 2.0, rank=0)),
-        ("kill:rank=3,step=20", Kill(3, 20)),
-        ("stop:step=61,rank=1,seconds=5", Stop(1, 61, 5.0)),
+        ("slow:rank=2,prob=0.1,seconds=0.5", slow(0.1, seconds=0.5, rank=2)),
+        ("slow:prob=1,seconds=0", slow(1.0, seconds=0.0)),
+        ("slow:prob=0.03,low=5,high=20", slow(0.03, low=5.0, high=20.0)),
+        ("slow:high=2,low=1,prob=0,rank=0", slow(0.0, low=1.0, high=2.0, rank=0)),
+        ("kill:rank=3,step=20", Fault("kill", 3, 20)),
+        ("stop:step=61,rank=1,seconds=5", Fault("stop", 1, 61, seconds=5.0)),
     ],
 )
 def test_a_fault_is_what_was_written(text, fault):
@@ -44,20 +48,20 @@ def test_a_fault_is_what_was_written(text, fault):
     [
         ("", "no fault is called '': choose one of kill, slow, stop$"),
         ("freeze:rank=1", "no fault is called 'freeze': choose one of kill, slow, stop$"),
-        ("kill", "missing, unknown or there twice: write kill:rank=3,step=20,"),
-        ("kill:", "missing, unknown or there twice"),
-        ("kill:step=3", "missing, unknown or there twice"),
-        ("kill:rank=1,step=3,seconds=1", "missing, unknown or there twice"),
-        ("kill:rank=1,step=3,", "missing, unknown or there twice"),
-        ("kill:rank=1,rank=2,step=3", "missing, unknown or there twice"),
+        ("kill", "missing, unknown or given twice: write kill:rank=3,step=20,"),
+        ("kill:", "missing, unknown or given twice"),
+        ("kill:step=3", "missing, unknown or given twice"),
+        ("kill:rank=1,step=3,seconds=1", "missing, unknown or given twice"),
+        ("kill:rank=1,step=3,", "missing, unknown or given twice"),
+        ("kill:rank=1,rank=2,step=3", "missing, unknown or given twice"),
         ("stop:rank=1,step=3", "write stop:rank=1,step=30,seconds=5$"),
         ("slow:prob=0.1", "write slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20"),
         ("slow:prob=0.1,low=3", "write slow:prob=0.1,seconds=0.5 or"),
-        ("slow:prob=0.1,seconds=1,low=3,high=4", "missing, unknown or there twice"),
-        ("slow:prob=0.1,seconds=1,kind=3", "missing, unknown or there twice"),
-        ("kill:rank=one,step=3", "rank=one is no whole number: write kill:rank=3,step=20,"),
-        ("kill:rank=1.5,step=3", r"rank=1\.5 is no whole number"),
-        ("slow:prob=often,seconds=1", "prob=often is no number"),
+        ("slow:prob=0.1,seconds=1,low=3,high=4", "missing, unknown or given twice"),
+        ("slow:prob=0.1,seconds=1,kind=3", "missing, unknown or given twice"),
+        ("kill:rank=one,step=3", "rank=one is not a whole number: write kill:rank=3,step=20,"),
+        ("kill:rank=1.5,step=3", r"rank=1\.5 is not a whole number"),
+        ("slow:prob=often,seconds=1", "prob=often is not a number"),
     ],
 )
 def test_what_is_no_fault_is_one_sentence(text, says):
@@ -95,27 +99,29 @@ def times(faults, seed=0, rank=0, usual_s=0.01, steps=2000):
 
 
 def test_slowness_is_the_same_in_each_run_and_another_for_each_seed_rank_and_fault():
-    fault = Slower(0.3, 5, 20)
+    fault = slow(0.3, low=5, high=20)
     assert times([fault]) == times([fault])
-    for other in (times([fault], seed=1), times([fault], rank=1), times([Kill(0, 0), fault])):
+    for other in (times([fault], seed=1), times([fault], rank=1), times([Fault("kill", 0, 0), fault])):
         assert other != times([fault])
 
 
 def test_slowness_comes_as_often_and_lasts_as_long_as_asked():
-    struck = [seconds for seconds in times([Slow(0.1, 0.5)]) if seconds]
+    struck = [seconds for seconds in times([slow(0.1, seconds=0.5)]) if seconds]
     assert set(struck) == {0.5}
     assert 150 < len(struck) < 250  # of 2000; a standard deviation is 13
-    struck = [seconds for seconds in times([Slower(0.1, 5, 20)]) if seconds]
+    struck = [seconds for seconds in times([slow(0.1, low=5, high=20)]) if seconds]
     assert 150 < len(struck) < 250
     assert min(struck) == pytest.approx(0.04, abs=0.01)
     assert max(struck) == pytest.approx(0.19, abs=0.01)
-    assert times([Slow(1, 0.5), Slow(1, 0.25, rank=0), Slow(1, 8, rank=1), Slow(0, 9)], steps=2) == [0.75, 0.75]
+    assert times(
+        [slow(1, seconds=0.5), slow(1, seconds=0.25, rank=0), slow(1, seconds=8, rank=1), slow(0, seconds=9)], steps=2
+    ) == [0.75, 0.75]
 
 
 def test_how_long_a_step_usually_takes_is_the_median_of_what_this_rank_has_computed(monkeypatch):
     slept = []
-    monkeypatch.setattr(inject, "sleep", slept.append)
-    injected = Injection([Slower(1, 3, 3)], 0, 0)
+    monkeypatch.setattr(inject_faults, "sleep", slept.append)
+    injected = Injection([slow(1, low=3, high=3)], 0, 0)
     for compute_s in (0.02, 0.02, 0.2, 0.02):
         injected.begin_step()
         injected.compute()
@@ -127,8 +133,8 @@ def test_how_long_a_step_usually_takes_is_the_median_of_what_this_rank_has_compu
 
 
 def test_only_the_rank_and_the_step_that_were_named_are_struck(monkeypatch):
-    struck, faults = [], [Kill(1, 2), Kill(0, 1), Kill(1, 0)]
-    monkeypatch.setattr(Kill, "strike", lambda fault: struck.append(fault))  # noqa: PLW0108  # a method
+    struck, faults = [], [Fault("kill", 1, 2), Fault("kill", 0, 1), Fault("kill", 1, 0)]
+    monkeypatch.setattr(Fault, "strike", lambda fault: struck.append(fault))  # noqa: PLW0108  # a method
     injected = Injection(faults, 0, 1)
     seen = []
     for _ in range(4):
@@ -148,15 +154,15 @@ def forked(body):
 
 def test_who_is_stopped_goes_on_after_the_time_and_who_is_killed_does_not():
     begin_s = monotonic()
-    stopped = forked(Stop(0, 0, 0.5).strike)
+    stopped = forked(Fault("stop", 0, 0, seconds=0.5).strike)
     assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
     assert os.waitpid(stopped, 0)[1] == 0
     assert 0.5 <= monotonic() - begin_s < 10
-    assert os.WTERMSIG(os.waitpid(forked(Kill(0, 0).strike), 0)[1]) == signal.SIGKILL
+    assert os.WTERMSIG(os.waitpid(forked(Fault("kill", 0, 0).strike), 0)[1]) == signal.SIGKILL
 
 
 def test_nobody_waits_for_a_stopped_process_that_was_killed():
-    stopped = forked(Stop(0, 0, 1000.0).strike)
+    stopped = forked(Fault("stop", 0, 0, seconds=1000.0).strike)
     os.waitpid(stopped, os.WUNTRACED)
     (waiting,) = Path(f"/proc/{stopped}/task/{stopped}/children").read_text().split()
     os.kill(stopped, signal.SIGKILL)
@@ -173,6 +179,7 @@ def trained(*args):
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     args = ["--workers", "3", "--algorithm", "gossip", "--inject", "kill:rank=0,step=4", "--compare", "gossip"]
@@ -185,6 +192,7 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     assert "commrt: rank 0 is lost from step" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
     faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.1"]
@@ -196,6 +204,7 @@ def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
     assert record["saved_seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
     args = ["--workers", "2", "--algorithm", "torus2d", "--inject", "kill:rank=1,step=4", "--timeout-s", "1000"]
@@ -206,6 +215,7 @@ def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_all_reduce_waits_for_a_stopped_worker_and_for_slow_ones():
     faults = ["--inject", "stop:rank=1,step=4,seconds=1", "--inject", "slow:prob=1,seconds=0.05"]

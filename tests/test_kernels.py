@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 from interpreter import interpret, watched
-from planted import BUGS
+from kernel_bugs import BUGS
 from triton.runtime import interpreter
 
 from commrt.kernels import device
@@ -25,13 +25,9 @@ from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.layout import layout_of
-from commrt.kernels.mix import mix, mix_into
-from commrt.kernels.norm import norm_of
-from commrt.kernels.pack import pack
 from commrt.kernels.packing import bits
-from commrt.kernels.reduce import reduce_into
+from commrt.kernels.reference import mix, mix_into, norm_of, pack, reduce_into, unpack
 from commrt.kernels.tables import Tables
-from commrt.kernels.unpack import unpack
 
 TILE, WARPS = 1024, 1
 LENGTHS = (0, 1, 7, 8, 9, 127, TILE - 1, TILE, TILE + 1, 2 * TILE, 1009, 4099, 50257)
@@ -150,6 +146,7 @@ def same(got, want):
     return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and torch.equal(got.isnan(), want.isnan())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [0, 2, 1], ids=["16 bytes", "8 bytes", "4 bytes"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
 def test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(dtype, wire, skew):
@@ -159,6 +156,7 @@ def test_pack_is_its_definition_bit_by_bit_and_touches_nothing_else(dtype, wire,
     assert not case.flag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
 @pytest.mark.parametrize("scale", [None, 0.3], ids=["plain", "scaled"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
@@ -171,6 +169,7 @@ def test_unpack_is_its_definition_bit_by_bit(dtype, wire, scale, accumulate):
     assert all_equal("unpack", case.tensors, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [2, 1], ids=["8 or 4 bytes", "4 or 2 bytes"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
 def test_unpack_and_mix_reach_tensors_at_any_element(dtype, wire, skew):
@@ -411,6 +410,7 @@ def fails(check):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
     name, before, after = BUGS[bug]
@@ -430,6 +430,7 @@ def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
     assert any(fails(check) for check in CHECKS[name])
 
 
+@pytest.mark.slow
 def test_what_looks_for_planted_bugs_passes_without_them(monkeypatch):
     monkeypatch.setitem(globals(), "TALLY", Counter())
     assert not any(fails(check) for checks in CHECKS.values() for check in checks)

@@ -14,8 +14,8 @@ from pathlib import Path
 from platform import machine
 
 import pytest
-from launched import in_a_group, with_variables
-from namespaces import address, hosts, why_none
+from launched_ranks import in_a_group, with_variables
+from network_namespaces import address, hosts, why_none
 
 from commrt.membership.launcher import LAUNCHERS, read_launch
 from commrt.testing.processes import free_port, run_processes
@@ -23,7 +23,7 @@ from commrt.testing.processes import free_port, run_processes
 pytestmark = pytest.mark.processes
 BIN = Path(sys.executable).parent
 TORCHRUN = BIN / "torchrun"
-WORKER = Path(__file__).with_name("launched.py")
+WORKER = Path(__file__).parent / "support" / "launched_ranks.py"
 LIMIT_S = 110
 OF_LAUNCHERS = {getattr(one, name) for one in LAUNCHERS for name in ("rank", "size", "local_rank", "local_size")}
 
@@ -118,6 +118,7 @@ def mpiruns():
         yield pytest.param(name, [mpirun, *options], id="the system's mpirun")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mpirun"), list(mpiruns()))
 def test_two_jobs_of_mpirun_at_once_on_one_machine_need_no_port_and_do_not_meet(here, tmp_path, name, mpirun):
     folders = [tmp_path / "first", tmp_path / "second"]

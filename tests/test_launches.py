@@ -13,7 +13,7 @@ from shutil import which
 import pytest
 import triton
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "support"
 SCRIPT = HERE / "launch_report.py"
 HEADERS = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 

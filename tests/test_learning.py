@@ -26,6 +26,7 @@ def found(data):
     return {rule: learning.simulated(rule, RANKS, 0, data, STEPS) for rule in learning.RULES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["gossip, weights", "gossip, weights, one step late"])
 def test_gossip_of_weights_learns_as_all_reduce_does_and_keeps_replicas_together(found, rule):
     assert abs(found[rule].accuracy - found["all-reduce"].accuracy) < 0.015

@@ -11,27 +11,27 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
-from commrt.runtime import opening
+from commrt.runtime import init
 from commrt.runtime import world as world_module
 from commrt.runtime.world import World
 from commrt.testing import conformance
 from commrt.testing.ranks import over_threads, run_ranks
-from commrt.threads.lane import Lane
+from commrt.threads.comm_thread import CommThread
 from commrt.threads.streams import DONE
-from commrt.transport.media import Media
-from commrt.transport.protocol import Group, Moment, Parcel
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 META = torch.device("meta")
-NOW = Moment(0, 0)
+NOW = Tag(0, 0)
 
 
-def media(ranks, timeout_s):
-    return [Media(transport) for transport in over_threads(HashStore(), ranks, timeout_s)]
+def by_device(ranks, timeout_s):
+    return [TransportByDevice(transport) for transport in over_threads(HashStore(), ranks, timeout_s)]
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
 def test_it_conforms(check):
-    check(media)
+    check(by_device)
 
 
 class Elsewhere:
@@ -48,7 +48,7 @@ class Elsewhere:
 
     def bind(self, group):
         self.bound.append(group)
-        return lambda moment: None
+        return lambda tag: None
 
     def wait(self):
         self.ends.append("wait")
@@ -62,7 +62,7 @@ class Elsewhere:
 
 @pytest.fixture
 def both():
-    one, elsewhere = media(2, 5.0)[0], Elsewhere()
+    one, elsewhere = by_device(2, 5.0)[0], Elsewhere()
     one.add(META, elsewhere)
     yield one, elsewhere
     one.abort()
@@ -70,7 +70,7 @@ def both():
 
 def test_a_group_is_carried_by_the_transport_of_its_device(both):
     one, elsewhere = both
-    group = Group([Parcel(1, torch.ones(3, device=META))], [])
+    group = P2PGroup([P2PMessage(1, torch.ones(3, device=META))], [])
     one.bind(group)(NOW)
     assert elsewhere.bound == [group]
     assert one.allocate(3, torch.float32, META).device == META
@@ -80,11 +80,11 @@ def test_a_group_is_carried_by_the_transport_of_its_device(both):
 
 def test_a_group_on_two_devices_is_refused(both):
     with pytest.raises(UsageError, match=r"hop 2: its tensors lie on \['cpu', 'meta'\]"):
-        both[0].bind(Group([Parcel(1, torch.ones(3, device=META))], [Parcel(1, torch.ones(3))], hop=2))
+        both[0].bind(P2PGroup([P2PMessage(1, torch.ones(3, device=META))], [P2PMessage(1, torch.ones(3))], hop=2))
 
 
 def test_a_gpu_that_is_not_connected_is_refused_with_the_call_that_connects_it():
-    one = media(2, 5.0)[0]
+    one = by_device(2, 5.0)[0]
     gpu = torch.device("cuda", 1)
     assert not one.reaches(gpu)
     with pytest.raises(UsageError, match=r"world\.connect\('cuda:1'\) on every rank first"):
@@ -92,7 +92,7 @@ def test_a_gpu_that_is_not_connected_is_refused_with_the_call_that_connects_it()
 
 
 def test_one_rank_alone_reaches_every_device():
-    assert media(1, 5.0)[0].reaches(torch.device("cuda", 1))
+    assert by_device(1, 5.0)[0].reaches(torch.device("cuda", 1))
 
 
 def test_a_deadline_is_one_for_all(both):
@@ -103,7 +103,7 @@ def test_a_deadline_is_one_for_all(both):
 
 def test_all_are_closed_though_one_has_something_to_say(both):
     one, elsewhere = both
-    exchange = one.bind(Group([], [Parcel(1, torch.ones(3))]))
+    exchange = one.bind(P2PGroup([], [P2PMessage(1, torch.ones(3))]))
 
     def close():
         raise TransportClosed("late")
@@ -135,16 +135,16 @@ class Recorded:
     def __init__(self):
         self.story = []
 
-    def mark(self):
+    def record_event(self):
         self.story.append("mark")
         return SimpleNamespace(query=lambda: True, number=len(self.story))
 
-    def follow(self, mark):
+    def wait_event(self, mark):
         self.story.append("nothing" if mark is DONE else f"behind {mark.number}")
 
 
 def test_a_task_is_queued_behind_its_caller_and_who_takes_its_result_behind_the_task():
-    lane = Lane(lambda failure: None)
+    lane = CommThread(lambda failure: None)
     lane.streams = streams = Recorded()
     answer = lane.submit(lambda: streams.story.append("task"))
     answer.result()
@@ -153,7 +153,7 @@ def test_a_task_is_queued_behind_its_caller_and_who_takes_its_result_behind_the_
 
 
 def test_nobody_waits_for_what_a_failed_task_queued():
-    lane = Lane(lambda failure: None)
+    lane = CommThread(lambda failure: None)
     lane.streams = streams = Recorded()
     answer = lane.submit([].pop)
     with pytest.raises(IndexError):
@@ -185,18 +185,18 @@ def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it():
     world = World(over_threads(store, 1, 5.0)[0], store)
     world._on_late_failure(LATE)
     assert world.closed
-    assert world.untold is LATE
+    assert world.unraised_failure is LATE
     assert b"no transfer with ranks [1]" in store.get("report/0")
     world.close()
-    assert world.untold is None
+    assert world.unraised_failure is None
 
 
 def test_a_process_that_ends_without_being_told_of_a_failure_warns(monkeypatch):
     world = World(over_threads(HashStore(), 1, 5.0)[0], HashStore())
     world._on_late_failure(LATE)
-    monkeypatch.setattr(opening, "_current", world)
+    monkeypatch.setattr(init, "_current", world)
     with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
-        opening._leave()
+        init._at_exit()
 
 
 def test_no_optimizer_steps_after_a_gpu_failed_late():
@@ -218,15 +218,15 @@ def test_connecting_a_gpu_gives_the_world_a_transport_and_its_lane_the_gpu_s_str
             self.story.append("enter")
 
     gpu, made = torch.device("cuda", 0), []
-    monkeypatch.setattr(world_module, "gpu", lambda device: gpu)
+    monkeypatch.setattr(world_module, "require_gpu", lambda device: gpu)
     monkeypatch.setattr(world_module, "streams_of", lambda device: Entered())
     monkeypatch.setattr(world_module, "connect_gpu", lambda *given: made.append(given) or Elsewhere())
 
     def body(world):
         world.connect("cuda")
-        streams = world.lane.streams
+        streams = world.comm_thread.streams
         world.connect("cuda:0")
-        assert world.lane.streams is streams
+        assert world.comm_thread.streams is streams
         assert streams.story[0] == "enter"
         assert world.transport.kind == "elsewhere and local"
         with pytest.raises(UsageError, match="has one GPU"):

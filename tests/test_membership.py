@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
-from commrt.membership import membership
-from commrt.membership.collectives import Collectives
+from commrt.membership.barrier import Barrier
 from commrt.membership.generations import GATHERING, OPEN, Generation, Generations, Head, Loss
 from commrt.membership.membership import Membership
-from commrt.threads.patience import Patience
 
 LONG_S, SHORT_S = 20.0, 0.3
 
@@ -30,7 +28,7 @@ def members(ranks, timeout_s=LONG_S, needed=1, store=None):
     ]
     for member in found:
         member.found()
-        member.calls = Collectives(member)
+        member.calls = Barrier(member)
     return found
 
 
@@ -53,7 +51,7 @@ def roll_call(found, steps):
 
 def arriving(member, what="save()"):
     """As a rank does: after a change of the generation it goes on in the new one."""
-    return lambda: member.calls.arrive(what, 0, lambda: member.adopt(member.current()))
+    return lambda: member.calls.arrive(what, 0, lambda: member.adopt(member.current())).ranks
 
 
 def end(found):
@@ -178,32 +176,6 @@ def test_waiting_ends_when_the_world_does():
     end(found)
 
 
-def test_a_member_that_was_stopped_itself_does_not_evict_those_who_come_after_it_woke(monkeypatch):
-    looked = threading.Event()
-
-    class Stopped(Patience):
-        """Before the first look."""
-
-        def __init__(self, limit_s):
-            super().__init__(limit_s)
-            self._looked_s -= 1000.0
-
-        @property
-        def waited_s(self):
-            waited_s = super().waited_s
-            looked.set()
-            return waited_s
-
-    monkeypatch.setattr(membership, "Patience", Stopped)
-    found = members(2)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(found[0].roll_call, 3, int)
-        looked.wait(LONG_S)
-        second = pool.submit(found[1].roll_call, 4, int)
-        assert {first.result().ranks, second.result().ranks} == {(0, 1)}
-    end(found)
-
-
 # collectives
 
 
@@ -211,7 +183,7 @@ def test_a_member_that_was_stopped_itself_does_not_evict_those_who_come_after_it
 def test_a_collective_begins_when_all_members_have_come(ranks):
     found = members(ranks)
     for _ in range(3):
-        assert at_once([arriving(member) for member in found]) == [None] * ranks
+        assert at_once([arriving(member) for member in found]) == [tuple(range(ranks))] * ranks
         for member in found:
             member.calls.leave()
     end(found)
@@ -236,7 +208,7 @@ def test_collectives_leave_no_more_keys_on_the_store_the_more_there_are():
 
 def test_a_member_that_does_not_come_in_time_is_evicted_and_the_others_begin():
     found = members(3, SHORT_S)
-    assert at_once([arriving(member) for member in found[:2]]) == [None, None]
+    assert at_once([arriving(member) for member in found[:2]]) == [(0, 1)] * 2
     assert found[0].current().ranks == (0, 1)
     with pytest.raises(Evicted, match=r"did not come to save\(\) within"):
         arriving(found[2])()
@@ -248,7 +220,7 @@ def test_a_member_that_has_left_is_not_waited_for(how):
     found = members(3)
     found[1].depart("it closed its world", finished=True) if how == "finished" else found[1].processes.close()
     begin_s = monotonic()
-    assert at_once([arriving(member) for member in found[::2]]) == [None, None]
+    assert at_once([arriving(member) for member in found[::2]]) == [(0, 2)] * 2
     assert monotonic() - begin_s < LONG_S / 2
     assert [loss.finished for loss in found[0].current().lost] == [how == "finished"]
     end(found)
@@ -256,7 +228,9 @@ def test_a_member_that_has_left_is_not_waited_for(how):
 
 def test_where_too_few_come_nobody_is_evicted_and_the_error_names_who_is_missing():
     found = members(3, SHORT_S, needed=2)
-    with pytest.raises(DeadlineExceeded, match=r"ranks \[1, 2\] did not come to save\(\) within 0.3 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"ranks \[1, 2\] are missing \(it did not come to save\(\) within 0.3 s\)"
+    ):
         arriving(found[0])()
     assert found[0].current().ranks == (0, 1, 2)
     end(found)
@@ -273,7 +247,7 @@ def test_ranks_that_come_to_different_collectives_all_learn_it():
 def test_a_rank_that_comes_to_another_collective_does_not_go_on_to_meet_the_others_later():
     found = members(2)
     at_once([arriving(found[0]), arriving(found[1], "load()")])
-    assert at_once([arriving(found[0], "next()"), arriving(found[1], "next()")]) == [None, None]
+    assert at_once([arriving(found[0], "next()"), arriving(found[1], "next()")]) == [(0, 1)] * 2
     end(found)
 
 

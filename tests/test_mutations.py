@@ -16,13 +16,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from pairing import check_pairing
 
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
-from commrt.collective import all_reduce
 from commrt.program import Hop, program
-from commrt.proving.proof import check_pairing, verify
+from commrt.proof.replay import verify
+from commrt.proof.spec import all_reduce
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 Row = tuple[int, int, int, int, int]
@@ -237,6 +238,7 @@ def test_the_oracle_tells_right_from_wrong_and_from_luck(steps, expected):
     assert finding(steps, 2, 1, Random(0)) == expected
 
 
+@pytest.mark.slow
 @CASES
 def test_every_mutant_that_the_oracle_finds_wrong_is_refused(name, ranks, tally, record_property):
     schedule, rng = ALGORITHMS[name].schedule(0, ranks), Random(f"{name} {ranks}")

@@ -25,13 +25,13 @@ from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Transpo
 from commrt.runtime.world import World
 from commrt.testing import nccl as stand_in
 from commrt.testing.ranks import over_nccl, over_threads, run_ranks
-from commrt.transport import clique
 from commrt.transport import nccl as transport_module
-from commrt.transport.binding import require_usable
+from commrt.transport import nccl_communicator
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, Group, Moment, Parcel
+from commrt.transport.nccl_communicator import require_usable
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 
-NOW = Moment(step=3, bucket=1)
+NOW = Tag(step=3, bucket=1)
 PATIENT_S = 20.0
 
 
@@ -88,7 +88,7 @@ class Queue:
     def current(self):
         return 7
 
-    def mark(self):
+    def record_event(self):
         return SimpleNamespace(query=self.reached.is_set, synchronize=self.reached.wait)
 
 
@@ -142,7 +142,9 @@ def queued(monkeypatch):
     """Rank 0 of two, alone: its exchanges are queued and end when `queue.reached` is set."""
     queue = Queue()
     monkeypatch.setattr(transport_module, "streams_of", lambda device: queue)
-    monkeypatch.setattr(clique, "_claims", lambda *_: dict.fromkeys(range(2), clique._Claim(22809, None)))
+    monkeypatch.setattr(
+        nccl_communicator, "_rank_infos", lambda *_: dict.fromkeys(range(2), nccl_communicator._RankInfo(22809, None))
+    )
     binding = Silent(queue)
     store = HashStore()
     transport = NcclTransport(store, 0, range(2), PATIENT_S, CPU, binding)
@@ -151,7 +153,7 @@ def queued(monkeypatch):
 
 
 def swap(transport, numel=5):
-    return transport.bind(Group([Parcel(1, torch.ones(numel))], [Parcel(1, torch.zeros(numel))], hop=4))
+    return transport.bind(P2PGroup([P2PMessage(1, torch.ones(numel))], [P2PMessage(1, torch.zeros(numel))], hop=4))
 
 
 def after_failure(transport):
@@ -161,7 +163,7 @@ def after_failure(transport):
 
 def test_an_exchange_is_one_group_of_bytes_on_the_current_stream(queued):
     sent, landing = torch.ones(5, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.float64)
-    queued.transport.bind(Group([Parcel(1, sent)], [Parcel(1, landing)]))(NOW)
+    queued.transport.bind(P2PGroup([P2PMessage(1, sent)], [P2PMessage(1, landing)]))(NOW)
     send, recv = ("send", sent.data_ptr(), 10, 0, 1, 7), ("recv", landing.data_ptr(), 24, 0, 1, 7)
     assert queued.binding.calls == ["start", send, recv, "end"]
 
@@ -182,7 +184,7 @@ def test_what_is_late_on_the_gpu_is_the_next_exchanges_error_and_names_the_late_
     exchange(NOW)
     after_failure(queued.transport)
     with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s") as failure:
-        exchange(Moment(4, 0))
+        exchange(Tag(4, 0))
     assert (failure.value.place.step, failure.value.place.bucket, failure.value.place.hop) == (3, 1, 4)
     assert queued.queue.reached.wait(PATIENT_S)  # by the abort
     queued.transport.close()
@@ -234,7 +236,7 @@ def test_a_peer_that_left_after_its_part_costs_nothing(queued):
 
 def test_a_store_that_does_not_answer_holds_no_deadline_up(queued, monkeypatch):
     answering = threading.Event()
-    monkeypatch.setattr(queued.transport._departures, "_read", lambda peers: answering.wait(PATIENT_S))
+    monkeypatch.setattr(queued.transport._notices, "_read", lambda peers: answering.wait(PATIENT_S))
     queued.transport.timeout_s = 0.3
     swap(queued.transport)(NOW)
     begin_s = monotonic()
@@ -249,7 +251,7 @@ def failing():
 
 
 def test_a_gpu_that_failed_is_the_next_exchanges_error(queued, monkeypatch):
-    monkeypatch.setattr(queued.queue, "mark", lambda: SimpleNamespace(query=failing, synchronize=failing))
+    monkeypatch.setattr(queued.queue, "record_event", lambda: SimpleNamespace(query=failing, synchronize=failing))
     swap(queued.transport)(NOW)
     after_failure(queued.transport)
     with pytest.raises(TransportError, match="illegal memory access"):
@@ -258,7 +260,7 @@ def test_a_gpu_that_failed_is_the_next_exchanges_error(queued, monkeypatch):
 
 def test_closing_on_a_gpu_that_failed_says_so_and_frees_the_communicator(queued, monkeypatch):
     queued.transport._watchdog.stop()
-    monkeypatch.setattr(queued.queue, "mark", lambda: SimpleNamespace(query=failing, synchronize=failing))
+    monkeypatch.setattr(queued.queue, "record_event", lambda: SimpleNamespace(query=failing, synchronize=failing))
     swap(queued.transport)(NOW)
     with pytest.raises(TransportError, match="illegal memory access"):
         queued.transport.close()
@@ -317,34 +319,34 @@ def test_errors_are_not_asked_for_while_the_communicator_is_freed(queued, how):
 
     def freeing():
         names.append(threading.current_thread().name)
-        queued.transport._complaint()
+        queued.transport._find_failure()
 
     queued.binding.abort = queued.binding.destroy = freeing
     getattr(queued.transport, how)()
-    assert names == ["commrt-asking"]
-    assert "commrt-asking" not in queued.binding.polls
+    assert names == ["commrt-store-call"]
+    assert "commrt-store-call" not in queued.binding.polls
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_errors_are_not_asked_for_after_the_communicator_was_freed(queued, closed):
     if closed:
         queued.transport._closed = True
-    queued.transport._complaint()
+    queued.transport._find_failure()
     assert (threading.current_thread().name in queued.binding.polls) == (not closed)
 
 
 def test_errors_are_not_asked_for_while_calls_are_being_issued(queued):
     with queued.transport._in_use:
-        queued.transport._complaint()
+        queued.transport._find_failure()
     assert threading.current_thread().name not in queued.binding.polls
 
 
 def test_the_watchdog_and_who_makes_the_communicator_use_the_gpu_of_this_rank(queued):
-    assert {"commrt-watchdog", "commrt-asking"} <= set(queued.queue.users)
+    assert {"commrt-watchdog", "commrt-store-call"} <= set(queued.queue.users)
 
 
 def test_no_more_exchanges_are_queued_than_nccl_has_room_for(queued, monkeypatch):
-    monkeypatch.setattr(transport_module, "IN_FLIGHT", 3)
+    monkeypatch.setattr(transport_module, "MAX_PENDING", 3)
     exchange = swap(queued.transport)
     for _ in range(3):
         exchange(NOW)
@@ -411,14 +413,14 @@ def test_ranks_with_different_versions_of_nccl_are_told_so():
 
 
 def test_two_ranks_on_one_gpu_are_told_so(monkeypatch):
-    monkeypatch.setattr(clique, "_gpu", lambda device: "GPU-1234")
+    monkeypatch.setattr(nccl_communicator, "_gpu", lambda device: "GPU-1234")
     for error in two(HashStore(), 2):
         assert isinstance(error, UsageError)
         assert "ranks 0 and 1 chose the same GPU, GPU-1234" in str(error)
 
 
 def test_two_ranks_may_share_a_gpu_where_nccl_allows_it(monkeypatch):
-    monkeypatch.setattr(clique, "_gpu", lambda device: "GPU-1234")
+    monkeypatch.setattr(nccl_communicator, "_gpu", lambda device: "GPU-1234")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     newer = but(get_version=lambda: 23003)
     for transport in two(HashStore(), 2, rank0=newer, rank1=newer):
@@ -452,7 +454,7 @@ def test_calls_that_return_before_they_are_done_are_refused(monkeypatch):
 def test_tensors_of_another_device_are_refused():
     (transport,) = over_nccl(HashStore(), 1, 2.0)
     with pytest.raises(UsageError, match="moves tensors on cpu, not those on meta"):
-        transport.bind(Group([Parcel(0, torch.ones(2, device="meta"))], [Parcel(0, torch.ones(2))]))
+        transport.bind(P2PGroup([P2PMessage(0, torch.ones(2, device="meta"))], [P2PMessage(0, torch.ones(2))]))
     with pytest.raises(UsageError, match="not those on meta"):
         transport.allocate(3, torch.float32, torch.device("meta"))
     transport.close()
@@ -472,7 +474,7 @@ def test_survivors_go_on_with_a_communicator_of_their_own():
         again = NcclTransport(PrefixStore("second", store), transport.rank // 2, range(2), PATIENT_S, CPU, stand_in)
         with World(again, HashStore()) as smaller:
             buffer = torch.full((8,), 2.0 + smaller.rank)
-            smaller.lane.submit(lambda: smaller.run_now(ring.all_reduce(2), buffer, NOW)).result()
+            smaller.comm_thread.submit(lambda: smaller.run_now(ring.all_reduce(2), buffer, NOW)).result()
             return buffer.tolist()
 
     with ThreadPoolExecutor(3) as pool:
@@ -483,4 +485,4 @@ def test_a_closed_transport_says_so_though_a_communicator_is_gone():
     (transport,) = over_nccl(HashStore(), 1, 2.0)
     transport.close()
     with pytest.raises(TransportClosed):
-        transport.bind(Group([], []))
+        transport.bind(P2PGroup([], []))

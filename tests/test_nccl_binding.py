@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 
 from commrt.errors import TransportError, UsageError
 from commrt.testing import nccl as stand_in
-from commrt.transport.binding import load
 from commrt.transport.nccl import NcclTransport
+from commrt.transport.nccl_communicator import load
 from commrt.transport.protocol import CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # CuPy warns where there is no GPU

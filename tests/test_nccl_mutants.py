@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from commrt.membership.store_client import run_within
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
-from commrt.transport import clique, nccl
+from commrt.transport import nccl, nccl_communicator
 from commrt.transport.protocol import CPU
 
 SHORT_S = 0.2
@@ -24,14 +24,14 @@ PATIENT_S = 1.5
 
 ISSUED = """        self._nccl.groupStart()
         try:
-            for issue, address, nbytes, place in calls:
-                issue(address, nbytes, self._nccl.NCCL_INT8, place, stream)
+            for issue, address, nbytes, nccl_rank in calls:
+                issue(address, nbytes, self._nccl.NCCL_INT8, nccl_rank, stream)
         finally:
-            self._nccl.groupEnd()  # or all later calls of this thread would only be gathered
+            self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 """
-ABOVE_6 = "CuPy has no word for NCCL's statuses above 6\n            "
-EACH = "        for issue, address, nbytes, place in calls:\n"
-CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, place, stream)\n"
+ABOVE_6 = "CuPy has no name for NCCL's statuses above 6\n            "
+EACH = "        for issue, address, nbytes, nccl_rank in calls:\n"
+CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, nccl_rank, stream)\n"
 
 MUTANTS = {
     "no group": (nccl, ISSUED, f"{EACH}            {CALL}"),
@@ -41,30 +41,30 @@ MUTANTS = {
         f"{EACH}            self._nccl.groupStart()\n            {CALL}            self._nccl.groupEnd()\n",
     ),
     "a group that is never ended": (nccl, "            self._nccl.groupEnd()  #", "            pass  #"),
-    "sends in another order": (nccl, "for parcel in rest.sends", "for parcel in reversed(rest.sends)"),
-    "receives in another order": (nccl, "for parcel in rest.recvs", "for parcel in reversed(rest.recvs)"),
-    "a send forgotten": (nccl, "for parcel in rest.sends", "for parcel in rest.sends[:-1]"),
-    "a receive forgotten": (nccl, "for parcel in rest.recvs", "for parcel in rest.recvs[1:]"),
-    "the last byte forgotten": (nccl, "parcel.data.nbytes, self", "parcel.data.nbytes - 1, self"),
-    "elements for bytes": (nccl, "parcel.data.nbytes, self", "parcel.data.numel(), self"),
-    "the beginning of the storage": (nccl, "parcel.data.data_ptr()", "parcel.data.untyped_storage().data_ptr()"),
+    "sends in another order": (nccl, "for message in rest.sends", "for message in reversed(rest.sends)"),
+    "receives in another order": (nccl, "for message in rest.recvs", "for message in reversed(rest.recvs)"),
+    "a send forgotten": (nccl, "for message in rest.sends", "for message in rest.sends[:-1]"),
+    "a receive forgotten": (nccl, "for message in rest.recvs", "for message in rest.recvs[1:]"),
+    "the last byte forgotten": (nccl, "message.data.nbytes, self", "message.data.nbytes - 1, self"),
+    "elements for bytes": (nccl, "message.data.nbytes, self", "message.data.numel(), self"),
+    "the beginning of the storage": (nccl, "message.data.data_ptr()", "message.data.untyped_storage().data_ptr()"),
     "sends for receives": (nccl, "_call(self._communicator.recv", "_call(self._communicator.send"),
-    "peers mixed up": (nccl, ".index(parcel.peer)", ".index(max(parcel.peer - 1, 0))"),
+    "peers mixed up": (nccl, ".index(message.peer)", ".index(max(message.peer - 1, 0))"),
     "empty transfers sent": (nccl, "= split_self(group, self.rank, self.members)", "= group, []"),
     "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
     "errors swallowed": (
         nccl,
-        f"{ABOVE_6}raise self._explained(error, flight) from error",
-        f"{ABOVE_6}self._explained(error, flight)",
+        f"{ABOVE_6}raise self._explained(error, pending) from error",
+        f"{ABOVE_6}self._explained(error, pending)",
     ),
-    "no deadline": (nccl, "age_s > flight.timeout_s", "False"),
+    "no deadline": (nccl, "age_s > pending.timeout_s", "False"),
     "a deadline of its own": (nccl, "monotonic(), self.timeout_s,", "monotonic(), 300.0,"),
-    "a late communicator not aborted": (nccl, "begun(communicator.abort)", "begun(int)"),
-    "the others not told": (nccl, "self._departures.tell(None)", "pass"),
-    "the others not asked": (nccl, "self._left(flight) if", "None if"),
+    "a late communicator not aborted": (nccl, "(communicator.abort)", "(int)"),
+    "the others not told": (nccl, "self._notices.announce(None)", "pass"),
+    "the others not asked": (nccl, "self._lost_peer(pending) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
-    "an id of each rank's own": (clique, 'said = store.get("id")', "said = _unique_id(binding).hex().encode()"),
-    "a rank of another": (clique, "number, members.index(rank))", "number, 0)"),
+    "an id of each rank's own": (nccl_communicator, 'said = store.get("id")', "said = _new_id(binding).hex().encode()"),
+    "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),
 }
 
 
@@ -93,7 +93,7 @@ def complaint(transport, monkeypatch, patience_s=PATIENT_S):
             )
         return made[-ranks:]
 
-    monkeypatch.setattr(conformance, "PATIENT_S", patience_s)
+    monkeypatch.setattr(conformance, "LONG_S", patience_s)
     monkeypatch.setattr(conformance, "SHORT_S", SHORT_S)
     try:
         for check in conformance.CHECKS:
@@ -112,12 +112,13 @@ def test_the_transport_itself_passes(monkeypatch):
     assert complaint(mutated(nccl, "bind(self", "bind(self").NcclTransport, monkeypatch, patience_s=20.0) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_rule_is_noticed(name, monkeypatch):
     module, old, new = MUTANTS[name]
     mutant = mutated(module, old, new)
-    if module is clique:
-        monkeypatch.setattr(nccl, "join", mutant.join)
+    if module is nccl_communicator:
+        monkeypatch.setattr(nccl, "create", mutant.create)
         mutant = nccl
     noticed = complaint(mutant.NcclTransport, monkeypatch)
     sys.stdout.write(f"{name}: {noticed}\n")  # for pytest -s

@@ -18,7 +18,7 @@ PATIENT_S, SHORT_S = 20.0, 0.2
 
 @pytest.fixture
 def ranks():
-    """Make communicators of a new clique, and run a function of each on a thread of its own."""
+    """Make communicators with a new unique id, and run a function of each on a thread of its own."""
     made = []
 
     def start(count):

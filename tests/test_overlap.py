@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
+from commrt.buckets.gradient_bucket import ReadyOrder
+from commrt.buckets.layout import Unit, plan_buckets
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
-from commrt.wire.buckets import Unit, plan_buckets
-from commrt.wire.ready import LaunchOrder
 
 LAYERS = 8
 WIRE_S = 0.020
@@ -66,7 +66,7 @@ buckets_of_names = st.lists(st.integers(1, 4), min_size=1, max_size=6).map(
 
 @given(buckets_of_names, st.randoms(use_true_random=False), st.integers(0, 24))
 def test_buckets_leave_once_and_in_order_whatever_becomes_ready_first(buckets, random, ready):
-    order = LaunchOrder(buckets)
+    order = ReadyOrder(buckets)
     names = [(b, name) for b, members in enumerate(buckets) for name in members]
     random.shuffle(names)
     for _ in range(2):

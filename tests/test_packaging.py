@@ -63,15 +63,19 @@ def contents(wheel):
 def package_files():
     """As the checkout has them, under the names of the wheel."""
     rooms = [ROOT / "commrt", ROOT / "commrt" / "kernels", ROOT / "commrt" / "algorithms"]  # glob follows no links
-    files = {path for room in rooms for kind in ("*.py", "*.toml", "py.typed") for path in room.rglob(kind)}
+    files = {
+        path for room in rooms for kind in ("*.py", "*.toml", "*.j2", "*.css", "py.typed") for path in room.rglob(kind)
+    }
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
 def test_the_wheel_is_the_package_and_nothing_else(dist):
     files = set(contents(dist.wheel))
     assert {name for name in files if ".dist-info/" not in name} == package_files()
-    assert {"commrt/kernels/pack.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
-    assert {f"commrt/pricing/clusters/{path.name}" for path in (ROOT / "commrt" / "clusters").glob("*.toml")} <= files
+    assert {"commrt/kernels/reference.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
+    clusters = {path.name for path in (ROOT / "commrt" / "cost" / "clusters").glob("*.toml")}
+    assert clusters
+    assert {f"commrt/cost/clusters/{name}" for name in clusters} <= files
     assert f"commrt-{commrt.__version__}.dist-info/licenses/LICENSE" in files
 
 
@@ -121,7 +125,7 @@ def environment(dist, tmp_path_factory):
 
 
 def test_beside_packages_called_kernels_and_algorithms_each_finds_its_own(environment):
-    own = ["commrt/__init__.py", "commrt/kernels/pack.py", "commrt/algorithms/torus.py"]
+    own = ["commrt/__init__.py", "commrt/kernels/reference.py", "commrt/algorithms/torus.py"]
     modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in own]
     call = (
         "import json, kernels, algorithms; from importlib.util import find_spec; "

@@ -16,14 +16,14 @@ from torch import nn
 from triton.runtime.interpreter import InterpreterError
 
 import commrt
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.layout import Header
 from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
 from commrt.kernels.packing import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
 from commrt.testing.ranks import run_ranks
-from commrt.wire.buckets import Bucket
-from commrt.wire.stamp import Claim
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 129, 4095, 4096, 4097]), min_size=1, max_size=5)
@@ -323,9 +323,9 @@ def test_a_gradient_on_another_device_than_its_bucket_is_refused():
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.zeros(3)
     layout = layout_of([3])
-    bucket = Bucket(0, [("w", param)], layout, torch.zeros(layout.numel, device="meta"), model=1)
+    bucket = GradientBucket(0, [("w", param)], layout, torch.zeros(layout.numel, device="meta"), model=1)
     with pytest.raises(UsageError, match=r"the gradient of w is on cpu, and its bucket on meta"):
-        bucket.take(Claim(0, 1, 0, 0, 0, 0), lambda name: True)
+        bucket.take(Header(0, 1, 0, 0, 0, 0), lambda name: True)
 
 
 class OnGpu(torch.Tensor):
@@ -342,8 +342,8 @@ def test_a_gradient_that_was_made_on_the_lane_s_stream_is_not_freed_under_the_re
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the reader's on {device}")
     param = nn.Parameter(torch.zeros(3))
     layout = layout_of([3])
-    bucket = Bucket(0, [("w", param)], layout, torch.zeros(layout.numel), model=1)
-    bucket.take(Claim(0, 1, 0, 0, 0, 0), lambda name: False)
+    bucket = GradientBucket(0, [("w", param)], layout, torch.zeros(layout.numel), model=1)
+    bucket.take(Header(0, 1, 0, 0, 0, 0), lambda name: False)
     bucket.pack(1.0)
     layout.flags(bucket.wire).fill_(1)  # another rank had it
     bucket.unpack()

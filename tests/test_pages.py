@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from documented import PAGES, ROOT, commands, parsed
+from documentation import PAGES, ROOT, commands, parsed
 
 import commrt
 from commrt import errors
-from commrt.replicas.replica import Replica
 from commrt.testing.ranks import local_worlds
+from commrt.training.replica import Replica
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -114,7 +114,7 @@ def test_every_file_of_ours_that_is_named_exists(page):
     for span in spans(page):
         for name in OURS.findall(span) if "{" not in span else ():
             file = name.rstrip(".,/").partition("::")[0]
-            assert [*ROOT.glob(file)] or file in BUILT, f"{name} in `{span}`"
+            assert [*ROOT.glob(file), *ROOT.glob(f"{file}.py")] or file in BUILT, f"{name} in `{span}`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

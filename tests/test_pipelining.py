@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.collective import all_reduce
 from commrt.errors import ScheduleError, UsageError
-from commrt.program import program, waits_of
+from commrt.program import dependencies, program
+from commrt.proof.spec import all_reduce
 from commrt.runtime import executor
 from commrt.runtime.executor import bind, scratch_numel
 from commrt.testing.ranks import run_ranks
-from commrt.transport.protocol import Moment
+from commrt.transport.protocol import Tag
 
-NOW = Moment(0, 0)
+NOW = Tag(0, 0)
 INNER = {"ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling(), "torus2d": commrt.Torus2D()}
 INNER["both ways"] = commrt.Torus2D(both_ways=True)
 
@@ -39,15 +39,15 @@ class TwoStreams:
     def __init__(self):
         self.now, self.clocks, self.accesses = 0, [{0: 0, 1: 0}, {0: 0, 1: 0}], []
 
-    def mark(self):
+    def record_event(self):
         return dict(self.clocks[self.now])
 
-    def follow(self, mark):
+    def wait_event(self, mark):
         own = self.clocks[self.now]
         self.clocks[self.now] = {stream: max(own[stream], mark[stream]) for stream in own}
 
     @contextmanager
-    def aside(self):
+    def side_stream(self):
         self.now = 1
         yield
         self.now = 0
@@ -81,7 +81,7 @@ class Noted:
         self._streams = streams
 
     def bind(self, group):
-        def exchange(moment):
+        def exchange(tag):
             for parcel in group.sends:
                 self._streams.touch(parcel.data, writes=False)
             for parcel in group.recvs:
@@ -128,25 +128,25 @@ def test_no_byte_is_touched_by_two_that_nothing_orders(name, ranks, slices, stre
 
 
 def test_the_oracle_notices_an_exchange_that_does_not_wait(streams, monkeypatch):
-    real = executor.waits_of
+    real = executor.dependencies
 
     def careless(hops, chunks):
         waits = real(hops, chunks)
         return SimpleNamespace(after=(None,) * len(hops), parity=waits.parity, overlap=True)
 
-    monkeypatch.setattr(executor, "waits_of", careless)
+    monkeypatch.setattr(executor, "dependencies", careless)
     run_noted(ring.all_reduce(4).in_slices(2), 0, streams)
     assert races(streams)
 
 
 def test_the_oracle_notices_scratch_that_is_used_again_too_early(streams, monkeypatch):
-    real = executor.waits_of
+    real = executor.dependencies
 
     def crowded(hops, chunks):
         waits = real(hops, chunks)
         return SimpleNamespace(after=waits.after, parity=(0,) * len(hops), overlap=True)
 
-    monkeypatch.setattr(executor, "waits_of", crowded)
+    monkeypatch.setattr(executor, "dependencies", crowded)
     run_noted(ring.all_reduce(4).in_slices(2), 0, streams)
     assert races(streams)
 
@@ -168,7 +168,7 @@ def test_scratch_is_as_large_as_it_is_said_to_be(name, ranks, slices, numel):
     mine = program(schedule, 0)
     whole = scratch_numel(program(INNER[name].schedule(0, ranks), 0), numel)
     assert scratch_numel(mine, numel) <= 2 * whole + 64
-    assert len(waits_of(mine.hops, mine.chunks).after) == len(mine.hops)
+    assert len(dependencies(mine.hops, mine.chunks).after) == len(mine.hops)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

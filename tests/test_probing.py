@@ -11,30 +11,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt import probing
+from commrt.cost.cluster import Between, Cluster, Link, Racks
+from commrt.cost.price import Pricing
 from commrt.errors import UsageError
-from commrt.pricing.cluster import Between, Cluster, Link, Racks
-from commrt.pricing.simulate import Pricing
-from commrt.probing import fitted, layout, probe, turn
+from commrt.runtime import probing
+from commrt.runtime.probing import fit_line, probe, ranks_per_host, ring_shift
 from commrt.testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [("aaaa", 4), ("aabb", 2), ("abc", 1)])
 def test_ranks_that_fill_one_host_after_the_other_are_a_layout(hosts, per_host):
-    assert layout(list(hosts)) == per_host
+    assert ranks_per_host(list(hosts)) == per_host
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abab", "abba", "aabbb"])
 def test_other_ranks_are_told_how_they_lie(hosts):
     with pytest.raises(UsageError, match=r"ranks lie on hosts as \[0, "):
-        layout(list(hosts))
+        ranks_per_host(list(hosts))
 
 
 @pytest.mark.parametrize(
     "circles", [[(0, 1)], [(0, 1, 2)], [(0, 2), (1, 3)], [(4, 1, 3, 2, 0)], [(0, 1, 2), (5, 4, 3)]], ids=str
 )
 def test_in_a_turn_each_rank_of_a_circle_sends_and_receives_once_and_not_the_same_chunk(circles):
-    (step,) = turn(circles, 6).steps()
+    (step,) = ring_shift(circles, 6).steps()
     members = sorted(rank for circle in circles for rank in circle)
     assert sorted(step.src.tolist()) == sorted(step.dst.tolist()) == members
     sent, received = dict(zip(step.src, step.lo, strict=True)), dict(zip(step.dst, step.lo, strict=True))
@@ -44,14 +44,14 @@ def test_in_a_turn_each_rank_of_a_circle_sends_and_receives_once_and_not_the_sam
 @given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
 def test_times_that_lie_on_a_line_are_that_line(latency_s, bytes_per_s):
     sizes = [1 << power for power in (10, 14, 18, 22)]
-    found = fitted(sizes, [latency_s + nbytes / bytes_per_s for nbytes in sizes])
+    found = fit_line(sizes, [latency_s + nbytes / bytes_per_s for nbytes in sizes])
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-4)
     assert found.latency_s == pytest.approx(latency_s, rel=1e-4, abs=1e-4 * sizes[0] / bytes_per_s)
 
 
 @pytest.mark.parametrize("times_s", [[0.1, 1.0, 11.0], [1.0, 0.5, 0.1]], ids=["faster at first", "noise alone"])
 def test_times_that_no_link_can_have_give_no_negative_latency_and_no_endless_rate(times_s):
-    found = fitted([1, 10, 100], times_s)
+    found = fit_line([1, 10, 100], times_s)
     assert found.latency_s >= 0
     assert found.bytes_per_s > 0
 
@@ -63,7 +63,7 @@ def test_what_is_measured_is_the_same_on_every_rank_and_can_be_planned_with(monk
     assert (clusters[0].gpus_per_node, clusters[0].nodes) == (4, 1)
     again = Cluster.parsed(clusters[0].text(), "probed")
     assert again == clusters[0]
-    assert Pricing(turn([(0, 1)], 4), again).price(1e6).seconds > 0
+    assert Pricing(ring_shift([(0, 1)], 4), again).price(1e6).seconds > 0
 
 
 def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):
@@ -90,5 +90,5 @@ def test_probe_writes_a_file_to_simulate_with(tmp_path):
     args = [str(command), "probe", "--workers", "2", "--out", str(path)]
     done = subprocess.run(args, capture_output=True, text=True, check=False, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert "GB/s inside of a host" in done.stdout
+    assert "GB/s inside a host" in done.stdout
     assert Cluster.named(str(path)).gpus_per_node == 2

@@ -56,7 +56,7 @@ class State:
         return replace(self, answers=tuple(answers), **more)
 
 
-class Moment(NamedTuple):
+class Tag(NamedTuple):
     """Of a rank's life."""
 
     wish: object  # what it wants next, or the outcomes of its steps
@@ -115,22 +115,22 @@ class Model:
         life, known = self.lives.pop((rank, begin), (None, None))
         if not answers or known != answers[:-1]:
             life, known = self.life(rank, *begin), ()
-            moment = self.after(life, Moment(None, *begin, frozenset()), None)
+            tag = self.after(life, Tag(None, *begin, frozenset()), None)
         else:
-            moment = self.moments[rank, begin, known]
+            tag = self.moments[rank, begin, known]
         for answer in answers[len(known) :]:
-            moment = self.after(life, moment, answer)
+            tag = self.after(life, tag, answer)
         self.lives[rank, begin] = life, answers
-        return moment
+        return tag
 
-    def after(self, life, moment, answer):
-        generation = answer if isinstance(moment.wish, NextAttempt) else moment.generation
+    def after(self, life, tag, answer):
+        generation = answer if isinstance(tag.wish, NextAttempt) else tag.generation
         try:
             wish = life.send(answer)
         except StopIteration as end:
-            return Moment(end.value, self.steps, generation, moment.came)
+            return Tag(end.value, self.steps, generation, tag.came)
         place = {(wish.step, wish.attempt, generation)} if isinstance(wish, Reduce) else set()
-        return Moment(wish, getattr(wish, "step", moment.step), generation, moment.came | place)
+        return Tag(wish, getattr(wish, "step", tag.step), generation, tag.came | place)
 
     def wish(self, state, rank):
         return self.at(state, rank).wish

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import commrt
 from commrt.algorithms.catalogue import by_name
 from commrt.errors import UsageError
-from commrt.recipe import BatchSizeControl, Rate, lars
 from commrt.testing.ranks import run_ranks
+from commrt.training.large_batch import BatchSizeControl, Rate, lars
 
 DATA = TensorDataset(torch.arange(96.0))
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import commrt
-from commrt import recording
-from commrt.cli import tracing
 from commrt.errors import TransportError, UsageError
-from commrt.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
+from commrt.report.files import require_writable
+from commrt.runtime import recording
+from commrt.runtime.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
@@ -131,7 +131,7 @@ def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
 def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment():
     program = (
         "import commrt, torch\n"
-        "from commrt.recording import Nvtx, within_range\n"
+        "from commrt.runtime.recording import Nvtx, within_range\n"
         "with commrt.init() as world:\n"
         "    assert isinstance(world.recorder, Nvtx)\n"
         "    with within_range(world.recorder, 'hop', number=3, nbytes=512): pass\n"
@@ -141,7 +141,7 @@ def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment():
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(UsageError, match="there is no folder"):
-        tracing.check_file(str(tmp_path / "missing" / "trace.json"))
+        require_writable("--trace", str(tmp_path / "missing" / "trace.json"), "trace.json")
     with pytest.raises(UsageError, match="is a folder: give a file"):
-        tracing.check_file(str(tmp_path))
-    tracing.check_file(str(tmp_path / "trace.json"))
+        require_writable("--trace", str(tmp_path), "trace.json")
+    require_writable("--trace", str(tmp_path / "trace.json"), "trace.json")

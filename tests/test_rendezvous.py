@@ -8,8 +8,8 @@ import signal
 import socket
 from time import monotonic
 
-import meetings
 import pytest
+import rendezvous_ranks
 
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.membership import rendezvous
@@ -93,7 +93,7 @@ def test_a_store_that_goes_away_during_a_question_is_named(blow, says):
         os.kill(process.pid, blow)
         return True
 
-    outcomes = run_processes(3, meetings.ask_a_struck_holder, 3.0, limit_s=LIMIT_S, on_message=strike)
+    outcomes = run_processes(3, rendezvous_ranks.ask_a_struck_holder, 3.0, limit_s=LIMIT_S, on_message=strike)
     for other in outcomes[1:]:
         assert other.error is not None
         assert other.error.startswith(says)
@@ -104,7 +104,7 @@ def test_a_store_that_goes_away_during_a_question_is_named(blow, says):
 @pytest.mark.processes
 def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_read_why():
     outcomes = run_processes(
-        3, meetings.ask_with_one_absent, (1.0, 30.0, None), limit_s=LIMIT_S, on_message=lambda *_: True
+        3, rendezvous_ranks.ask_with_one_absent, (1.0, 30.0, None), limit_s=LIMIT_S, on_message=lambda *_: True
     )
     for waiting in outcomes[:2]:
         assert waiting.error is not None
@@ -114,7 +114,7 @@ def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_rea
 
 @pytest.mark.processes
 def test_a_process_opens_one_world_after_the_other():
-    outcomes = run_processes(2, meetings.several_worlds, 3, limit_s=LIMIT_S)
+    outcomes = run_processes(2, rendezvous_ranks.several_worlds, 3, limit_s=LIMIT_S)
     assert [outcome.value for outcome in outcomes] == [[(rank, 2)] * 3 for rank in range(2)], outcomes
 
 
@@ -129,7 +129,7 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, order):
     ends = str(tmp_path / "ends")
-    outcomes = run_processes(2, meetings.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
+    outcomes = run_processes(2, rendezvous_ranks.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ORDERS[order])] * 2
 
 

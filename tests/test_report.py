@@ -14,19 +14,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from invoking import invoke
+from commands import invoke
 
-from commrt.cli import history, pages, train
-from commrt.cli.history import Departure, History, Notes, Record, Share, Turn
-from commrt.cli.job import Job, Result
-from commrt.cli.mnist import Images
-from commrt.cli.pages import Run, page
-from commrt.cli.reporting import prepare, write
-from commrt.cli.results import rows
-from commrt.cli.standing import contributors, met
+from commrt.buckets.engine import Span
+from commrt.cli import train
+from commrt.cli.dataset import Images
+from commrt.cli.training_job import Job
 from commrt.errors import CommrtError, UsageError
-from commrt.recording import Timeline
-from commrt.replicas.report import Span, StepReport
+from commrt.report import history
+from commrt.report.files import prepare_report, write_report
+from commrt.report.history import AveragedStep, HistoryRecorder, Iteration, LostRank, RankHistory, RunRecord
+from commrt.report.page import page
+from commrt.report.tables import Result, rows
+from commrt.runtime.recording import Timeline
+from commrt.training.replica import StepReport
 
 CHROMIUM = shutil.which("chromium")
 VOID = {"meta", "br"}
@@ -63,35 +64,40 @@ class Parsed(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def events(ranks):
+JOB = Job("torus2d", 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0)
+
+
+def events(rank):
     """Steps of 10 ms, without the numbers that only some ways of averaging give to their waits."""
     made = []
-    for rank in ranks:
-        for step in range(STEPS):
-            spans = [("forward", 0, 3000), ("backward", 3000, 5000), ("optimizer", 8000, 1000)]
-            where = {"ph": "X", "pid": rank, "args": {}}
-            made += [where | {"name": name, "ts": 1e4 * step + at, "dur": dur} for name, at, dur in spans]
-    return tuple(made)
+    for step in range(STEPS):
+        spans = [("forward", 0, 3000), ("backward", 3000, 5000), ("optimizer", 8000, 1000)]
+        where = {"ph": "X", "pid": rank, "args": {}}
+        made += [where | {"name": name, "ts": 1e4 * step + at, "dur": dur} for name, at, dur in spans]
+    return made
 
 
-def noted(rank, members=lambda step: tuple(range(RANKS)), heard=lambda step: ()):
-    turns = [Turn(step, 0.01 + 0.001 * rank, 2.0 / (step + 1), step / STEPS) for step in range(STEPS)]
-    shares = [
-        Share(step, members(step), heard(step), rank in members(step), 0.002, 0.004, 1000 + rank)
+def recorded(rank, members=lambda step: tuple(range(RANKS)), heard=lambda step: ()):
+    iterations = [Iteration(step, 0.01 + 0.001 * rank, 2.0 / (step + 1), step / STEPS) for step in range(STEPS)]
+    averaged = [
+        AveragedStep(step, members(step), heard(step), rank in members(step), 0.002, 0.004, 1000 + rank)
         for step in range(STEPS)
     ]
-    return History(rank, turns, shares)
+    return RankHistory(rank, iterations, averaged, events(rank))
 
 
 def a_run(algorithm, record, **given):
-    job = Job(algorithm, 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0)
     late = dict.fromkeys(range(RANKS), 0)
     facts = (algorithm, "plain", RANKS, "fp32", 1, STEPS, 0.913, 1.25e-6, False, 5123.0, 0.0125, 0.0021, 0.004, 1000)
-    return Run(job, replace(Result(*facts, "", (), late, 0.0, record), **given))
+    return replace(Result(*facts, "", (), late, 0.0, record), **given)
+
+
+def page_of(*runs):
+    return page(runs, JOB.backups, [])
 
 
 def synchronous():
-    return a_run("torus2d", Record("shared", tuple(map(noted, range(RANKS))), events(range(RANKS))))
+    return a_run("torus2d", RunRecord("shared", tuple(map(recorded, range(RANKS)))))
 
 
 def gossiping():
@@ -100,8 +106,8 @@ def gossiping():
     def members(step):
         return tuple(range(RANKS if step < 3 else 3))
 
-    histories = tuple(noted(rank, members, lambda step, rank=rank: ((rank + 1) % 3,)) for rank in range(3))
-    record = Record("shared", histories, events(range(3)), (Departure(3, 3, "rank 2 found that <it> is gone"),))
+    histories = tuple(recorded(rank, members, lambda step, rank=rank: ((rank + 1) % 3,)) for rank in range(3))
+    record = RunRecord("shared", histories, (LostRank(3, 3, "rank 2 found that <it> is gone"),))
     return a_run("gossip", record, lost=(3,))
 
 
@@ -111,7 +117,7 @@ def with_backups():
     def members(step):
         return (0, 1, 2) if step < 2 else (1, 2, 3)
 
-    record = Record("gloo", tuple(noted(rank, members) for rank in (1, 2, 3)), events((1, 2, 3)))
+    record = RunRecord("gloo", tuple(recorded(rank, members) for rank in (1, 2, 3)))
     return a_run("backup", record, lost=(0,), late={1: 2, 2: 0, 3: 2}, saved_seconds=1.5)
 
 
@@ -119,14 +125,14 @@ def succeeded():
     """Another process takes rank 2's place at step 4."""
     run = with_backups()
     late = run.record.histories[1]
-    record = replace(run.record, histories=(History(2, late.turns[4:], late.shares[4:]),))
-    return Run(run.job, replace(run.result, lost=(), record=record))
+    history = replace(late, iterations=late.iterations[4:], averaged_steps=late.averaged_steps[4:])
+    return replace(run, lost=(), record=replace(run.record, histories=(history,)))
 
 
 def with_ddp():
-    shares = [Share(step, tuple(range(RANKS)), (), True, 0.003, None, None) for step in range(STEPS)]
-    histories = tuple(History(rank, noted(rank).turns, shares) for rank in range(RANKS))
-    return a_run("ddp", Record("shared", histories, events(range(RANKS))), bytes_sent_per_step=None, comm_seconds=None)
+    averaged = [AveragedStep(step, tuple(range(RANKS)), (), True, 0.003, None, None) for step in range(STEPS)]
+    histories = tuple(replace(recorded(rank), averaged_steps=averaged) for rank in range(RANKS))
+    return a_run("ddp", RunRecord("shared", histories), bytes_sent_per_step=None, comm_seconds=None)
 
 
 RUNS = {
@@ -142,7 +148,7 @@ FACTS = [("command", "commrt train '<script>alert(1)</script>' \"&\""), ("torch"
 @pytest.fixture(scope="module")
 def of_all():
     runs = [make() for make in RUNS.values()]
-    return runs, page(runs, FACTS)
+    return runs, page(runs, JOB.backups, FACTS)
 
 
 def test_the_page_is_well_formed_and_asks_for_nothing(of_all):
@@ -156,7 +162,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(of_all):
     assert "@import" not in text
     assert "http" not in text.replace("http-equiv", "")
     assert parsed.tags.keys() & {"script", "link", "iframe", "img", "base", "object"} == set()
-    assert ("meta", "content", pages.POLICY) in parsed.attributes
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'") in parsed.attributes
 
 
 def test_ids_are_unique_and_references_find_them(of_all):
@@ -169,7 +175,7 @@ def test_ids_are_unique_and_references_find_them(of_all):
 def test_every_figure_of_the_table_is_on_the_page(of_all):
     runs, text = of_all
     said = Parsed(text).text()
-    for name, *cells in rows([run.result for run in runs]):
+    for name, *cells in rows(runs):
         assert " ".join([name, *cells]) in said
 
 
@@ -200,34 +206,33 @@ def test_what_comes_from_outside_is_text(of_all):
     ],
 )
 def test_a_run_is_told_by_what_its_ranks_noted(name, says):
-    assert says in Parsed(page([RUNS[name]()], [])).text()
+    assert says in Parsed(page_of(RUNS[name]())).text()
 
 
 def test_a_run_of_which_nothing_was_noted_has_a_page_too():
     run = a_run("ring", None)
-    text = Parsed(page([run], [])).text()
+    text = Parsed(page_of(run)).text()
     assert "No step was recorded." in text
-    assert "No rank that was left had noted it." in text
+    assert "No rank that was left at the end recorded it." in text
 
 
 def test_many_steps_share_columns_and_points():
     def repeated(its):
-        turns = [Turn(step, 0.01, 1.0, 0.5) for step in range(10_000)]
-        shares = [Share(step, (0, 1, 2), (), True, 0.0, 0.0, 0) for step in range(10_000)]
-        return replace(its, histories=(History(0, turns, shares, left_out=7),))
+        iterations = [Iteration(step, 0.01, 1.0, 0.5) for step in range(10_000)]
+        averaged = [AveragedStep(step, (0, 1, 2), (), True, 0.0, 0.0, 0) for step in range(10_000)]
+        return replace(its, histories=(RankHistory(0, iterations, averaged, left_out=7),))
 
     run = with_backups()
-    result = replace(run.result, steps=10_000, record=repeated(run.record))
-    text = page([Run(run.job, result)], [])
+    text = page_of(replace(run, steps=10_000, record=repeated(run.record)))
     assert len(text) < 400_000
     assert "a column is 63 steps" in text
-    assert "7 passes after those were not kept." in text
+    assert "7 later passes were not kept." in text
 
 
 def test_steps_that_a_rank_did_not_see_are_known_from_others():
     record = with_backups().record
-    assert contributors(record)[4] == {1, 2, 3}
-    assert met(gossiping().record, RANKS)[2] == [6, 0, 0, 0]
+    assert record.members_by_step()[4] == {1, 2, 3}
+    assert gossiping().record.mix_counts(RANKS)[2] == [6, 0, 0, 0]
 
 
 # What is refused, and what is left when writing fails.
@@ -250,11 +255,12 @@ def a_file(path):
         (foreign, "there is a report.html that commrt did not write"),
         (a_file, "nothing can be written there"),
         (lambda path: a_file(path) / "deeper", "nothing can be written there"),
+        (lambda _: "", "the name of the folder is empty: give one, such as --report out"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_trained(make, says, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "_start", lambda *_: pytest.fail("it trained"))
-    job = replace(synchronous().job, report=str(make(tmp_path / "out")))
+    job = replace(JOB, report=str(make(tmp_path / "out")))
     with pytest.raises(UsageError, match=f"^--report .*{says}"):
         train.run(job, [], 4, as_json=False)
 
@@ -262,86 +268,87 @@ def test_what_cannot_be_written_is_refused_before_anything_is_trained(make, says
 def test_the_missing_extra_is_named_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r"matplotlib: pip install 'commrt\[draw\]'"):
-        prepare(str(tmp_path))
+        prepare_report(str(tmp_path))
 
 
 def test_a_page_of_ours_is_written_over_and_folders_are_made(tmp_path):
-    path = prepare(str(tmp_path / "a" / "b"))
-    write(path, page([synchronous()], []))
+    path = prepare_report(str(tmp_path / "a" / "b"))
+    write_report(path, page_of(synchronous()))
     before = path.stat().st_mode & 0o777
-    write(prepare(str(tmp_path / "a" / "b")), page([with_ddp()], []))
+    write_report(prepare_report(str(tmp_path / "a" / "b")), page_of(with_ddp()))
     assert "there is no schedule to show" in path.read_text()
     assert [each.name for each in path.parent.iterdir()] == ["report.html"]
     assert before & 0o400
 
 
-@pytest.mark.parametrize("broken", ["write", "page"])
+@pytest.mark.parametrize("broken", ["write_report", "page"])
 def test_a_page_that_fails_does_not_cost_the_table(broken, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise CommrtError("the run is over, but")
 
     run = synchronous()
-    monkeypatch.setattr(train if broken == "write" else pages, broken, fail)
-    monkeypatch.setattr(train, "_start", lambda *_: [run.result])
+    monkeypatch.setattr(train, broken, fail)
+    monkeypatch.setattr(train, "_start", lambda *_: [run])
     with pytest.raises(CommrtError, match="the run is over, but"):
-        train.run(replace(run.job, report=str(tmp_path)), [], 4, as_json=False)
+        train.run(replace(JOB, report=str(tmp_path)), [], 4, as_json=False)
     assert "91.3%" in capsys.readouterr().out
 
 
 def test_the_record_is_not_in_the_json():
-    assert "record" not in synchronous().result.facts()
+    assert "record" not in synchronous().facts()
 
 
-# Notes.
+# What a rank records.
 
 
-def notes_of(recorder=None):
-    return Notes(SimpleNamespace(rank=1, recorder=recorder))
+def recorder_of(timeline=None):
+    return HistoryRecorder(SimpleNamespace(rank=1, recorder=timeline))
 
 
-def pass_through(notes, step, report=None):
-    notes.take(step, 0.5, torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), report)
+def iterate(recorder, step, report=None):
+    recorder.record_iteration(step, 0.5, torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), report)
 
 
-def test_a_pass_is_noted_with_what_averaging_told_once():
-    notes = notes_of()
+def test_an_iteration_is_recorded_with_what_averaging_told_once():
+    recorder = recorder_of()
     report = StepReport(0, (0, 1), 0.25, (Span(0, 1.0, 1.5, 64),), heard=frozenset({0}))
-    pass_through(notes, 0, report)
-    pass_through(notes, 1, report)
-    assert [(turn.step, turn.loss, turn.accuracy) for turn in notes.history.turns] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
-    assert notes.history.shares == [Share(0, (0, 1), (0,), True, 0.25, 0.5, 64)]
-    assert History.read(notes.history.text()) == notes.history
+    iterate(recorder, 0, report)
+    iterate(recorder, 1, report)
+    iterations = recorder.history.iterations
+    assert [(each.step, each.loss, each.accuracy) for each in iterations] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
+    assert recorder.history.averaged_steps == [AveragedStep(0, (0, 1), (0,), True, 0.25, 0.5, 64)]
+    assert RankHistory.from_json(recorder.history.to_json()) == recorder.history
 
 
 def test_only_the_first_passes_are_recorded_as_a_timeline():
-    notes = notes_of()
-    world = notes._world
-    for step in range(history.TIMELINE_TURNS + 5):
+    recorder = recorder_of()
+    world = recorder._world
+    for step in range(history.TIMELINE_ITERATIONS + 5):
         if world.recorder is not None:
             world.recorder.begin("forward", {})
             world.recorder.end()
-        pass_through(notes, step)
+        iterate(recorder, step)
     assert world.recorder is None
-    assert len(notes.events) == history.TIMELINE_TURNS
+    assert len(recorder.history.events) == history.TIMELINE_ITERATIONS
 
 
 def test_a_timeline_that_was_asked_for_goes_on():
     asked = Timeline(1)
-    notes = notes_of(asked)
-    for step in range(history.TIMELINE_TURNS):
+    recorder = recorder_of(asked)
+    for step in range(history.TIMELINE_ITERATIONS):
         asked.begin("forward", {})
         asked.end()
-        pass_through(notes, step)
-    assert notes._world.recorder is asked
-    assert len(notes.events) == history.TIMELINE_TURNS
+        iterate(recorder, step)
+    assert recorder._world.recorder is asked
+    assert len(recorder.history.events) == history.TIMELINE_ITERATIONS
 
 
-def test_notes_end_where_memory_would(monkeypatch):
-    monkeypatch.setattr(history, "MOST_TURNS", 3)
-    notes = notes_of()
+def test_a_history_ends_where_memory_would(monkeypatch):
+    monkeypatch.setattr(history, "MAX_ITERATIONS", 3)
+    recorder = recorder_of()
     for step in range(5):
-        pass_through(notes, step)
-    assert (len(notes.history.turns), notes.history.left_out) == (3, 2)
+        iterate(recorder, step)
+    assert (len(recorder.history.iterations), recorder.history.left_out) == (3, 2)
 
 
 # Real ones.

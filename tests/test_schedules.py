@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commrt import collective
 from commrt.algorithms import halving_doubling, ring, tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.fold import MAX_HELPERS, folded
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
-from commrt.program import among, program, spans
-from commrt.proving.proof import verify
+from commrt.program import chunk_bounds, member_program, program
+from commrt.proof import spec
+from commrt.proof.replay import verify
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty, traffic
 
 RANKS = [*range(1, 65), 97]
@@ -250,7 +250,7 @@ def test_digest_ignores_the_weight_where_nothing_reads_it(combine):
 def test_digest_sees_what_moves_not_how_the_columns_were_made():
     columns = [[0, 1], [1, 0], [0, 1], [1, 2], [1, 1]]
     narrow = [np.array(column, dtype=np.int32) for column in columns]
-    built = [Step.from_columns([*narrow, np.full(2, weight)]) for weight in (0.0, 0.5)]
+    built = [Step(*narrow, np.full(2, weight)) for weight in (0.0, 0.5)]
     built.append(Step.of(*columns))
     digests = {Schedule("s", 2, 2, lambda step=step: iter([step])).digest() for step in built}
     assert len(digests) == 1
@@ -279,7 +279,7 @@ def test_members_play_what_their_places_do(schedule, data):
     ranks = schedule.ranks + data.draw(st.integers(0, 3))
     members = data.draw(st.permutations(range(ranks)))[: schedule.ranks]
     for rank in members:
-        assert among(schedule, members, rank, ranks) == program(schedule.over(members, world=ranks), rank)
+        assert member_program(schedule, members, rank, ranks) == program(schedule.over(members, world=ranks), rank)
 
 
 def test_a_program_keeps_the_hops_in_which_its_rank_is_idle():
@@ -293,7 +293,7 @@ def test_a_program_knows_its_peers():
 
 @given(numel=st.integers(0, 5000), chunks=st.integers(1, 70), granule=st.integers(1, 64))
 def test_spans_cover_exactly_in_even_chunks_that_start_at_granules(numel, chunks, granule):
-    bounds = spans(numel, chunks, granule)
+    bounds = chunk_bounds(numel, chunks, granule)
     sizes = [hi - lo for lo, hi in pairwise(bounds)]
     grains = [-(-size // granule) for size in sizes]
     assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, chunks)
@@ -306,7 +306,7 @@ def test_spans_cover_exactly_in_even_chunks_that_start_at_granules(numel, chunks
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_algorithm_is_an_all_reduce_for_every_rank_count(name, ranks):
     schedule = BUILDERS[name](0, ranks)
-    assert verify(schedule, collective.all_reduce(ranks, schedule.chunks)).counterexample is None
+    assert verify(schedule, spec.all_reduce(ranks, schedule.chunks)).counterexample is None
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -324,7 +324,7 @@ def test_an_algorithm_returns_one_object_for_one_answer(name):
 def test_an_algorithm_over_any_subset_of_ranks_sums_over_that_subset(name, world, data):
     members = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
     schedule = BUILDERS[name](0, len(members)).over(members, world)
-    proof = verify(schedule, collective.all_reduce(world, schedule.chunks, members))
+    proof = verify(schedule, spec.all_reduce(world, schedule.chunks, members))
     assert proof.counterexample is None
 
 
@@ -341,7 +341,7 @@ TORI = [(x, y, False) for x, y in GRIDS] + [(x, y, True) for x, y in GRIDS if x 
 def test_the_torus_takes_its_closed_form_in_steps_and_bytes_on_every_grid(x, y, both_ways):
     schedule = Torus2D((x, y), both_ways).schedule(0, x * y)
     cost = traffic(schedule)
-    assert verify(schedule, collective.all_reduce(x * y, schedule.chunks)).counterexample is None
+    assert verify(schedule, spec.all_reduce(x * y, schedule.chunks)).counterexample is None
     assert (cost.steps, cost.bytes_per_rank) == (2 * (x + y - 2), Fraction(2 * (x * y - 1), x * y))
 
 
@@ -370,7 +370,7 @@ def test_the_torus_folds_the_odd_rank_of_a_prime_in_two_steps(ranks, both_ways):
 def test_a_torus_of_1024_ranks_is_an_all_reduce():
     schedule = Torus2D().schedule(0, 1024)
     assert schedule.name == "torus 32x32"
-    assert verify(schedule, collective.all_reduce(1024, schedule.chunks)).counterexample is None
+    assert verify(schedule, spec.all_reduce(1024, schedule.chunks)).counterexample is None
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (12, 0), (-3, -4), (1, 1)], ids=str)
@@ -396,7 +396,7 @@ HALVES = [(ring, p) for p in range(1, 34)] + [(halving_doubling, p) for p in POW
 @pytest.mark.parametrize(("module", "ranks"), HALVES, ids=[f"{m.__name__.split('.')[-1]}-{p}" for m, p in HALVES])
 def test_each_half_of_an_all_reduce_keeps_its_own_promise(module, ranks, half, factor):
     schedule = getattr(module, half)(ranks).refined(factor)
-    promise = getattr(collective, half)(ranks, schedule.chunks)
+    promise = getattr(spec, half)(ranks, schedule.chunks)
     assert verify(schedule, promise).counterexample is None
 
 
@@ -406,7 +406,7 @@ TREES = [(ranks, root) for ranks in range(1, 18) for root in range(ranks)]
 @pytest.mark.parametrize(("ranks", "root"), TREES, ids=str)
 def test_the_tree_broadcasts_from_every_root_in_a_logarithmic_number_of_steps(ranks, root):
     direct, moved = tree.broadcast(ranks, root), tree.broadcast(ranks).over((np.arange(ranks) + root) % ranks)
-    assert verify(direct, collective.broadcast(ranks, 1, root)).counterexample is None
+    assert verify(direct, spec.broadcast(ranks, 1, root)).counterexample is None
     assert traffic(direct).steps == (ranks - 1).bit_length()
     assert direct.digest() == moved.digest()
 
@@ -414,7 +414,7 @@ def test_the_tree_broadcasts_from_every_root_in_a_logarithmic_number_of_steps(ra
 @pytest.mark.parametrize(("ranks", "root"), TREES, ids=str)
 def test_the_tree_adds_all_up_at_every_root_in_a_logarithmic_number_of_steps(ranks, root):
     schedule = tree.reduce(ranks, root)
-    assert verify(schedule, collective.reduce(ranks, 1, root)).counterexample is None
+    assert verify(schedule, spec.reduce(ranks, 1, root)).counterexample is None
     assert traffic(schedule).steps == (ranks - 1).bit_length()
 
 
@@ -434,9 +434,9 @@ def test_folding_more_ranks_than_the_core_can_serve_is_refused(ranks):
 @pytest.mark.parametrize("members", [(), (4,), (-1,), (1, 1)], ids=str)
 def test_a_promise_to_ranks_that_do_not_exist_is_refused(members):
     with pytest.raises(ScheduleError, match=r"must be different ranks out of 0\.\.3"):
-        collective.all_reduce(4, 4, members)
+        spec.all_reduce(4, 4, members)
 
 
 def test_a_broadcast_from_a_rank_that_does_not_exist_is_refused():
     with pytest.raises(ScheduleError, match=r"members \[4\] must be"):
-        collective.broadcast(4, 1, root=4)
+        spec.broadcast(4, 1, root=4)

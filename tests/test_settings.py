@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from commrt.model.settings import digest
+from commrt.training.step_guard import settings_digest
 
 PROGRAM = """
 import torch
-from commrt.model.settings import digest
-print(digest([torch.optim.AdamW([torch.ones(1)], lr=0.25)], salt=7))
+from commrt.training.step_guard import settings_digest
+print(settings_digest([torch.optim.AdamW([torch.ones(1)], lr=0.25)], salt=7))
 """
 
 
@@ -22,18 +22,18 @@ def adamw(lr):
 
 def test_another_process_finds_the_same_bits():
     found = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
-    assert int(found.stdout) == digest(adamw(0.25), salt=7)
+    assert int(found.stdout) == settings_digest(adamw(0.25), salt=7)
 
 
 def test_settings_that_are_alike_by_chance_differ_in_other_steps():
     rates = [0.1 + i / 1000 for i in range(1, 1000)]
-    alike = next(lr for lr in rates if digest(adamw(lr), 0) == digest(adamw(0.1), 0))
-    assert sum(digest(adamw(alike), step) == digest(adamw(0.1), step) for step in range(64)) < 8
+    alike = next(lr for lr in rates if settings_digest(adamw(lr), 0) == settings_digest(adamw(0.1), 0))
+    assert sum(settings_digest(adamw(alike), step) == settings_digest(adamw(0.1), step) for step in range(64)) < 8
 
 
 @pytest.mark.parametrize("other", ["adaptive", None, torch.ones(3), torch.ones((), device="meta"), 1j, print])
 def test_what_is_no_number_that_can_be_read_is_left_out(other):
     optimizers = adamw(0.1)
-    before = digest(optimizers, 0)
+    before = settings_digest(optimizers, 0)
     optimizers[0].param_groups[0]["other"] = other
-    assert digest(optimizers, 0) == before
+    assert settings_digest(optimizers, 0) == before

@@ -10,19 +10,19 @@ from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
-import neighbours
 import pytest
+import rendezvous_ranks
 import torch
 from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, UsageError
 from commrt.testing.processes import run_processes
-from commrt.transport import links, meeting, shared
-from commrt.transport.protocol import Group, Moment, Parcel
-from commrt.transport.segments import SEGMENT_NBYTES, aligned
+from commrt.transport import channel, shared
+from commrt.transport.channel import SEGMENT_NBYTES, aligned
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
-NOW = Moment(step=7, bucket=3)
+NOW = Tag(step=7, bucket=3)
 PATIENT_S = 60.0
 FAR_FROM_PATIENT_S = 20.0
 
@@ -53,12 +53,12 @@ def both(pair, groups):
 
 def across(pair, data, landing):
     """Rank 0 sends `data`, rank 1 receives it."""
-    return both(pair, [Group([Parcel(1, data)], []), Group([], [Parcel(0, landing)])])
+    return both(pair, [P2PGroup([P2PMessage(1, data)], []), P2PGroup([], [P2PMessage(0, landing)])])
 
 
 def sockets(transport):
     """The descriptors that `transport` talks on, and what they refer to."""
-    open_ones = [link._socket.fileno() for link in transport._links.values() if link._socket.fileno() >= 0]
+    open_ones = [each._socket.fileno() for each in transport._channels.values() if each._socket.fileno() >= 0]
     return [(descriptor, os.fstat(descriptor).st_ino) for descriptor in open_ones]
 
 
@@ -119,7 +119,8 @@ def test_after_a_failure_nothing_more_is_exchanged(pair):
     assert [type(error.__cause__) for error in errors] == [SizeMismatch, SizeMismatch]
 
 
-POINTS = [(links.Link, name) for name in ("show", "offer", "listen", "source", "took", "flush")] + [(shared, "_poll")]
+STEPS = ("announce", "offer", "receive", "source", "acknowledge", "flush")
+POINTS = [*((channel.Channel, name) for name in STEPS), (shared, "_poll")]
 
 
 @pytest.mark.parametrize(("owner", "name"), POINTS)
@@ -132,7 +133,9 @@ def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkey
         assert [descriptor for transport in pair for descriptor in sockets(transport)] == ours
         return original(*args)
 
-    groups = [Group([Parcel(1 - rank, torch.ones(4))], [Parcel(1 - rank, torch.empty(4))]) for rank in range(2)]
+    groups = [
+        P2PGroup([P2PMessage(1 - rank, torch.ones(4))], [P2PMessage(1 - rank, torch.empty(4))]) for rank in range(2)
+    ]
     assert both(pair, groups) == [None, None]
     monkeypatch.setattr(owner, name, preceded)
     assert {type(error) for error in both(pair, groups)} <= {type(None), TransportClosed, PeerLost}
@@ -143,16 +146,16 @@ def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkey
     assert not any(map(sockets, pair))
 
 
-def test_twenty_thousand_small_parcels_each_way_do_not_block_each_other(pair):
+def test_twenty_thousand_small_messages_each_way_do_not_block_each_other(pair):
     count = 20_000
     sent = [transport.allocate(count, torch.int32).copy_(torch.arange(count) + i) for i, transport in enumerate(pair)]
     landing = [torch.zeros(count, dtype=torch.int32) for _ in pair]
 
-    def parcels(peer, row):
-        return [Parcel(peer, element) for element in row.split(1)]
+    def messages(peer, row):
+        return [P2PMessage(peer, element) for element in row.split(1)]
 
-    groups = [Group(parcels(1 - i, sent[i]), parcels(1 - i, landing[i])) for i in range(2)]
-    assert len(groups[0].sends) * links.OFFER.size > 2 * socket_room()
+    groups = [P2PGroup(messages(1 - i, sent[i]), messages(1 - i, landing[i])) for i in range(2)]
+    assert len(groups[0].sends) * channel.OFFER.size > 2 * socket_room()
     assert both(pair, groups) == [None, None]
     assert torch.equal(landing[0], sent[1])
     assert torch.equal(landing[1], sent[0])
@@ -164,18 +167,18 @@ def socket_room():
 
 def test_a_peer_that_does_not_listen_ends_in_the_deadline_even_if_the_socket_is_full():
     transports = world_of(2, timeout_s=0.3)
-    many = Group([Parcel(1, element) for element in torch.ones(20_000).split(1)], [])
+    many = P2PGroup([P2PMessage(1, element) for element in torch.ones(20_000).split(1)], [])
     with pytest.raises(DeadlineExceeded, match=r"no answer from ranks \[1\] within 0.3 s.*rank 0, peer 1, step 7"):
         transports[0].bind(many)(NOW)
 
 
 def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
-    link, words = pair[1]._links[0], 0
-    while not link.full:
-        link.took(0)
+    line, words = pair[1]._channels[0], 0
+    while not line.full:
+        line.acknowledge(0)
         words += 1
     for _ in range(words):
-        link.took(0)
+        line.acknowledge(0)
     landing = torch.zeros(3)
     assert across(pair, torch.ones(3), landing) == [None, None]
     assert landing.sum() == 3
@@ -214,7 +217,7 @@ def test_memory_outlives_its_transport():
 
 
 def test_closing_releases_a_peer_that_waits(pair):
-    exchange = pair[0].bind(Group([], [Parcel(1, torch.empty(5))]))
+    exchange = pair[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(5))]))
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(exchange, NOW)
@@ -228,11 +231,11 @@ def test_closing_releases_a_peer_that_waits(pair):
 def test_a_peer_that_leaves_after_its_part_is_no_loss():
     transports = world_of(3)
     received = torch.empty(2)
-    exchange = transports[0].bind(Group([], [Parcel(1, received[:1]), Parcel(2, received[1:])]))
+    exchange = transports[0].bind(P2PGroup([], [P2PMessage(1, received[:1]), P2PMessage(2, received[1:])]))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(exchange, NOW)
         for peer in (1, 2):
-            transports[peer].bind(Group([Parcel(0, torch.tensor([float(peer)]))], []))(NOW)
+            transports[peer].bind(P2PGroup([P2PMessage(0, torch.tensor([float(peer)]))], []))(NOW)
             transports[peer].close()
         waiting.result()
     assert received.tolist() == [1.0, 2.0]
@@ -263,12 +266,12 @@ def test_strangers_are_shown_out():
         zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)
         store.wait(["0"], timedelta(seconds=PATIENT_S))
         name = store.get("0").decode().split()[0]
-        for greeting in (b"", meeting.RANK.pack(1) + bytes(meeting.PASSWORD_NBYTES), b"hello"):
-            with meeting._socket() as stranger:
-                stranger.connect(meeting._address(name))
+        for greeting in (b"", channel.RANK.pack(1) + bytes(channel.PASSWORD_NBYTES), b"hello"):
+            with channel._socket() as stranger:
+                stranger.connect(channel._address(name))
                 stranger.send(greeting)
-        silent = meeting._socket()
-        silent.connect(meeting._address(name))
+        silent = channel._socket()
+        silent.connect(channel._address(name))
         one = pool.submit(SharedTransport, store, 1, range(2), PATIENT_S)
         pair = zero.result(), one.result()
         silent.close()
@@ -292,7 +295,7 @@ def test_a_killed_process_is_noticed_at_once_though_a_forked_child_lives_on():
         return True
 
     try:
-        outcomes = run_processes(2, neighbours.forks_and_waits, PATIENT_S, on_message=on_message)
+        outcomes = run_processes(2, rendezvous_ranks.forks_and_waits, PATIENT_S, on_message=on_message)
         os.kill(children[0], 0)
     finally:
         for child in children:
@@ -316,18 +319,18 @@ def test_a_killed_process_is_noticed_at_once_though_a_forked_child_lives_on():
 def test_all_ranks_choose_the_same_transport(monkeypatch, chosen, hosts, kind):
     if chosen:
         monkeypatch.setenv("COMMRT_TRANSPORT", chosen)
-    outcomes = run_processes(3, neighbours.on_hosts, hosts)
+    outcomes = run_processes(3, rendezvous_ranks.on_hosts, hosts)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, kind)] * 3
 
 
 @pytest.mark.processes
 def test_a_platform_without_the_means_takes_gloo_on_every_rank():
-    outcomes = run_processes(2, neighbours.on_hosts, "--")
+    outcomes = run_processes(2, rendezvous_ranks.on_hosts, "--")
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, "gloo")] * 2
 
 
 @pytest.mark.processes
 def test_insisting_on_shared_memory_between_hosts_is_an_error_on_every_rank(monkeypatch):
     monkeypatch.setenv("COMMRT_TRANSPORT", "shared")
-    outcomes = run_processes(2, neighbours.on_hosts, "ab")
+    outcomes = run_processes(2, rendezvous_ranks.on_hosts, "ab")
     assert all("UsageError: COMMRT_TRANSPORT=shared, but not all ranks" in str(o.error) for o in outcomes)

@@ -18,15 +18,14 @@ from commrt.algorithms.catalogue import by_name
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
+from commrt.buckets.layout import Unit, plan_buckets
+from commrt.cost.cluster import Between, Cluster, Link, Racks
+from commrt.cost.price import Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.cost.stragglers import Jitter
+from commrt.cost.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
+from commrt.cost.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
 from commrt.errors import UsageError
-from commrt.pricing.cluster import Between, Cluster, Link, Racks
-from commrt.pricing.coupling import barrier_efficiency, gossip_efficiency
-from commrt.pricing.simulate import Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.pricing.stragglers import Jitter
-from commrt.pricing.timeline import blocking_step, mean_efficiency, overlapped_step
-from commrt.pricing.workload import FORWARD, GRADIENT_NBYTES, Ready, Workload
 from commrt.schedule import ADD, COPY, Schedule, Step
-from commrt.wire.buckets import Unit, plan_buckets
 
 GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "gradient_sets.py")
 RESNET50_FP16 = 51.1e6
@@ -41,6 +40,11 @@ def one_each(latency_us, gbytes_per_s, **more):
 
 def seconds(algorithm, ranks, cluster, nbytes, **more):
     return Pricing(algorithm.schedule(0, ranks), cluster).price(nbytes, **more).seconds
+
+
+def barrier_efficiency(times_s):
+    """Of steps in which all wait for all, at no other cost."""
+    return float(times_s.mean() / times_s.max(axis=1).mean())
 
 
 def ring_s(ranks, nbytes, latency_s, bytes_per_s):
@@ -215,7 +219,7 @@ GOSSIP = {12.5: 99.8, 3.125: 99.2, 1.25: 98.0}
 @pytest.mark.parametrize("ranks", [4, 32, 128])
 def test_efficiency_on_fast_and_slow_links_is_what_a_model_of_gossip_expects(gbytes_per_s, ranks):
     cluster, compute_s, nbytes = one_each(10, gbytes_per_s), 0.16, 102.2e6
-    buckets = [Ready(nbytes / 25, FORWARD + (1 - FORWARD) * (number + 1) / 25) for number in range(25)]
+    buckets = [ReadyBucket(nbytes / 25, FORWARD + (1 - FORWARD) * (number + 1) / 25) for number in range(25)]
     ring, halving, gossip = (
         Pricing(by_name(name).schedule(0, ranks), cluster) for name in ("ring", "halving_doubling", "gossip")
     )
@@ -233,6 +237,7 @@ JITTER = [
 """Ranks: efficiency in % if all wait for all, for a partner's message, for one of the step before."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("law", "expected"), JITTER, ids=["5 %", "10 %", "doubled steps"])
 def test_stragglers_cost_gossip_what_a_model_expects(law, expected):
     for ranks, efficiencies in expected.items():
@@ -245,7 +250,7 @@ def test_stragglers_cost_gossip_what_a_model_expects(law, expected):
 def test_an_exchange_of_nothing_under_jitter_is_a_barrier():
     times_s = Jitter(variation=0.1).sample(np.random.default_rng(0), 40, 8)
     pricing = Pricing(by_name("halving_doubling").schedule(0, 8), one_each(0, 1))
-    assert mean_efficiency(pricing, [Ready(0.0, 1.0)], times_s) == pytest.approx(barrier_efficiency(times_s))
+    assert mean_efficiency(pricing, [ReadyBucket(0.0, 1.0)], times_s) == pytest.approx(barrier_efficiency(times_s))
 
 
 def test_a_message_that_takes_long_is_waited_for():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commrt.threads.streams import DONE, CudaStreams, HostStreams, streams_of
+from commrt.threads.streams import DONE, CudaStreams, Streams, streams_of
 
 GPU = torch.device("cuda", 3)
 POOL, MODE = (7, 8), ("capture_error_mode", "thread_local")
@@ -55,7 +55,7 @@ def test_entering_takes_the_device_and_a_stream_of_its_own_and_keeps_a_second_on
     streams.enter()
     first = next(rest for name, *rest in asked if name == "stream")
     assert asked[0] == ("device", GPU)
-    streams.aside()
+    streams.side_stream()
     second = asked[-1][1:]
     assert second[0].startswith("cuda:3 -1")
     assert first[0].startswith("cuda:3 -1")
@@ -70,15 +70,15 @@ def test_using_a_device_makes_no_stream(asked):
 
 def test_a_mark_is_an_event_of_the_current_stream_and_following_waits_for_it(asked, current):
     streams = CudaStreams(GPU)
-    mark = streams.mark()
+    mark = streams.record_event()
     assert asked == [("record", current)]
-    streams.follow(mark)
+    streams.wait_event(mark)
     assert asked[-1] == ("wait", mark)
 
 
 @pytest.mark.usefixtures("current")
 def test_what_is_done_already_is_not_waited_for(asked):
-    CudaStreams(GPU).follow(DONE)
+    CudaStreams(GPU).wait_event(DONE)
     assert asked == []
 
 
@@ -121,11 +121,11 @@ def test_where_cuda_has_ended_a_capture_torch_leaves_it_too_and_the_first_error_
 
 def test_a_cpu_queues_nothing():
     streams = streams_of(torch.device("cpu"))
-    assert isinstance(streams, HostStreams)
-    assert (streams.queues, streams.current(), streams.mark(), streams.capture(list)) == (False, 0, DONE, None)
+    assert isinstance(streams, Streams)
+    assert (streams.queues, streams.current(), streams.record_event(), streams.capture(list)) == (False, 0, DONE, None)
     assert DONE.query()
-    with streams.aside():
-        streams.follow(DONE)
+    with streams.side_stream():
+        streams.wait_event(DONE)
 
 
 def test_a_gpu_s_streams_queue():

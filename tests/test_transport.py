@@ -15,10 +15,10 @@ from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
 from commrt.testing.ranks import over_nccl, over_threads
 from commrt.transport.gloo import GlooTransport
+from commrt.transport.hierarchical import HierarchicalTransport
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, Group, Moment, Parcel
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
-from commrt.transport.spanning import SpanningTransport
 
 
 def local(ranks, timeout_s):
@@ -40,25 +40,25 @@ def shared(ranks, timeout_s):
         return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
-def spanning(hosts, timeout_s):
+def hierarchical(hosts, timeout_s):
     """The transports of ranks, where rank r is on host ``hosts[r]``."""
     store = HashStore()
 
     def one(rank):
         far = GlooTransport(PrefixStore("far", store), rank, range(len(hosts)), timeout_s, "127.0.0.1")
         neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-        return SpanningTransport(SharedTransport(PrefixStore("near", store), rank, neighbours, timeout_s), far)
+        return HierarchicalTransport(SharedTransport(PrefixStore("near", store), rank, neighbours, timeout_s), far)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         return list(pool.map(one, range(len(hosts))))
 
 
 def pairs_on_a_host(ranks, timeout_s):
-    return spanning([rank // 2 for rank in range(ranks)], timeout_s)
+    return hierarchical([rank // 2 for rank in range(ranks)], timeout_s)
 
 
 def two_hosts_in_turn(ranks, timeout_s):
-    return spanning([rank % 2 for rank in range(ranks)], timeout_s)
+    return hierarchical([rank % 2 for rank in range(ranks)], timeout_s)
 
 
 def nccl(ranks, timeout_s):
@@ -83,12 +83,12 @@ def test_what_stays_on_a_host_and_what_leaves_it_are_under_way_together():
     def body(transport):
         data, landing = torch.full((100_000,), float(transport.rank)), torch.zeros(100_000)
         groups = {
-            0: [Group([Parcel(2, data)], [Parcel(1, landing)])],
-            1: [Group([], [Parcel(2, landing)]), Group([Parcel(0, data)], [])],
-            2: [Group([], [Parcel(0, landing)]), Group([Parcel(1, data)], [])],
+            0: [P2PGroup([P2PMessage(2, data)], [P2PMessage(1, landing)])],
+            1: [P2PGroup([], [P2PMessage(2, landing)]), P2PGroup([P2PMessage(0, data)], [])],
+            2: [P2PGroup([], [P2PMessage(0, landing)]), P2PGroup([P2PMessage(1, data)], [])],
         }
         for group in groups.get(transport.rank, []):
-            transport.bind(group)(Moment(0, 0))
+            transport.bind(group)(Tag(0, 0))
         return landing[0].item()
 
     with ThreadPoolExecutor(4) as pool:
@@ -98,35 +98,35 @@ def test_what_stays_on_a_host_and_what_leaves_it_are_under_way_together():
 def test_what_should_come_from_afar_lands_no_more_after_a_neighbour_is_gone():
     transports = pairs_on_a_host(4, 30.0)
     near, far = torch.zeros(4), torch.zeros(4)
-    exchange = transports[0].bind(Group([], [Parcel(1, near), Parcel(2, far)]))
+    exchange = transports[0].bind(P2PGroup([], [P2PMessage(1, near), P2PMessage(2, far)]))
     transports[1].close()
     with pytest.raises(PeerLost):
-        exchange(Moment(0, 0))
+        exchange(Tag(0, 0))
     with pytest.raises(PeerLost):
-        transports[2].bind(Group([], [Parcel(0, torch.ones(4))]))(Moment(0, 0))
+        transports[2].bind(P2PGroup([], [P2PMessage(0, torch.ones(4))]))(Tag(0, 0))
     assert far.tolist() == [0.0] * 4
 
 
 def test_a_peer_that_is_lost_is_named_before_a_neighbour_that_is_late():
     transports = pairs_on_a_host(4, 1.0)
-    exchange = transports[0].bind(Group([], [Parcel(1, torch.zeros(4)), Parcel(2, torch.zeros(4))]))
+    exchange = transports[0].bind(P2PGroup([], [P2PMessage(1, torch.zeros(4)), P2PMessage(2, torch.zeros(4))]))
     transports[2].close()
     with pytest.raises(PeerLost) as caught:
-        exchange(Moment(0, 0))
+        exchange(Tag(0, 0))
     assert caught.value.place.peer == 2
 
 
 def ring_turn(transport, ranks):
     right, left = (transport.rank + 1) % ranks, (transport.rank - 1) % ranks
     data = torch.ones(4)
-    return transport.bind(Group([Parcel(right, data)], [Parcel(left, torch.empty(4))]))
+    return transport.bind(P2PGroup([P2PMessage(right, data)], [P2PMessage(left, torch.empty(4))]))
 
 
 def test_a_local_deadline_prints_who_waits_for_whom():
     transports = local(3, 0.2)
-    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(1))]))
+    exchange = transports[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
-        exchange(Moment(0, 0))
+        exchange(Tag(0, 0))
 
 
 def exchange_in_steps(transports, steps):
@@ -134,7 +134,7 @@ def exchange_in_steps(transports, steps):
         turn = ring_turn(transport, len(transports))
         try:
             for step in range(steps):
-                turn(Moment(step, 0))
+                turn(Tag(step, 0))
         except TransportError:
             transport.abort()
             raise
@@ -181,9 +181,11 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
         rank, after, before = members[place], members[(place + 1) % 3], members[place - 1]
         transport = open_one(store, rank, members, 10.0)
         landing = torch.zeros(1)
-        transport.bind(Group([Parcel(after, torch.tensor([float(rank)]))], [Parcel(before, landing)]))(Moment(0, 0))
+        transport.bind(P2PGroup([P2PMessage(after, torch.tensor([float(rank)]))], [P2PMessage(before, landing)]))(
+            Tag(0, 0)
+        )
         with pytest.raises(UsageError, match=r"names ranks \[2\], but there are only ranks 1, 3, 4"):
-            transport.bind(Group([Parcel(2, landing)], []))
+            transport.bind(P2PGroup([P2PMessage(2, landing)], []))
         transport.close()
         return landing.item() == before
 
@@ -200,12 +202,12 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
         with torch.device("meta"):
             transport = open_one(store, rank, range(2), 10.0)
             assert transport.allocate(0, torch.float32).device.type == "cpu"
-            exchange = transport.bind(Group([Parcel(1 - rank, data)], [Parcel(1 - rank, landing)]))
-            exchange(Moment(0, 0))
+            exchange = transport.bind(P2PGroup([P2PMessage(1 - rank, data)], [P2PMessage(1 - rank, landing)]))
+            exchange(Tag(0, 0))
             held.extend([transport, getattr(transport, "_group", None)])
             if rank == 1:
                 with pytest.raises(PeerLost):
-                    exchange(Moment(1, 0))
+                    exchange(Tag(1, 0))
             transport.close()
         return landing.tolist()
 

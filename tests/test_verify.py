@@ -9,28 +9,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairing import check_pairing
 
 import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.torus import Torus2D
-from commrt.collective import (
-    all_gather,
-    all_reduce,
-    average,
-    broadcast,
-    doubly_stochastic,
-    reduce_scatter,
-)
 from commrt.errors import ScheduleError
 from commrt.program import Hop, program
-from commrt.proving.proof import check_pairing, prove, verify
+from commrt.proof.replay import prove, verify
+from commrt.proof.spec import all_gather, all_reduce, average, broadcast, doubly_stochastic, reduce_scatter
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty, traffic
 
 BOTH_WAYS = Torus2D(both_ways=True)
 ALL = {**{name: build() for name, build in ALGORITHMS.items()}, "both ways": BOTH_WAYS}
-OVERWRITES = "overwrites what it sends in the same step; which comes first is luck"
-CROWDED = "receives this chunk twice in one step and not all of it adds; the order is luck"
+OVERWRITES = "overwrites what it sends in the same step; the result depends on timing"
+CROWDED = "receives this chunk twice in one step and not all of it adds; the result depends on timing"
 
 
 def made_of(*steps, ranks=2, chunks=1):
@@ -175,7 +169,7 @@ def test_a_contribution_beyond_the_64th_rank_is_counted_too():
 
 def test_a_missing_contribution_is_named_with_the_promise():
     schedule = made_of(Step.of(0, 1, 0, 1, ADD), Step.of(1, 0, 0, 1, COPY), ranks=3)
-    words = "rank 0, chunk 0: ends with the sum over ranks {0, 1}; promised: the sum over ranks {0, 1, 2}"
+    words = "rank 0, chunk 0: ends with the sum over ranks {0, 1}; expected: the sum over ranks {0, 1, 2}"
     assert refutation(schedule, all_reduce(3, 1)) == words
 
 
@@ -203,7 +197,7 @@ def test_ranks_outside_the_members_are_not_looked_at():
 
 def test_a_contribution_from_outside_the_members_is_refused():
     schedule = made_of(Step.of([1, 0], [0, 1], 0, 1, ADD), ranks=2)
-    words = "rank 0, chunk 0: ends with the sum over ranks {0, 1}; promised: the sum over ranks {0}"
+    words = "rank 0, chunk 0: ends with the sum over ranks {0, 1}; expected: the sum over ranks {0}"
     assert refutation(schedule, all_reduce(2, 1, members=[0])) == words
 
 
@@ -235,7 +229,7 @@ def test_pair_averaging_along_a_hypercube_is_an_average(ranks):
 
 
 def test_pair_averaging_with_another_weight_is_no_average():
-    words = "rank 0, chunk 0: ends with weights {0: 3/4, 1: 1/4}; promised: the average over ranks {0, 1}"
+    words = "rank 0, chunk 0: ends with weights {0: 3/4, 1: 1/4}; expected: the average over ranks {0, 1}"
     assert refutation(hypercube(2, 0.25), average(2, 1)) == words
 
 
@@ -246,7 +240,7 @@ def test_a_hypercube_that_stops_early_is_no_average():
 
 def test_averages_are_exact_where_floats_would_round():
     third = made_of(Step.of(0, 1, 0, 1, MIX, 0.1), Step.of(0, 1, 0, 1, MIX, 0.2))
-    assert "promised: the average" in refutation(third, average(2, 1))
+    assert "expected: the average" in refutation(third, average(2, 1))
 
 
 @pytest.mark.parametrize("weight", [0.25, 0.5, 1.0])
@@ -256,12 +250,12 @@ def test_one_dissemination_round_is_doubly_stochastic(ranks, distance, weight):
 
 
 def test_a_negative_weight_is_not_stochastic():
-    words = "rank 0, chunk 0: ends with weights {0: 3/2, 2: -1/2}; promised: doubly stochastic"
+    words = "rank 0, chunk 0: ends with weights {0: 3/2, 2: -1/2}; expected: doubly stochastic"
     assert refutation(dissemination(3, 1, -0.5), doubly_stochastic(3, 1)) == words
 
 
 def test_additions_are_not_stochastic():
-    words = "rank 0, chunk 0: ends with weights {0: 1, 1: 1}; promised: doubly stochastic"
+    words = "rank 0, chunk 0: ends with weights {0: 1, 1: 1}; expected: doubly stochastic"
     assert refutation(made_of(Step.of([0, 1], [1, 0], 0, 1, ADD)), doubly_stochastic(2, 1)) == words
 
 
@@ -271,7 +265,7 @@ def test_a_one_sided_mix_does_not_keep_the_mean():
 
 def test_a_mean_that_is_not_kept_is_told_by_the_share_of_the_origin_and_not_by_an_innocent_row():
     schedule = made_of(Step.of(2, 1, 1, 2, MIX, 0.25), ranks=3, chunks=2)
-    words = "rank 1, chunk 1: ends with 3/4 of this rank's value over all ranks together; promised: doubly stochastic"
+    words = "rank 1, chunk 1: ends with 3/4 of this rank's value over all ranks together; expected: doubly stochastic"
     assert refutation(schedule, doubly_stochastic(3, 2)) == words
 
 
@@ -300,7 +294,7 @@ RIGHT = [
 @pytest.mark.parametrize("block_bytes", [1, 400, 1000])
 def test_replaying_in_small_blocks_finds_the_same(case, block_bytes, monkeypatch):
     whole = verify(*case)
-    monkeypatch.setattr("commrt.proving.proof.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("commrt.proof.replay.BLOCK_BYTES", block_bytes)
     assert verify(*case) == whole
     assert whole.ok == (case in RIGHT)
 

@@ -14,12 +14,13 @@ from time import monotonic, sleep
 import pytest
 
 from commrt.cli import train, workers
-from commrt.cli.inject import Kill
-from commrt.cli.job import Job, Result
+from commrt.cli.inject_faults import Fault
+from commrt.cli.training_job import Job
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.membership.launcher import launched
 from commrt.membership.rendezvous import meet
+from commrt.report.tables import Result
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0
@@ -143,7 +144,7 @@ def test_one_that_fails_in_the_place_of_a_dead_one_takes_nothing_from_the_others
         store.wait(["seen"])
 
     assert sorted(run_workers(2, body, may_lose=1, successors={1: 0.0})) == [0]
-    assert "in the place of one that was killed, failed: UsageError: it came too late" in capfd.readouterr().err
+    assert "which replaced a killed one, failed: UsageError: it came too late" in capfd.readouterr().err
 
 
 def test_a_process_that_would_come_too_late_is_not_waited_for():
@@ -151,7 +152,7 @@ def test_a_process_that_would_come_too_late_is_not_waited_for():
 
 
 def test_who_ends_without_a_word_has_failed():
-    with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and said nothing$"):
+    with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and sent no result$"):
         run_workers(2, lambda: os._exit(7), may_lose=1)
 
 
@@ -231,10 +232,12 @@ def test_only_gossip_outlives_workers():
 
 
 def test_only_with_backup_workers_another_process_takes_a_dead_ones_place():
-    job = Job("backup", 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0, inject=(Kill(2, 3, back=0.5), Kill(1, 5)))
+    job = Job(
+        "backup", 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0, inject=(Fault("kill", 2, 3, back=0.5), Fault("kill", 1, 5))
+    )
     job.check(4)
     assert job.successors() == {2: 0.5}
-    with pytest.raises(UsageError, match="with torus2d no process can take a dead one's place: leave back= out"):
+    with pytest.raises(UsageError, match="torus2d cannot replace a dead process: leave back= out"):
         replace(job, algorithm="torus2d").check(4)
 
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from time import monotonic
 
-import meetings
 import pytest
+import rendezvous_ranks
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -20,13 +20,11 @@ from commrt.algorithms import ring, tree
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import world as world_module
-from commrt.runtime.around import Around
-from commrt.runtime.comparison import KEPT, SCHEDULES_KEPT, Comparison
-from commrt.runtime.world import World
+from commrt.runtime.consistency import KEPT, SCHEDULES_KEPT, ConsistencyCheck
+from commrt.runtime.world import Hooks, World
 from commrt.schedule import MIX, Schedule, Step
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
-from commrt.threads.lane import Lane
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.shared import SharedTransport
@@ -60,21 +58,21 @@ def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end():
     running = hanging(world)
     with pytest.raises(KeyboardInterrupt), world:
         raise KeyboardInterrupt
-    assert isinstance(running.error(), TransportClosed)
+    assert isinstance(running.exception(), TransportClosed)
     assert world.closed
     assert monotonic() - begin < PATIENT_S / 2
 
 
 def hanging(world):
     """A transfer of `world` that cannot end."""
-    return world.lane.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), meetings.NOW))
+    return world.comm_thread.submit(lambda: world.run_now(ring.all_reduce(2), torch.ones(2), rendezvous_ranks.NOW))
 
 
 def interrupt(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", ["leave_report", "linger"])
+@pytest.mark.parametrize("step", ["leave_report", "wait_for_readers"])
 def test_a_second_ctrl_c_while_the_others_are_told_ends_the_transfer_too(monkeypatch, step):
     fabric, store = Fabric(2, PATIENT_S), HashStore()
     world = World(fabric.transport(0), store, holds_store=True)
@@ -83,9 +81,9 @@ def test_a_second_ctrl_c_while_the_others_are_told_ends_the_transfer_too(monkeyp
     monkeypatch.setattr(world_module, step, interrupt)
     with pytest.raises(KeyboardInterrupt), world:
         raise OSError("the first of two")
-    assert isinstance(running.error(), TransportClosed)
+    assert isinstance(running.exception(), TransportClosed)
     with pytest.raises(TransportClosed, match="was closed"):
-        world.lane.require_open()
+        world.comm_thread.require_open()
     assert monotonic() - begin < PATIENT_S / 2
 
 
@@ -93,27 +91,27 @@ def test_ctrl_c_while_a_world_finishes_its_work_ends_that_and_it_can_be_closed_a
     world, _ = local_worlds(2, timeout_s=PATIENT_S)
     running = hanging(world)
     begin = monotonic()
-    monkeypatch.setattr(world.lane, "close", interrupt)
+    monkeypatch.setattr(world.comm_thread, "close", interrupt)
     with pytest.raises(KeyboardInterrupt):
         world.close()
     monkeypatch.undo()
     world.close()
-    assert running.given
-    assert isinstance(running.error(), TransportClosed)
+    assert running.done()
+    assert isinstance(running.exception(), TransportClosed)
     assert monotonic() - begin < PATIENT_S / 2
 
 
 def test_a_world_that_finishes_its_work_can_still_be_given_up(monkeypatch):
     world, _ = local_worlds(2, timeout_s=PATIENT_S)
     running = hanging(world)
-    begin, closes, finish = monotonic(), Event(), world.lane.close
-    monkeypatch.setattr(world.lane, "close", lambda: (closes.set(), finish()))
+    begin, closes, finish = monotonic(), Event(), world.comm_thread.close
+    monkeypatch.setattr(world.comm_thread, "close", lambda: (closes.set(), finish()))
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(world.close)
         closes.wait()
         world.abort(OSError("enough"))
         closing.result()
-    assert isinstance(running.error(), TransportClosed)
+    assert isinstance(running.exception(), TransportClosed)
     assert monotonic() - begin < PATIENT_S / 2
 
 
@@ -122,9 +120,9 @@ def test_a_world_that_closes_finishes_what_was_submitted():
     buffers = [torch.ones(2) for _ in worlds]
     go_on = Event()
     for world, buffer in zip(worlds, buffers, strict=True):
-        world.lane.submit(go_on.wait)
+        world.comm_thread.submit(go_on.wait)
         for _ in range(3):
-            world.lane.submit(lambda w=world, b=buffer: w.run_now(ring.all_reduce(2), b, meetings.NOW))
+            world.comm_thread.submit(lambda w=world, b=buffer: w.run_now(ring.all_reduce(2), b, rendezvous_ranks.NOW))
     with ThreadPoolExecutor(2) as pool:
         closing = [pool.submit(world.close) for world in worlds]
         go_on.set()
@@ -163,7 +161,7 @@ def break_by_a_transfer(world):
     def fail():
         raise OSError("no")
 
-    world.lane.submit(fail).error()
+    world.comm_thread.submit(fail).exception()
 
 
 @pytest.mark.parametrize("broken", [break_by_a_transfer, lambda world: world.abort(OSError("no"))])
@@ -192,7 +190,7 @@ def with_one_interrupted(body, victim, absent=2):
 @pytest.mark.processes
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it(victim):
-    error = with_one_interrupted(meetings.interrupted_in_a_transfer, victim)
+    error = with_one_interrupted(rendezvous_ranks.interrupted_in_a_transfer, victim)
     assert error is not None
     assert error.startswith("PeerLost")
     assert f"peer {victim}, step" in error
@@ -201,7 +199,7 @@ def test_ctrl_c_ends_a_worker_in_the_middle_of_a_transfer_and_the_others_with_it
 @pytest.mark.processes
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ctrl_c_ends_a_worker_in_the_middle_of_an_agreement_and_the_others_with_it(victim):
-    error = with_one_interrupted(meetings.interrupted_in_an_agreement, victim)
+    error = with_one_interrupted(rendezvous_ranks.interrupted_in_an_agreement, victim)
     assert error is not None
     assert error.startswith("PeerLost")
     assert "rank 1 left it by a KeyboardInterrupt" in error or victim == 0  # its store goes with it
@@ -217,7 +215,7 @@ def test_a_rank_that_leaves_between_two_questions_ends_the_next_one_for_the_othe
 
 def test_ranks_that_ask_different_things_disagree_about_the_question():
     def body(world):
-        with pytest.raises(DisagreementError, match=r"about question: '(lunch|dinner)' against '(lunch|dinner)'"):
+        with pytest.raises(DisagreementError, match=r"about topic: '(lunch|dinner)' against '(lunch|dinner)'"):
             world.agree(("lunch", "dinner")[world.rank])
 
     run_ranks(2, body)
@@ -251,7 +249,7 @@ REFUSALS = {
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_forked_child_is_refused_and_harms_nobody(monkeypatch, transport):
     monkeypatch.setenv("COMMRT_TRANSPORT", transport)
-    outcomes = run_processes(2, meetings.child_uses_the_world, limit_s=LIMIT_S)
+    outcomes = run_processes(2, rendezvous_ranks.child_uses_the_world, limit_s=LIMIT_S)
     assert [outcome.error for outcome in outcomes] == [None, None]
     for answers, buffer, reported in [outcome.value for outcome in outcomes]:
         assert {use: answer[: len(REFUSALS[use])] for use, answer in answers.items()} == REFUSALS
@@ -263,21 +261,21 @@ def test_a_forked_child_is_refused_and_harms_nobody(monkeypatch, transport):
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_forked_child_may_open_a_world_of_its_own(elsewhere):
     port = free_port() if elsewhere else None
-    outcomes = run_processes(2, meetings.child_opens_a_world_of_its_own, port, limit_s=LIMIT_S)
+    outcomes = run_processes(2, rendezvous_ranks.child_opens_a_world_of_its_own, port, limit_s=LIMIT_S)
     expected = [2, [2.0] * 4] if elsewhere else [1, [1.0] * 4]
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, expected)] * 2
 
 
 @pytest.mark.processes
 def test_a_forked_child_is_no_rank_of_its_parents_group():
-    outcomes = run_processes(2, meetings.child_of_a_running_group, limit_s=LIMIT_S)
+    outcomes = run_processes(2, rendezvous_ranks.child_of_a_running_group, limit_s=LIMIT_S)
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert all(outcome.value.startswith(REFUSALS["init"]) for outcome in outcomes)
 
 
 @pytest.mark.processes
 def test_a_forked_child_that_frees_gloo_s_sockets_ends_and_leaves_them_to_its_parent():
-    (outcome,) = run_processes(1, meetings.child_frees_a_gloo_transport, limit_s=LIMIT_S)
+    (outcome,) = run_processes(1, rendezvous_ranks.child_frees_a_gloo_transport, limit_s=LIMIT_S)
     assert (outcome.error, outcome.value) == (None, (True, [2.0] * 4))
 
 
@@ -367,13 +365,13 @@ def test_ranks_that_run_different_things_are_told_so_and_go_on(what):
 @pytest.fixture
 def comparisons(monkeypatch):
     """Every comparison of any rank, as it is made."""
-    made, gather = [], Comparison._gather
+    made, gather = [], ConsistencyCheck._gather
 
     def counted(comparison, claim, *where):
         made.append(claim)
         return gather(comparison, claim, *where)
 
-    monkeypatch.setattr(Comparison, "_gather", counted)
+    monkeypatch.setattr(ConsistencyCheck, "_gather", counted)
     return made
 
 
@@ -391,7 +389,7 @@ def test_what_was_compared_is_forgotten_after_a_while(comparisons):
         schedule = ring.all_reduce(2)
         for numel in [*range(KEPT + 5), 0]:
             world.run(schedule, torch.ones(numel))
-        return [compared.cache_info().currsize for compared in world._comparison._among.values()]
+        return [compared.cache_info().currsize for compared in world._consistency._compared.values()]
 
     assert run_ranks(2, body) == [[KEPT], [KEPT]]
     assert len(comparisons) == 2 * (KEPT + 6)
@@ -401,9 +399,9 @@ def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
     world = local_worlds(2)[0]
     for number in range(3 * SCHEDULES_KEPT):
         schedule = tree.broadcast(2, root=number % 2).over(range(2))  # a new object
-        assert world._comparison._traits(schedule).digest == schedule.digest()
+        assert world._consistency._traits(schedule).digest == schedule.digest()
         del schedule
-    assert world._comparison._traits.cache_info().currsize == SCHEDULES_KEPT
+    assert world._consistency._traits.cache_info().currsize == SCHEDULES_KEPT
 
 
 def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
@@ -439,19 +437,6 @@ def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
     assert run_ranks(2, body) == [(False, True, [2.0, 2.0])] * 2
 
 
-def test_a_lane_answers_even_if_its_failure_cannot_be_told():
-    def tell(failure):
-        raise OSError("no store")
-
-    lane = Lane(tell)
-    first, second = lane.submit(lambda: 1 // 0), lane.submit(int)
-    error = first.error(PATIENT_S)
-    assert isinstance(error, ZeroDivisionError)
-    assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
-    assert isinstance(second.error(PATIENT_S), TransportClosed)
-    lane.close()
-
-
 def helper(fails=False):
     with commrt.init() as world:
         if fails:
@@ -459,18 +444,18 @@ def helper(fails=False):
         return world
 
 
-def test_what_ends_while_ranks_gather_is_over_for_this_one():
+def test_an_interrupt_at_the_start_of_a_collective_is_told_to_the_attached_model():
     heard = []
 
-    def interrupted(what, _):
-        heard.append(what)
+    def interrupted():
+        heard.append("begin")
         raise KeyboardInterrupt
 
     (world,) = local_worlds(1)
-    world.around = Around(interrupted, lambda: heard.append("over"))
-    with pytest.raises(KeyboardInterrupt), world.gathered("a()"):
-        pass
-    assert heard == ["a()", "over"]
+    world.hooks = Hooks(before_collective=interrupted, on_collective_error=heard.append)
+    with pytest.raises(KeyboardInterrupt) as raised, world.collective("a()"):
+        heard.append("body")
+    assert heard == ["begin", raised.value]
 
 
 def test_the_outermost_with_statement_closes_a_world():

@@ -1,121 +1,194 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several subcommands take, and what may be said there."""
+"""Options that several commands take, as typer reads them and as commands get them; and JSON output."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from math import isfinite
+from typing import Annotated, NamedTuple
 
 import typer
 
+from commrt.cost.cluster import Cluster
+from commrt.cost.workload import Workload
+from commrt.errors import UsageError
+
 __all__ = [
-    "BatchOption",
-    "BothWays",
-    "BucketOption",
-    "ClusterOption",
-    "ComputeOption",
-    "Exponent",
-    "GridOption",
-    "Interpolation",
-    "InterpolationOption",
-    "Json",
-    "LawName",
-    "LawOption",
-    "ModelOption",
-    "NbytesOption",
-    "Parameters",
-    "Ranks",
-    "RecipeName",
-    "Seed",
-    "Steps",
-    "TimesFile",
-    "TopologyOption",
-    "Wire",
-    "WireOption",
-    "WithinOption",
+    "Batch", "BothWays", "BucketCapMb", "Case", "ClusterName", "ComputeMs", "Exponent", "Grid", "Interpolate",
+    "Interpolation", "Json", "Law", "LawName", "Model", "Nbytes", "Parameters", "Question", "RecipeName", "Seed",
+    "Steps", "TimesFile", "TopologyName", "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
+]  # fmt: skip
+
+RESNET50, BATCH = "resnet50", 32
+MOST_PARAMETERS = 10**15
+
+Wire = StrEnum("Wire", ["fp32", "bf16", "fp16"])
+RecipeName = StrEnum("RecipeName", {"plain": "plain", "large_batch": "large-batch"})
+LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
+Interpolation = StrEnum("Interpolation", ["linear", "power"])
+
+option = typer.Option
+shape_option = partial(typer.Option, rich_help_panel="Shape of the algorithm")
+slow_option = partial(typer.Option, rich_help_panel="Backup workers: how slow ranks are")
+
+Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")]
+Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
+ClusterName = Annotated[
+    str | None, option(metavar="NAME|FILE", show_default="abci", help="A cluster that commrt ships, or a TOML file.")
 ]
+Nbytes = Annotated[float | None, option(min=0, help="Bytes that each rank contributes.")]
+Model = Annotated[
+    str | None, option(help="Exchange this model's gradients in a training step: resnet50, or a number of parameters.")
+]
+Batch = Annotated[
+    int | None, option(min=1, show_default="32", help="Images per rank, if the cluster's speed is known.")
+]
+ComputeMs = Annotated[float | None, option(min=0.001, help="How long a step computes, in milliseconds.")]
+WireDtype = Annotated[Wire, option(help="The dtype that gradients travel in.")]
+BucketCapMb = Annotated[float, option(min=0.001, help="Size of a gradient bucket, in MiB.")]
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
+Grid = Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")]
+BothWays = Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")]
+TopologyName = Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")]
+Within = Annotated[int | None, shape_option(help="For gossip: ranks in a row, such as those of a node.")]
 
-
-class Wire(StrEnum):
-    """What travels."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class RecipeName(StrEnum):
-    """How ``train`` trains."""
-
-    plain = "plain"
-    large_batch = "large-batch"
-
-
-class LawName(StrEnum):
-    """How long ranks take."""
-
-    paper = "paper"
-    exponential = "exponential"
-    slow = "slow"
-
-
-class Interpolation(StrEnum):
-    """What lies between two published counts."""
-
-    linear = "linear"
-    power = "power"
-
-
-Ranks = Annotated[int | None, typer.Option(min=1, max=4096, show_default="100", help="How many ranks there are.")]
-Steps = Annotated[int | None, typer.Option(min=1, show_default="10000", help="How many steps to sample.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of all that is drawn at random.")]
-LawOption = Annotated[
+Steps = Annotated[int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")]
+Law = Annotated[
     LawName | None,
-    typer.Option(
+    slow_option(
         show_default="paper",
-        help="How long ranks take: a fit to published figures, as recalled; a constant and an exponential tail; or the "
-        "same for all, but 5 to 20 times as long in 3 % of steps.",
+        help="How long ranks take. paper: a fit to published figures, as recalled. exponential: a constant and an "
+        "exponential tail. slow: all equal, but 5 to 20 times as long in 3 % of steps.",
     ),
 ]
 Parameters = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="A parameter of the law; may be repeated.")
+    list[str] | None, slow_option("--set", metavar="NAME=NUMBER", help="Set a parameter of the law; repeatable.")
 ]
 TimesFile = Annotated[
     str | None,
-    typer.Option(
+    slow_option(
         metavar="FILE",
-        help="A run's own times instead of a law: of train --trace; or JSON or CSV, each rank's seconds per step.",
+        help="Use recorded times: a file of train --trace, or JSON or CSV with each rank's seconds per step.",
     ),
 ]
 Exponent = Annotated[
     float | None,
-    typer.Option(
+    slow_option(
         show_default="published counts with --law paper, else 1",
         help="Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch halves them, 0 if it "
         "does not help.",
     ),
 ]
-InterpolationOption = Annotated[
-    Interpolation | None, typer.Option(show_default="linear", help="Between the published counts of updates.")
+Interpolate = Annotated[
+    Interpolation | None, slow_option(show_default="linear", help="How to interpolate the published counts of updates.")
 ]
 
+LIMITS = {"compute_ms": 1e9, "jitter": 1e9, "bucket_cap_mb": 1e9, "nbytes": 1e18}
+JITTER_STEPS, MOST_JITTER_TIMES = 50, 10_000_000
+"""Default of --steps with --jitter, and the most ranks x steps that are simulated one by one."""
 
-ClusterOption = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", show_default="abci", help="One that is shipped, or a TOML file.")
-]
-NbytesOption = Annotated[float | None, typer.Option(min=0, help="Bytes that each rank contributes.")]
-ModelOption = Annotated[
-    str | None, typer.Option(help="Whose gradients: resnet50, or a number of parameters. Estimates a step too.")
-]
-BatchOption = Annotated[
-    int | None, typer.Option(min=1, show_default="32", help="Images per rank, where the cluster's speed is known.")
-]
-ComputeOption = Annotated[float | None, typer.Option(min=0.001, help="How long a step computes.")]
-WireOption = Annotated[Wire, typer.Option(help="What gradients travel as.")]
-BucketOption = Annotated[float, typer.Option(min=0.001, help="MiB of a bucket.")]
-GridOption = Annotated[str | None, typer.Option(help="For torus2d: ranks in a row x ranks in a column, as 4x3.")]
-BothWays = Annotated[bool, typer.Option("--both-ways", help="For torus2d: half row-first, half column-first.")]
-TopologyOption = Annotated[str | None, typer.Option(help="For gossip: dissemination or hypercube.")]
-WithinOption = Annotated[int | None, typer.Option(help="For gossip: ranks of a row, such as those of a node.")]
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The options of an exchange; None if an option was not given."""
+
+    ranks: int = 4
+    cluster: str | None = None
+    nbytes: float | None = None
+    model: str | None = None
+    wire: str = "fp32"
+    bucket_cap_mb: float = 25.0
+    batch: int | None = None
+    compute_ms: float | None = None
+    jitter: float | None = None
+    steps: int | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise `UsageError` for options that do not fit together."""
+        if (self.nbytes is None) == (self.model is None):
+            raise UsageError("say what is exchanged: --nbytes for a buffer, or --model for a model's gradients")
+        of_a_step = {"--batch": self.batch, "--compute-ms": self.compute_ms, "--jitter": self.jitter}
+        if self.model is None and (given := [name for name, value in of_a_step.items() if value is not None]):
+            raise UsageError(f"{given[0]} describes a training step: give --model too")
+        self.check_numbers()
+        if self.batch is not None and self.compute_ms is not None:
+            raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
+
+    def check_numbers(self) -> None:
+        """Raise `UsageError` for numbers that are not finite or too large to compute with."""
+        for name, most in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < most:
+                raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number from 0 to {most:g}")
+        steps, most_steps = self.steps or JITTER_STEPS, MOST_JITTER_TIMES // self.ranks
+        if steps > most_steps:
+            raise UsageError(f"{steps:,} steps of {self.ranks:,} ranks are too many: give up to --steps {most_steps}")
+
+
+class Question(NamedTuple):
+    """The options about backup workers; None if an option was not given."""
+
+    ranks: int | None
+    steps: int | None
+    seed: int
+    law: str | None
+    parameters: Sequence[str]
+    """Of the law, each as NAME=NUMBER."""
+    times: str | None
+    exponent: float | None
+    interpolation: str | None
+
+    @property
+    def law_name(self) -> str:
+        """Return where the times of ranks come from."""
+        return "recorded" if self.times is not None else self.law or LawName.paper.value
+
+
+def json_of(facts: object) -> str:
+    """Return `facts` as JSON; numbers that are not finite become null.
+
+    >>> json_of({"loss": float("nan"), "steps": [1, 2.5]})
+    '{"loss": null, "steps": [1, 2.5]}'
+    """
+    return json.dumps(_finite(facts), allow_nan=False)
+
+
+def _finite(facts: object) -> object:
+    match facts:
+        case dict():
+            return {key: _finite(value) for key, value in facts.items()}
+        case list() | tuple():
+            return [_finite(value) for value in facts]
+        case float() if not isfinite(facts):
+            return None
+    return facts
+
+
+def compute_of(case: Case, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:
+    """Return how long a step computes in seconds, and images per second of a rank if that is known."""
+    if case.compute_ms is not None:
+        return case.compute_ms / 1e3, None
+    if workload.name not in cluster.compute:
+        raise UsageError(
+            f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
+        )
+    rate = cluster.compute[workload.name]
+    return (case.batch or BATCH) / rate, rate
+
+
+def workload_of(model: str) -> Workload:
+    """Return the workload that --model describes; raises `UsageError`."""
+    if model == RESNET50:
+        return Workload.resnet50()
+    try:
+        numel = int(float(model))
+    except (ValueError, OverflowError):
+        numel = 0
+    if not 0 < numel <= MOST_PARAMETERS:
+        raise UsageError(f"--model {model}: give {RESNET50}, or a number of parameters, such as 25.6e6")
+    return Workload.even(numel, parts=min(numel, 100))

@@ -1,58 +1,384 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate backup``: what it saves to wait for some of the ranks only. Needs no torch."""
+"""``commrt simulate``: the price of an exchange, a training step, or steps with backup workers. Needs no torch."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import inf, isnan
+from typing import Any
 
-from commrt.cli.backups import Answer, Question, answer, known, show, span
-from commrt.cli.outputs import json_of
-from commrt.pricing.splits import PerRank
+import numpy as np
+from numpy.random import default_rng
+from rich.console import Console
+from rich.table import Table
 
-__all__ = ["run"]
+from commrt.algorithms.gossip import Gossip
+from commrt.cli.options import JITTER_STEPS, Case, Question, compute_of, json_of, workload_of
+from commrt.cost.cluster import Cluster
+from commrt.cost.planner import ITEM_NBYTES
+from commrt.cost.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.cost.stragglers import (
+    Exponential,
+    HeavyTails,
+    Jitter,
+    PerRank,
+    Published,
+    QuorumChoice,
+    Recorded,
+    Scaling,
+    SlowSteps,
+    Times,
+    choose,
+    step_time_s,
+)
+from commrt.cost.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
+from commrt.cost.workload import FORWARD, Workload
+from commrt.errors import UsageError
+from commrt.report.traces import read_times
+from commrt.schedule import Algorithm
+
+__all__ = [
+    "CLUSTER", "Answer", "Estimate", "Row", "answer", "run", "run_backups", "show", "span",
+]  # fmt: skip
+
+CLUSTER = "abci"
 
 
-def run(question: Question, as_json: bool) -> None:
-    """Simulate steps that wait for some of the ranks, print the outcome; raises `UsageError`."""
-    found = answer(question)
+@dataclass(frozen=True)
+class Estimate:
+    """The price of one algorithm in one case."""
+
+    algorithm: Algorithm
+    case: Case
+    cluster: Cluster
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        """Return the pricing of the first step's schedule."""
+        return Pricing(self.algorithm.schedule(0, self.case.ranks), self.cluster)
+
+    @cached_property
+    def workload(self) -> Workload | None:
+        """Return what is trained; None without --model."""
+        return None if self.case.model is None else workload_of(self.case.model)
+
+    @property
+    def nbytes(self) -> float:
+        """Return how many bytes each rank contributes."""
+        if self.workload is None:
+            return self.case.nbytes or 0.0
+        return float(self.workload.numel * ITEM_NBYTES[self.case.wire])
+
+    def price(self) -> Price:
+        """Return the price of all bytes at once. Partners of gossip change, so there it is the mean of two periods."""
+        first = self.pricing.price(self.nbytes)
+        if not isinstance(self.algorithm, Gossip):
+            return first
+        steps = range(1, 2 * self.algorithm.period(self.case.ranks))
+        others = (Pricing(self.algorithm.schedule(step, self.case.ranks), self.cluster) for step in steps)
+        finish_s = [first.finish_s, *(other.price(self.nbytes).finish_s for other in others)]
+        return Price(np.full(self.case.ranks, np.mean([each.max() for each in finish_s])), first.steps)
+
+    def record(self) -> dict[str, Any]:
+        """Return the estimate for JSON."""
+        price, bound = self.price(), exchange_bound_s if isinstance(self.algorithm, Gossip) else all_reduce_bound_s
+        bound_s = bound(self.cluster, self.case.ranks, self.nbytes)
+        known: dict[str, Any] = {
+            "algorithm": str(self.algorithm),
+            "ranks": self.case.ranks,
+            "cluster": self.cluster.name,
+            "nbytes": self.nbytes,
+            "seconds": price.seconds,
+            "lower_bound_seconds": bound_s,
+            "of_optimal": price.seconds / bound_s if bound_s else None,
+            "steps": price.steps,
+        }
+        return known if self.workload is None else known | self._step_record(self.workload, price.seconds)
+
+    def _step_record(self, workload: Workload, exchange_s: float) -> dict[str, Any]:
+        compute_s, rate = compute_of(self.case, workload, self.cluster)
+        exchanges: list[dict[str, Any]] = [
+            {"when": when, "step_seconds": s, "exposed_seconds": s - compute_s, "efficiency": compute_s / s}
+            for when, s in self._step_times_s(workload, compute_s, exchange_s).items()
+        ]
+        best = max(each["efficiency"] for each in exchanges[:2])
+        found = {
+            "model": workload.name,
+            "wire": self.case.wire,
+            "compute_seconds": compute_s,
+            "exchanges": exchanges,
+            "images_per_second": None if rate is None else rate * self.case.ranks * best,
+        }
+        return found if self.case.jitter is None else found | self._jitter_record(workload, compute_s, exchange_s)
+
+    def _step_times_s(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, float]:
+        """Return the time of a step by when it exchanges."""
+        if isinstance(self.algorithm, Gossip):  # of weights, which exist only after the step
+            rest_s = (1 - FORWARD) * compute_s
+            return {
+                "after the step": compute_s + exchange_s,
+                "under the next forward pass": rest_s + max(compute_s - rest_s, exchange_s),
+                "a step late, under all of it": max(compute_s, exchange_s),
+            }
+        after = blocking_step(self.pricing, self.nbytes, compute_s)
+        under = overlapped_step(self.pricing, self._buckets(workload), compute_s)
+        return {"after the backward pass": after.seconds, "under the backward pass": under.seconds}
+
+    def _buckets(self, workload: Workload) -> list[Any]:
+        return workload.buckets(self.case.bucket_cap_mb * 2**20, ITEM_NBYTES[self.case.wire])
+
+    def _jitter_record(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, Any]:
+        law = Jitter(compute_s, self.case.jitter or 0.0)
+        times_s = law.sample(default_rng(self.case.seed), self.case.steps or JITTER_STEPS, self.case.ranks)
+        if isinstance(self.algorithm, Gossip):
+            ways = (replace(self.algorithm, staleness=late, weight=None) for late in (0, 1))
+            now, late = (gossip_efficiency(times_s, way, exchange_s) for way in ways)
+            return {"jitter": asdict(law), "efficiency_with_jitter": now, "efficiency_one_step_late": late}
+        efficiency = mean_efficiency(self.pricing, self._buckets(workload), times_s)
+        return {"jitter": asdict(law), "efficiency_with_jitter": efficiency}
+
+
+def run(algorithm: Algorithm, case: Case, as_json: bool) -> None:
+    """Print the estimate of an exchange; raises `UsageError`."""
+    case.check()
+    cluster = Cluster.named(case.cluster or CLUSTER)
+    record = Estimate(algorithm, case, cluster).record()
     if as_json:
-        print(json_of(_record(found)))
+        print(json_of(record))
         return
-    show(found, found.rows(_landmarks(found.ranks)), found.choice.best)
-    print(_sentence(found))
+    optimal = "" if record["of_optimal"] is None else f", {record['of_optimal']:.2f}x of optimal"
+    print(
+        f"{record['algorithm']} on {record['ranks']:,} ranks of {cluster.name}: {record['nbytes'] / 1e6:,.1f} MB in "
+        f"{record['steps']:,} steps and {1e3 * record['seconds']:.3f} ms (no schedule is below "
+        f"{1e3 * record['lower_bound_seconds']:.3f} ms{optimal})"
+    )
+    if "exchanges" in record:
+        _show_steps(record)
+    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
 
-def _landmarks(ranks: int) -> set[int]:
-    """Far from where ranks straggle."""
-    return {1, *(max(1, ranks * percent // 100) for percent in (50, 80, 90))}
+def _show_steps(record: dict[str, Any]) -> None:
+    title = f"{record['model']}, {record['wire']} wire, {1e3 * record['compute_seconds']:.2f} ms to compute"
+    table = Table("exchange", title=title)
+    for column in ("step, ms", "not hidden, ms", "efficiency"):
+        table.add_column(column, justify="right")
+    for each in record["exchanges"]:
+        times = (f"{1e3 * each[key]:.2f}" for key in ("step_seconds", "exposed_seconds"))
+        table.add_row(each["when"], *times, f"{each['efficiency']:.1%}")
+    Console().print(table)
+    if "jitter" in record:
+        late = record.get("efficiency_one_step_late")
+        also = "" if late is None else f"; one step late {late:.1%}"
+        variation = record["jitter"]["variation"]
+        print(f"if computing varies by {variation:.0%}: efficiency {record['efficiency_with_jitter']:.1%}{also}")
 
 
-def _record(found: Answer) -> dict[str, object]:
-    choice, rows = found.choice, found.rows(_landmarks(found.ranks))
+Sampled = HeavyTails | Exponential | SlowSteps
+LAWS: dict[str, Sampled] = {"paper": HeavyTails(), "exponential": Exponential(), "slow": SlowSteps()}
+RANKS, STEPS, MOST_TIMES = 100, 10_000, 20_000_000
+"""Defaults, and the most times of ranks in steps: they fit into memory several times over."""
+FEW = 12
+"""A table has a row for each number of backups up to this one, or for as many spread over more."""
+Row = dict[str, Any]
+"""One way to split the ranks, by names of `COLUMNS`; nan for what is unknown."""
+COLUMNS = {
+    "quorum": "wait for",
+    "backups": "backups",
+    "kth_time_s": "step, s",  # mean, if all ranks begin each step together
+    "expected_kth_time_s": "closed form",  # the same, if the law has one
+    "hours": "hours",  # to the goal
+    "relative_time": "time",  # to the goal, compared with waiting for all
+    "late_finish_step_s": "step, s *",  # mean, if a late rank finishes its gradient before it goes on
+    "late_finish_relative_time": "time *",
+}
+"""Titles of columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What backup workers cost and save, for each quorum."""
+
+    question: Question
+    law: Sampled | Recorded
+    goal: Published | Scaling
+    times_s: Times
+    choice: QuorumChoice
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.choice.kth_s)
+
+    @cached_property
+    def per_quorum(self) -> dict[str, PerRank]:
+        """Return columns [ranks] for quorums of 1 to all ranks."""
+        expected_s = self.law.expected_kth_s(self.ranks)
+        return {
+            "kth_time_s": self.choice.kth_s,
+            "expected_kth_time_s": np.full(self.ranks, np.nan) if expected_s is None else expected_s,
+            "hours": self.choice.goal_s * (1 / 3600 if self.goal.in_updates else np.nan),
+            "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
+        }
+
+    def rows(self, quorums: Iterable[int] = ()) -> list[Row]:
+        """Return a row for each of `quorums`, for those near the best, and for the best if late ranks finish first."""
+        most = min(self.ranks - 1, max(FEW, 2 * (self.ranks - self.choice.best)))
+        near = self.ranks - np.linspace(0, most, FEW + 1).round().astype(int)
+        needed = np.array(sorted({*quorums, *near.tolist(), self.choice.best, self.best_if_late_finish}))
+        late_s = step_time_s(self.times_s, needed)
+        late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
+        known = [column[needed - 1] for column in self.per_quorum.values()]
+        cells = [column.tolist() for column in (needed, self.ranks - needed, *known, late_s, late)]
+        return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*cells, strict=True)]
+
+    @cached_property
+    def best_if_late_finish(self) -> int:
+        """Return the best quorum that backup workers may have, found by refining: to try all would take long."""
+        low, high = self.ranks - (self.ranks - 1) // 2, self.ranks
+        while True:
+            tried = np.unique(np.linspace(low, high, FEW + 1).round().astype(int))
+            goal_s = step_time_s(self.times_s, tried) * self.goal.iterations(tried)
+            best = len(tried) - 1 - int(np.where(np.isnan(goal_s), inf, goal_s)[::-1].argmin())
+            if len(tried) == high - low + 1:
+                return int(tried[best])
+            low, high = int(tried[max(best - 1, 0)]), int(tried[min(best + 1, len(tried) - 1)])
+
+    def record(self) -> dict[str, object]:
+        """Return the inputs for JSON."""
+        parameters = {"file": self.question.times} if isinstance(self.law, Recorded) else asdict(self.law)
+        return {
+            "ranks": self.ranks,
+            "steps": len(self.times_s),
+            "seed": self.question.seed,
+            "law": {"name": self.question.law_name} | parameters,
+            "iterations": {"name": type(self.goal).__name__.lower()} | asdict(self.goal),
+            "sources": self.sources(),
+        }
+
+    def sources(self) -> str:
+        """Return where times and numbers of updates come from."""
+        if isinstance(self.law, Recorded):
+            times = f"recorded, {self.question.times}"
+        else:
+            fitted = ", a fit of ours to two percentages published for 100 machines, as recalled"
+            times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
+        if isinstance(self.goal, Scaling):
+            return f"times: {times}; updates: assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
+        between = "a power law" if self.goal.power_law else "a line"
+        updates = f"Inception's with 50 and 100 gradients each, published, as recalled; {between} between"
+        return f"times: {times}; updates: {updates}"
+
+
+def answer(question: Question) -> Answer:
+    """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit together."""
+    rng = default_rng(question.seed)
+    law = _sampled(question) if question.times is None else _recorded(question, question.times)
+    if isinstance(law, Recorded):
+        times_s = law.times_s
+    else:
+        ranks, steps = question.ranks or RANKS, question.steps or STEPS
+        if ranks * steps > MOST_TIMES:
+            most = MOST_TIMES // ranks
+            raise UsageError(f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}")
+        times_s = law.sample(rng, steps, ranks)
+    goal = _goal(question, times_s.shape[1])
+    return Answer(question, law, goal, times_s, choose(times_s, goal, rng))
+
+
+def _recorded(question: Question, file: str) -> Recorded:
+    if question.law or question.parameters or question.steps:
+        raise UsageError("--times replaces sampled times: leave out --law, --set and --steps")
+    law = read_times(file)
+    ranks = law.times_s.shape[1]
+    if question.ranks not in {None, ranks}:
+        raise UsageError(f"{file} holds times of {ranks} ranks, not of {question.ranks}: leave --ranks out")
+    return law
+
+
+def _sampled(question: Question) -> Sampled:
+    law = LAWS[question.law_name]
+    parameters = asdict(law)
+    for text in question.parameters:
+        name, _, number = text.partition("=")
+        with suppress(ValueError):
+            if name in parameters:
+                parameters[name] = float(number)
+                continue
+        raise UsageError(f"--set {text}: write NAME=NUMBER, where NAME is one of {', '.join(parameters)}")
+    return type(law)(**parameters)
+
+
+def _goal(question: Question, ranks: int) -> Published | Scaling:
+    """Return the published counts for the published law, unless options say otherwise."""
+    if question.exponent is not None and question.interpolation is not None:
+        raise UsageError("--interpolation needs the published counts, which --exponent replaces: leave one out")
+    if question.exponent is not None:
+        return Scaling(question.exponent)
+    if question.interpolation is None and question.law_name != "paper":
+        return Scaling()
+    goal = Published(power_law=question.interpolation == "power")
+    if np.isnan(goal.iterations(np.array([ranks]))[0]):
+        raise UsageError(
+            f"the published counts of updates are for 50 to 100 gradients each, and say nothing of {ranks} ranks: give "
+            "--exponent, 1 if twice the batch halves the updates, 0 if it does not help"
+        )
+    return goal
+
+
+def run_backups(question: Question, as_json: bool) -> None:
+    """Print what steps cost that wait for some of the ranks; raises `UsageError`."""
+    found = answer(question)
+    choice, ranks = found.choice, found.ranks
+    rows = found.rows({1, *(max(1, ranks * percent // 100) for percent in (50, 80, 90))})
+    if as_json:
+        print(json_of(_record(found, rows)))
+        return
+    show(found, rows, choice.best)
+    bound = choice.bound_s / choice.goal_s[choice.best - 1]
+    print(
+        f"best: wait for {choice.best} of {ranks} ranks ({span(*choice.likely)}), which leaves {ranks - choice.best} "
+        f"backups; a quorum chosen for each step with hindsight would take {bound:.3f} times as long"
+    )
+
+
+def _record(found: Answer, rows: Sequence[Row]) -> dict[str, object]:
+    choice = found.choice
+    columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in found.per_quorum.items()}
     return {
         "best_quorum": choice.best,
-        "backups": found.backups,
+        "backups": found.ranks - choice.best,
         "likely_quorums": choice.likely,
         "best_quorum_if_late_finish": found.best_if_late_finish,
-        "kth_time_s": known(choice.kth_s),
-        "expected_kth_time_s": _unless_unknown(found.expected_kth_s),
-        "hours": _unless_unknown(found.hours),
-        "relative_time": known(found.relative_time),
+        **columns,
         "lower_bound_hours": choice.bound_s / 3600 if found.goal.in_updates else None,
         "lower_bound_relative_time": choice.bound_s / choice.goal_s[-1],
-        "table": [asdict(row) for row in rows],
+        "table": rows,
     } | found.record()
 
 
-def _unless_unknown(column: PerRank) -> list[float | None] | None:
-    cells = known(column)
-    return None if cells.count(None) == len(cells) else cells
-
-
-def _sentence(found: Answer) -> str:
-    choice = found.choice
-    bound = choice.bound_s / choice.goal_s[choice.best - 1]
-    return (
-        f"best: wait for {choice.best} of {found.ranks} ranks ({span(*choice.likely)}), which leaves {found.backups} "
-        f"backups; a quorum chosen for each step with hindsight would take {bound:.3f} times as long"
+def show(found: Answer, rows: Sequence[Row], best: int) -> None:
+    """Print `rows` as a table with that of quorum `best` in bold, what the columns mean, and the sources."""
+    table = Table(title=f"{found.ranks} ranks, {len(found.times_s):,} steps")
+    shown = [name for name in COLUMNS if not all(isnan(row[name]) for row in rows)]
+    for name in shown:
+        table.add_column(COLUMNS[name], justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in shown), style="bold" if row["quorum"] == best else None)
+    Console().print(table)
+    print(
+        "time: to the goal, compared with waiting for all\n*: if a late rank finishes its gradient before it goes on; "
+        f"waiting for {found.best_if_late_finish} is then best"
     )
+    print(found.sources())
+
+
+def _cell(value: float) -> str:
+    return "-" if isnan(value) else str(value) if isinstance(value, int) else f"{value:#.4g}"
+
+
+def span(low: int, high: int) -> str:
+    """Return how certain a choice is, in words."""
+    return f"{low} to {high} in 90 % of resamplings" if low < high else f"{low} in 90 % of resamplings and more"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt verify``: the proof of a schedule, as text or JSON. Needs no torch."""
+"""``commrt verify``: prove a schedule, and print its cost. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import by_name
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
-from commrt.cli.outputs import json_of
-from commrt.collective import all_reduce
+from commrt.cli.options import json_of
 from commrt.errors import UsageError
-from commrt.proving.mixing import Mixing, meetings, mixing, promise
-from commrt.proving.proof import Proof, verify
+from commrt.proof.mixing import mixing, steps_to_meet_all
+from commrt.proof.replay import Proof, verify
+from commrt.proof.spec import all_reduce, gossip_mean
 from commrt.schedule import Algorithm
 
 __all__ = ["choose", "run"]
+
+PERIODS = 2
+"""Periods of gossip that are verified: before and after the partners change."""
+MOST_STEPS_TO_MEET = 100_000
 
 
 def choose(
@@ -29,27 +33,35 @@ def choose(
     within: int | None = None,
     backups: int | None = None,
 ) -> Algorithm:
-    """The algorithm that the options describe; raises `UsageError` if they do not fit together."""
+    """Return the algorithm that the options describe; raises `UsageError` if they do not fit together."""
     algorithm = by_name(name)
-    for_torus, for_gossip = grid is not None or both_ways, topology is not None or within is not None
-    if for_torus and not isinstance(algorithm, Torus2D):
-        raise UsageError(f"--grid and --both-ways are for torus2d, not for {name}: leave them out")
-    if for_gossip and not isinstance(algorithm, Gossip):
-        raise UsageError(f"--topology and --within are for gossip, not for {name}: leave them out")
-    if backups is not None and not isinstance(algorithm, BackupWorkers):
-        raise UsageError(f"--backups is for backup, not for {name}: leave it out")
+    given = {
+        "--grid and --both-ways are for torus2d": (Torus2D, grid is not None or both_ways),
+        "--topology and --within are for gossip": (Gossip, topology is not None or within is not None),
+        "--backups is for backup": (BackupWorkers, backups is not None),
+    }
+    for rule, (kind, is_given) in given.items():
+        if is_given and not isinstance(algorithm, kind):
+            raise UsageError(f"{rule}, not for {name}: leave {'it' if ' is ' in rule else 'them'} out")
     if backups is not None:
         return BackupWorkers(backups)
-    if for_torus:
-        return Torus2D(_grid(grid) if grid else None, both_ways)
-    if for_gossip:
-        chosen = cast("Topology", topology or "dissemination")  # checked where it arrives
+    if isinstance(algorithm, Torus2D):
+        return Torus2D(None if grid is None else _grid(grid), both_ways)
+    if isinstance(algorithm, Gossip):
+        chosen = cast("Topology", topology or "dissemination")  # Gossip checks it
         return Gossip(chosen, within=1 if within is None else within)
     return algorithm
 
 
+def _grid(text: str) -> tuple[int, int]:
+    sides = re.fullmatch(r"(\d+)x(\d+)", text)
+    if sides is None:
+        raise UsageError(f"--grid {text!r} is not a grid: write it as 4x3, ranks in a row x ranks in a column")
+    return int(sides[1]), int(sides[2])
+
+
 def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
-    """Verify the schedule of `algorithm` on `ranks` ranks, print the outcome, return whether it holds."""
+    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it is correct."""
     if isinstance(algorithm, Gossip):
         return _run_gossip(algorithm, ranks, show, as_json)
     schedule = algorithm.schedule(0, ranks)
@@ -64,49 +76,33 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     return proof.ok
 
 
-PERIODS = 2
-"""As it begins, and after partners have changed places."""
-MOST_MEETINGS = 100_000
-"""Steps."""
-
-
 def _run_gossip(algorithm: Gossip, ranks: int, show: bool, as_json: bool) -> bool:
-    """Two periods step by step, and what a period does as a whole."""
-    schedules = [algorithm.schedule(step, ranks) for step in range(PERIODS * algorithm.period(ranks))]
-    proofs = [verify(schedule, promise(algorithm, schedule)) for schedule in schedules]
+    """Verify each step of two periods, and print what a period does as a whole."""
+    period = algorithm.period(ranks)
+    schedules = [algorithm.schedule(step, ranks) for step in range(PERIODS * period)]
+    proofs = [verify(schedule, gossip_mean(algorithm, schedule)) for schedule in schedules]
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
-    report = mixing(schedules[: algorithm.period(ranks)], algorithm.within)
-    one_each = replace(algorithm, within=1)  # a row's message is of all its ranks
-    met = meetings(one_each, ranks // algorithm.within, MOST_MEETINGS) if algorithm.rotate else None
+    report = mixing(schedules[:period], algorithm.within)
+    of_rows = replace(algorithm, within=1)  # a row acts as one rank
+    met = steps_to_meet_all(of_rows, ranks // algorithm.within, MOST_STEPS_TO_MEET) if algorithm.rotate else None
     if as_json:
-        period = {"period": algorithm.period(ranks), "met_all_after": met}
-        print(json_of(_record(worst, algorithm) | period | asdict(report)))
+        print(json_of(_record(worst, algorithm) | {"period": period, "met_all_after": met} | asdict(report)))
         return worst.ok
     if show:
         print(*schedules, sep="\n")
     print(_sentence(worst))
     if worst.ok:
         who = "ranks" if algorithm.within == 1 else f"rows of {algorithm.within}"
-        print(_period(report, algorithm.period(ranks), who, met))
+        exact = report.smallest == report.largest == 1
+        share = (
+            "exactly the mean" if exact else f"{report.smallest:.3g} to {report.largest:.3g} times its share of each"
+        )
+        meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
+        print(
+            f"after {period} step{'s' * (period != 1)} every rank holds {share}; {report.second_singular_value:.3g} "
+            f"of the differences between ranks is left at most; {who} {meet}"
+        )
     return worst.ok
-
-
-def _period(report: Mixing, steps: int, who: str, met: int | None) -> str:
-    """What becomes of differences, and who hears of whom."""
-    exact = report.smallest == report.largest == 1
-    holds = "exactly the mean" if exact else f"{report.smallest:.3g} to {report.largest:.3g} times its share of each"
-    meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
-    return (
-        f"after {steps} step{'s' * (steps != 1)} every rank holds {holds}; {report.second_singular_value:.3g} of the "
-        f"differences between ranks is left at most; {who} {meet}"
-    )
-
-
-def _grid(text: str) -> tuple[int, int]:
-    sides = re.fullmatch(r"(\d+)x(\d+)", text)
-    if sides is None:
-        raise UsageError(f"--grid {text!r} is no grid: write it as 4x3, ranks in a row x ranks in a column")
-    return int(sides[1]), int(sides[2])
 
 
 def _record(proof: Proof, algorithm: Algorithm) -> dict[str, object]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local workers: a process per rank, forked from this one, which holds their store and waits for them.
+"""Local workers: one forked process per rank. The parent holds their store and waits for them.
 
-What they import and read takes seconds, so this process does it once, before. It may have no threads then, and must not
-compute with several: they would be missing in the workers, where others wait for them. No worker outlives it.
+The parent imports and reads once, before it forks, what takes seconds. It must not have threads then, and torch must
+not compute with several: a forked process lacks them and would wait for them forever. No worker outlives the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch.distributed import Store
 
@@ -35,21 +35,23 @@ T = TypeVar("T")
 
 BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What ends this process; Ctrl-C does too."""
+"""Signals that end the parent, besides Ctrl-C."""
 CAUSE_S = 0.5
-"""How long to look for the death because of which another worker failed."""
+"""How long to look for a dead worker after another one failed: the death may be the cause."""
 EXIT_S = 5.0
-"""How long a worker that has said its last word may take to end."""
+"""How long a worker may take to exit after it sent its result."""
 PR_SET_PDEATHSIG = 1
 
 
 class _Worker(NamedTuple):
     rank: int
     process: BaseProcess
-    pipe: Connection
-    """On which it says one thing: (None, what it returned), or (name of the error, text)."""
-    word: Connection
-    """On which it is told to begin."""
+    result: Connection
+    """Receives one message: (None, the value) or (name of the error, its text)."""
+    start: Connection
+    """Sends the signal to begin."""
+    delay_s: float | None
+    """For a replacement: seconds between the death of the first worker of this rank and its start."""
 
 
 def run_workers(
@@ -59,39 +61,40 @@ def run_workers(
     successors: Mapping[int, float] = MappingProxyType({}),
     limit_s: float | None = None,
 ) -> dict[int, T]:
-    """What `body` returned in each of so many processes, by rank; `may_lose` of them may be killed, and are left out.
+    """Call `body` in `workers` processes, with torchrun's variables set; return the results by rank.
 
-    The place of each of the `successors` that is killed is taken by another process, so many seconds later. All find
-    torchrun's variables set. Raises `CommrtError` for the first that failed, of the kind that it raised if that was bad
-    input, or if all have not ended within `limit_s`, and `KeyboardInterrupt` for a signal that ends this process, with
-    that signal; then all others are ended. For the main thread.
+    Up to `may_lose` workers may be killed; they are missing in the result. `successors` gives ranks that another
+    process replaces, and the delay in seconds. Call it from the main thread.
+
+    Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also if workers still
+    run after `limit_s`. A signal that ends this process raises `KeyboardInterrupt` with that signal.
     """
-    crew: list[_Worker] = []
+    processes: list[_Worker] = []
     store: Store | None = None
     try:
-        with _stoppable(), listen() as listener:
-            with _forking():
-                crew.extend(_begin(rank, workers, listener, body) for rank in [*range(workers), *successors])
-            store = hold(listener)  # not before, as it has threads
-            after_s = {worker: successors[worker.rank] for worker in crew[workers:]}
-            return _Watch(crew[:workers], after_s, may_lose, limit_s).values()
+        with _ending_signals_raise(), listen() as listener:
+            with _signals_blocked():
+                places = [*((rank, None) for rank in range(workers)), *successors.items()]
+                processes.extend(_fork(rank, workers, listener, body, delay_s) for rank, delay_s in places)
+            store = hold(listener)  # starts threads, so it comes after the forks
+            return _Watch(processes, may_lose, inf if limit_s is None else limit_s).results()
     finally:
-        for worker in crew:
-            worker.process.kill()  # also one that is stopped
-        for worker in crew:
+        for worker in processes:
+            worker.process.kill()  # also ends stopped processes
+        for worker in processes:
             worker.process.join()
             worker.process.close()
-            worker.pipe.close()
-            worker.word.close()
-        del store  # an error that is kept would keep it too
+            worker.result.close()
+            worker.start.close()
+        del store  # the traceback of an error would keep it alive
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """Here SIGTERM and its like do what Ctrl-C does, unless they are ignored, as under nohup."""
+def _ending_signals_raise() -> Iterator[None]:
+    """Let SIGTERM and the like raise `KeyboardInterrupt`, unless they are ignored (nohup)."""
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
-        signal.signal(number, _stop)
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
@@ -99,13 +102,13 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _stop(number: int, _: object) -> NoReturn:
+def _interrupt(number: int, _: object) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number))
 
 
 @contextmanager
-def _forking() -> Iterator[None]:
-    """Signals come when all workers are known; and no worker may collect, and so end, what is this process's."""
+def _signals_blocked() -> Iterator[None]:
+    """Delay signals until all workers are forked; freeze the heap, so workers do not finalise the parent's objects."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
     gc.freeze()
     try:
@@ -115,177 +118,131 @@ def _forking() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(rank: int, workers: int, listener: socket.socket, body: Callable[[], object]) -> _Worker:
+def _fork(
+    rank: int, workers: int, listener: socket.socket, body: Callable[[], object], delay_s: float | None
+) -> _Worker:
     context = get_context("fork")
     try:
-        ours, theirs = context.Pipe(duplex=False)
-        ear, word = context.Pipe(duplex=False)
-        given = rank, workers, listener, body, ear, theirs, os.getpid()
+        result, sends = context.Pipe(duplex=False)
+        waits, start = context.Pipe(duplex=False)
+        given = rank, workers, listener, body, waits, sends, os.getpid()
         process = context.Process(target=_work, args=given, daemon=True)
         process.start()
     except OSError as error:
         what = f"worker {rank} of {workers} could not be started: {error}: ask for fewer, or raise the limit (ulimit)"
         raise CommrtError(what) from error
-    theirs.close()
-    ear.close()
-    return _Worker(rank, process, ours, word)
+    sends.close()
+    waits.close()
+    return _Worker(rank, process, result, start, delay_s)
 
 
-def _work(  # all that a new process knows
-    rank: int,
-    workers: int,
-    listener: socket.socket,
-    body: Callable[[], object],
-    ear: Connection,
-    pipe: Connection,
-    parent: int,
-) -> None:
-    """In the worker. Ctrl-C, which goes to all processes of a terminal, is its parent's business alone."""
-    _end_with(parent)
-    for number in ENDING:
-        if signal.getsignal(number) is _stop:
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    port = listener.getsockname()[1]
-    listener.close()  # or calls to a store that is gone would be waiting for this process
-    ear.recv()
-    announce(Launch("torchrun", rank, workers, rank, workers, LOOPBACK, port, store_exists=True))
-    try:
-        pipe.send((None, body()))
-    except Exception as error:  # it is told to the parent, whatever it is
-        pipe.send((type(error).__name__, str(error)))
-
-
-def _end_with(parent: int) -> None:
-    """From now on the kernel kills this process when `parent` ends, however that ends; on Linux."""
-    if sys.platform == "linux":
+def _work(
+    rank: int, workers: int, listener: socket.socket, body: Callable[[], object],
+    start: Connection, result: Connection, parent: int,
+) -> None:  # fmt: skip
+    """Run in the worker. The parent alone handles Ctrl-C, which reaches all processes of a terminal."""
+    if sys.platform == "linux":  # the kernel kills this process when its parent ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    for number in ENDING:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    port = listener.getsockname()[1]
+    listener.close()  # otherwise connections to a dead store would wait for this process
+    start.recv()
+    announce(Launch("torchrun", rank, workers, rank, workers, LOOPBACK, port, store_exists=True))
+    try:
+        result.send((None, body()))
+    except Exception as error:  # reported to the parent
+        result.send((type(error).__name__, str(error)))
 
 
 class _Watch:
-    """Over workers that are told to begin now, and those that take a dead one's place so many seconds after it died."""
+    """Starts workers, then replacements of dead ones, and collects how all of them end."""
 
-    def __init__(
-        self, crew: Sequence[_Worker], after_s: Mapping[_Worker, float], may_lose: int, limit_s: float | None = None
-    ) -> None:
-        self._size, self._may_lose = len(crew), may_lose
-        self._limit_s = inf if limit_s is None else limit_s
-        self._deadline = monotonic() + self._limit_s
-        self._waiting = {worker.rank: (worker, seconds) for worker, seconds in after_s.items()}
+    def __init__(self, processes: Sequence[_Worker], may_lose: int, limit_s: float) -> None:
+        self._may_lose, self._limit_s, self._deadline = may_lose, limit_s, monotonic() + limit_s
+        self._replacements = {worker.rank: worker for worker in processes if worker.delay_s is not None}
         self._due: list[tuple[float, _Worker]] = []
-        self._ends: _Ends[Any] = _Ends()
-        self._died: dict[int, str] = {}  # by what signal, of those whose place was taken
-        self._first, self._later = {worker.pipe: worker for worker in crew}, dict[Connection, _Worker]()
-        for worker in crew:
-            worker.word.send(None)
+        self._firsts = [worker for worker in processes if worker.delay_s is None]
+        self._running = {worker.result: worker for worker in self._firsts}
+        self._values: dict[int, Any] = {}
+        self._deaths: dict[int, str] = {}  # by rank, the signal's name
+        self._replaced: dict[int, str] = {}  # likewise
+        self._failures: list[tuple[int, str, str]] = []  # rank, name of the error, text
+        for worker in self._firsts:
+            worker.start.send(None)
 
-    def values(self) -> dict[int, Any]:
-        """What each has returned; raises as soon as that cannot be had."""
-        ends, crew = self._ends, [*self._first.values()]
-        while (self._first or self._later) and len(ends.deaths) <= self._may_lose:
-            ready = wait([*self._first, *self._later], self._patience_s())
-            if monotonic() >= self._deadline and not ready and not ends.failures:
-                raise self._unended()
-            if not ready and (ends.failures or not self._first):
+    def results(self) -> dict[int, Any]:
+        """Return the results by rank; raises as soon as the run has failed."""
+        while self._running and len(self._deaths) <= self._may_lose:
+            ready = wait([*self._running], self._timeout_s())
+            if not ready and (self._failures or not self._firsts_run()):
                 break
+            if not ready and monotonic() >= self._deadline:
+                silent = sorted(worker.rank for worker in self._running.values())
+                raise CommrtError(f"workers {silent} still ran after {self._limit_s:g} s, and were killed")
             for pipe in ready:
-                self._hear(pipe)  # type: ignore[arg-type]  # it returns what it was given
-            self._begin_those_due()
-        if len(ends.deaths) > self._may_lose:
-            spare = f"can do without {self._may_lose}" if self._may_lose else "needs all"
-            what = f"{ends.told()}: this run {spare} of its {self._size} workers; if nobody meant it, was memory short?"
-            raise CommrtError(what)
-        if ends.failures:
-            raise ends.error()
-        for worker in crew:
+                self._note(self._running.pop(pipe))  # type: ignore[call-overload]  # wait returns what it got
+            self._start_replacements()
+        if error := self._error():
+            raise error
+        for worker in self._firsts:
             worker.process.join(EXIT_S)
-        return ends.values
+        return self._values
 
-    def _patience_s(self) -> float | None:
-        if self._ends.failures:
+    def _firsts_run(self) -> bool:
+        return any(worker.delay_s is None for worker in self._running.values())
+
+    def _timeout_s(self) -> float | None:
+        if self._failures:
             return CAUSE_S
-        if not self._first:  # all others have ended
+        if not self._firsts_run():
             return EXIT_S
         when = min([self._deadline, *(when for when, _ in self._due)])
         return None if when == inf else max(when - monotonic(), 0.0)
 
-    def _unended(self) -> CommrtError:
-        silent = sorted(worker.rank for worker in (*self._first.values(), *self._later.values()))
-        return CommrtError(f"workers {silent} had not ended after {self._limit_s:g} s, and were killed")
+    def _note(self, worker: _Worker) -> None:
+        """Record how `worker` ended."""
+        rank = worker.rank
+        try:
+            kind, content = worker.result.recv()
+        except (EOFError, OSError):  # it ended without a message
+            worker.process.join(EXIT_S)
+            code = worker.process.exitcode
+            if code is not None and code < 0:
+                names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+                self._deaths[rank] = names.get(-code, f"signal {-code}")
+                if replacement := self._replacements.pop(rank, None):
+                    self._due.append((monotonic() + (replacement.delay_s or 0.0), replacement))
+                return
+            kind, content = "silence", f"it ended with exit code {code} and sent no result"
+        if kind is None:
+            self._values[rank] = content
+        elif worker.delay_s is None:
+            self._failures.append((rank, kind, content))
+        else:  # the others have gone on without it: their results still hold
+            self._deaths[rank] = self._replaced[rank]
+            print(f"commrt: worker {rank}, which replaced a killed one, failed: {kind}: {content}", file=sys.stderr)
 
-    def _hear(self, pipe: Connection) -> None:
-        worker = self._first.pop(pipe, None)
-        if worker is None:
-            self._hear_later(self._later.pop(pipe))
-            return
-        self._ends.note(worker)
-        if worker.rank in self._ends.deaths and worker.rank in self._waiting:
-            successor, seconds = self._waiting.pop(worker.rank)
-            self._due.append((monotonic() + seconds, successor))
-
-    def _hear_later(self, worker: _Worker) -> None:
-        """Of one in a dead one's place: if it has failed, what the others have done without that one still stands."""
-        self._ends.note(worker)
-        if self._ends.failures and self._ends.failures[-1][0] == worker.rank:
-            rank, kind, text = self._ends.failures.pop()
-            self._ends.deaths[rank] = self._died[rank]
-            print(
-                f"commrt: worker {rank}, in the place of one that was killed, failed: {kind}: {text}", file=sys.stderr
-            )
-
-    def _begin_those_due(self) -> None:
+    def _start_replacements(self) -> None:
         for when, worker in [due for due in self._due if due[0] <= monotonic()]:
             self._due.remove((when, worker))
-            self._died[worker.rank] = self._ends.deaths.pop(worker.rank)
-            self._later[worker.pipe] = worker
-            worker.word.send(None)
+            self._replaced[worker.rank] = self._deaths.pop(worker.rank)
+            self._running[worker.result] = worker
+            worker.start.send(None)
 
-
-class _Ends(Generic[T]):
-    """How workers ended. A death is a cause, where an error may be what it led to."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, T] = {}
-        self.deaths: dict[int, str] = {}
-        """By what signal."""
-        self.failures: list[tuple[int, str, str]] = []
-        """(rank, name of the error, text), in the order in which they were heard of."""
-
-    def note(self, worker: _Worker) -> None:
-        """Hear what `worker`, which has spoken or ended, has to say."""
-        try:
-            kind, content = worker.pipe.recv()
-        except (EOFError, OSError):
-            self._note_silent(worker)
-            return
-        if kind is None:
-            self.values[worker.rank] = content
-        else:
-            self.failures.append((worker.rank, kind, content))
-
-    def _note_silent(self, worker: _Worker) -> None:
-        worker.process.join(EXIT_S)
-        code = worker.process.exitcode
-        if code is not None and code < 0:
-            self.deaths[worker.rank] = _named(-code)
-        else:
-            self.failures.append((worker.rank, "silence", f"it ended with exit code {code} and said nothing"))
-
-    def told(self) -> str:
-        """The deaths in words."""
-        return ", ".join(f"worker {rank} was killed by {name}" for rank, name in self.deaths.items())
-
-    def error(self) -> CommrtError:
-        """The first failure; bad input stays bad input."""
-        rank, kind, text = self.failures[0]
-        before = f" (before that, {self.told()})" if self.deaths else ""
+    def _error(self) -> CommrtError | None:
+        """Return what went wrong. A death comes first: it may have caused the failures."""
+        deaths = ", ".join(f"worker {rank} was killed by {name}" for rank, name in self._deaths.items())
+        if len(self._deaths) > self._may_lose:
+            spare = f"can do without {self._may_lose}" if self._may_lose else "needs all"
+            workers = f"{spare} of its {len(self._firsts)} workers"
+            return CommrtError(f"{deaths}: this run {workers}; if you did not kill it, check whether memory ran out")
+        if not self._failures:
+            return None
+        rank, kind, text = self._failures[0]
+        before = f" (before that, {deaths})" if deaths else ""
         return BAD_INPUT.get(kind, CommrtError)(f"worker {rank} failed: {kind}: {text}{before}")
-
-
-def _named(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank, world size and address of the store, from the variables that a launcher sets; and commrt's own variables.
 
-The only module that reads environment variables, and sets them for commrt's own workers. Known launchers: torchrun (and
+The only module through which training reads environment variables. (`commrt doctor` shows all of them, and
+`testing.processes` sets them in its children.) Known launchers: torchrun (and
 anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
 In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0, SLURM_NTASKS), although

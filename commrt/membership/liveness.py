@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness probes: whether the process behind a rank still exists.
+"""Liveness probes, which tell whether a rank's process still exists; and reports of failing ranks.
 
 Each process listens on a port that its kernel closes when it ends, however it ends. A broken connection says nothing,
 and a store does not know who has died. A process that is only stopped still counts as alive: its kernel answers.
@@ -8,20 +8,44 @@ and a store does not know who has died. A process that is only stopped still cou
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from threading import Event
+from typing import TypeVar
 from weakref import WeakSet
 
 from torch.distributed import Store
 
-from commrt.errors import UsageError
-from commrt.membership.store_client import StoreCall, parse, require
+from commrt.errors import TransportError, UsageError
+from commrt.membership.store_client import (
+    MALFORMED,
+    STORE_ANSWER_S,
+    StoreCall,
+    call_store,
+    parse,
+    parse_dict,
+    parse_int,
+    require,
+)
 
-__all__ = ["CLOSED_ERRNOS", "LivenessListener", "Processes", "is_answering", "is_gone", "own_address", "parse_address"]
+__all__ = [
+    "CLOSED_ERRNOS",
+    "LivenessListener",
+    "Processes",
+    "diagnose",
+    "is_answering",
+    "is_gone",
+    "leave_report",
+    "own_address",
+    "parse_address",
+    "wait_for_readers",
+]
 
 PROBE_S = 2.0
 """How long a host may take to answer a probe."""
@@ -188,3 +212,62 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+GRACE_S = 1.0
+"""How much later than this rank a peer may report: deadlines do not expire at the same instant."""
+LINGER_S = 3.0
+"""How long a failing rank that holds the store waits for the others to read the reports."""
+
+T = TypeVar("T")
+
+
+def leave_report(store: Store, rank: int, failure: BaseException) -> None:
+    """Write what `rank` saw to `store`."""
+    peer = failure.place.peer if isinstance(failure, TransportError) else None
+    report = json.dumps({"peer": peer, "saw": f"{type(failure).__name__}: {failure}"})
+    _answered(lambda: store.set(_report_key(rank), report), STORE_ANSWER_S)
+
+
+def diagnose(store: Store, rank: int, size: int, failure: BaseException) -> None:
+    """Add to `failure` what the peers saw for which it was waiting, directly or through others."""
+    if isinstance(failure, TransportError) and failure.place.peer is not None:
+        first = failure.place.peer
+        sentences = _answered(lambda: list(_trail(store, rank, first)), STORE_ANSWER_S + GRACE_S)
+        failure.elsewhere = ". ".join(sentences or ())
+    _answered(lambda: _count(store, size), STORE_ANSWER_S)
+
+
+def wait_for_readers(store: Store) -> None:
+    """Keep the store of this process alive until the others have read the reports, at most `LINGER_S`."""
+    _answered(lambda: store.wait(["reports read"], timedelta(seconds=LINGER_S)), LINGER_S + STORE_ANSWER_S)
+
+
+def _trail(store: Store, rank: int, peer: int | None) -> Iterator[str]:
+    seen = {rank}
+    while peer is not None and peer not in seen:
+        seen.add(peer)
+        try:
+            store.wait([_report_key(peer)], timedelta(seconds=GRACE_S))
+        except RuntimeError:
+            yield f"Rank {peer} reported nothing: look there first"
+            return
+        report = parse_dict(store.get(_report_key(peer)))
+        yield f"Rank {peer} saw {report['saw']!s:.1000}"
+        peer = None if report["peer"] is None else parse_int(report["peer"])
+
+
+def _count(store: Store, size: int) -> None:
+    if store.add("reports", 1) >= size - 1:  # the one at fault leaves none
+        store.set("reports read", "")
+
+
+def _report_key(rank: int) -> str:
+    return f"report/{rank}"
+
+
+def _answered(request: Callable[[], T], limit_s: float) -> T | None:
+    """Return the store's answer, or None: this rank has failed already, and a lost store adds nothing to that."""
+    with suppress(RuntimeError, TransportError, *MALFORMED):
+        return call_store(request, limit_s)
+    return None

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, HashStore, Store
 
-from commrt.errors import DeadlineExceeded, Evicted, Place, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.membership.generations import OPEN, Generation, Generations, Head, Loss
 from commrt.membership.liveness import Processes
 from commrt.membership.store_client import (
@@ -29,7 +29,7 @@ from commrt.membership.store_client import (
     parse_list,
     require,
 )
-from commrt.threads.patience import Patience
+from commrt.threads.deadline import Deadline
 
 __all__ = ["NOBODY", "Absent", "Arrival", "Membership"]
 
@@ -150,10 +150,12 @@ class Membership:
     def adopt(self, generation: Generation) -> None:
         """Exchange in `generation` from now on, and let the watcher wait for the next one.
 
-        The wake-up for `generation` may be missing: a rank may die between its proposal and the wake-up.
+        Wake-ups may be missing: a rank may die between its proposal and the wake-up.
         """
+        missed = range(self.generation.number + 1, generation.number + 1)
+        keys = [_wake_key(self.rank, number) for number in missed] or [_wake_key(self.rank, generation.number)]
         self.generation = generation
-        self.call_store(lambda: self.store.set(_wake_key(self.rank, generation.number), "1"))
+        self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # torch's stub is behind
 
     def roll_call(self, step: int, require_open: Callable[[], None]) -> Generation:
         """Form the next generation with all members that answer within the timeout, and return it.
@@ -163,8 +165,8 @@ class Membership:
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
-        self.append(key := f"present/{target}", [self.rank, step, ""])
-        limit = Patience(self.timeout_s())
+        self.append(key := _present_key(target), [self.rank, step, ""])
+        limit = Deadline(self.timeout_s())
         for pause_s in self.pauses(limit):
             head, generation = self.head()
             if generation.number >= target:
@@ -179,8 +181,22 @@ class Membership:
                 Event().wait(pause_s)
         return generation
 
+    def is_roll_called(self, target: int) -> bool:
+        """Return True if a member has answered the roll call for generation `target`."""
+        return self.call_store(lambda: self.store.check([_present_key(target)]))
+
     def evict(self, head: Head, generation: Generation, absent: Absent, why: str, here: Mapping[int, Arrival]) -> None:
-        """Propose the generation of the ranks that are `here`; another rank may come first with another proposal."""
+        """Propose the generation of the ranks that are `here`; another rank may come first with another proposal.
+
+        Raises `DeadlineExceeded` instead if too few are here for a step of backup workers, though others live.
+        """
+        finished = [loss for loss in (*generation.lost, *absent.departed) if loss.finished]
+        if absent.silent and len(here) + len(finished) < self.needed:
+            raise DeadlineExceeded(
+                f"ranks {list(absent.silent)} are missing ({why}), and without them fewer than {self.needed} ranks are "
+                "left: look at their output, or raise timeout_s",
+                Place(self.rank, absent.silent[0], step=here[self.rank].step),
+            )
         start = max(arrival.step for arrival in here.values())
         departed = [loss._replace(step=start, by=self.rank) for loss in absent.departed]
         silent = [Loss(rank, start, why, by=self.rank) for rank in absent.silent]
@@ -201,6 +217,23 @@ class Membership:
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
         silent = tuple(rank for rank in away if rank not in departed)
         return Absent(tuple(departed[rank] for rank in sorted(departed)), silent)
+
+    def is_gone(self, rank: int) -> bool:
+        """Return True if `rank` was evicted, or its process does not live."""
+        incarnation = self.generation.members.get(rank)
+        if incarnation is not None:
+            return self.processes.is_gone(rank, incarnation)
+        has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
+        return not has_finished or not self.processes.answers(rank)
+
+    def require_enough(self, generation: Generation, step: int) -> None:
+        """Raise `QuorumLost` if fewer than `needed` ranks are left."""
+        if len(generation.members) + sum(loss.finished for loss in generation.lost) < self.needed:
+            raise QuorumLost(
+                f"{generation.lost[-1]}. Ranks {list(generation.ranks)} are left, fewer than the {self.needed} whose "
+                "gradients make a step: start again from a checkpoint, with more backups or fewer ranks",
+                Place(self.rank, step=step),
+            )
 
     def has_lost_neighbor(self, generation: Generation) -> bool:
         """Return True if the next member does not live; each rank probes one, so that all are probed."""
@@ -223,13 +256,13 @@ class Membership:
 
     def stay_while(self, others: Callable[[], Sequence[int]]) -> bool:
         """Wait while there are `others`; return False after a whole timeout in which the store did not change."""
-        limit, keys = Patience(self.timeout_s()), -1
+        limit, keys = Deadline(self.timeout_s()), -1
         while others():
             if limit.left_s <= 0:
                 return False
             Event().wait(POLL_MOST_S)
             known, keys = keys, self.call_store(self.store.num_keys)
-            limit = limit if known == keys else Patience(self.timeout_s())
+            limit = limit if known == keys else Deadline(self.timeout_s())
         return True
 
     def take_place(self, fetch_state: Callable[[], bool]) -> None:
@@ -243,7 +276,7 @@ class Membership:
         self._require_vacant()
         self.processes.replace()
         self.generations = self.open_generations()  # proposals of this process need names of their own
-        limit = Patience(self.timeout_s())
+        limit = Deadline(self.timeout_s())
         while not self._is_admitted(fetch_state):
             if limit.left_s <= 0:
                 what = f"the other ranks did not come out of a collective within {self.timeout_s():g} s"
@@ -261,6 +294,7 @@ class Membership:
 
     def _is_admitted(self, fetch_state: Callable[[], bool]) -> bool:
         head, generation = self.generations.current()
+        self.generation = generation  # liveness checks of sources need the processes of now
         if not self.absent(generation, [self.rank]).silent:
             raise UsageError(
                 f"this process takes the place of rank {self.rank}, but all others have finished or are gone"
@@ -270,7 +304,7 @@ class Membership:
         new = generation.including(self.rank, self.processes.incarnation)
         if not self.generations.propose(head, new):
             return False
-        self.collective, self.generation = head.collective, generation
+        self.collective = head.collective
         self._wake(new, new.number)
         return True
 
@@ -321,10 +355,10 @@ class Membership:
         """Return what `request` returns within the timeout; see `commrt.membership.store_client.call_store`."""
         return call_store(request, self.timeout_s() + STORE_ANSWER_S, self.rank)
 
-    def pauses(self, limit: Patience) -> Iterator[float]:
+    def pauses(self, limit: Deadline) -> Iterator[float]:
         """Yield the seconds to wait between two reads of the store."""
         place = 1 + self.generation.ranks.index(self.rank) if self.rank in self.generation.members else 1
-        pause_s, most_s = POLL_S, min(POLL_MOST_S * place, POLL_CROWD_S, limit.most_s)
+        pause_s, most_s = POLL_S, min(POLL_MOST_S * place, POLL_CROWD_S, limit.poll_s)
         while True:
             yield pause_s
             pause_s = min(2 * pause_s, most_s)
@@ -338,6 +372,10 @@ class Membership:
 def arrival_key(generation: Generation, collective: int) -> str:
     """Return the key under which members of `generation` write that they have come to a collective."""
     return f"arrived/{generation.number}.{collective}"
+
+
+def _present_key(target: int) -> str:
+    return f"present/{target}"
 
 
 def _wake_key(rank: int, target: int) -> str:

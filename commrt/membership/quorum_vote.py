@@ -49,8 +49,8 @@ from commrt.membership.store_client import (
     parse,
     set_once,
 )
-from commrt.threads.answer import Answer
-from commrt.threads.patience import Patience
+from commrt.threads.deadline import Deadline
+from commrt.threads.future import Future
 
 __all__ = ["QuorumVote", "VoteSettings"]
 
@@ -91,7 +91,7 @@ class QuorumVote:
         self.is_over = False
         """True if too few ranks train for the latest step."""
         self._was_over = False  # in the step before
-        self._asked_s, self._asking = -1.0, Patience(0.0)  # of the store thread's latest operation
+        self._asked_s, self._asking = -1.0, Deadline(0.0)  # of the store thread's latest operation
         self._asked(lambda: store.compare_set(OLDEST_STEP, "", "0"))
 
     def run(self, quorum_step: QuorumStep, generation: int, execute: Callable[[RankOperation], Any]) -> Outcome:
@@ -109,14 +109,14 @@ class QuorumVote:
             operation = self._await(self._store_thread.resume(quorum_step, answer), generation)
         return operation
 
-    def _await(self, answer: Answer[RankOperation | Outcome], generation: int) -> RankOperation | Outcome:
-        patience = Patience(self._settings.timeout_s())
-        for pause_s in _pauses(PROBE_S / 20 if self._was_over else PROBE_S, min(PROBE_MOST_S, patience.most_s)):
+    def _await(self, answer: Future[RankOperation | Outcome], generation: int) -> RankOperation | Outcome:
+        deadline = Deadline(self._settings.timeout_s())
+        for pause_s in _pauses(PROBE_S / 20 if self._was_over else PROBE_S, min(PROBE_MOST_S, deadline.poll_s)):
             with suppress(TimeoutError):
-                answer.error(pause_s)
-            if answer.given:
+                answer.exception(pause_s)
+            if answer.done():
                 break
-            self._check(patience.waited_s, generation)
+            self._check(deadline.waited_s, generation)
         try:
             return answer.result()
         except DistNetworkError as error:
@@ -146,7 +146,7 @@ class QuorumVote:
         if self._asked_s != self._store_thread.asked_s:
             self._asked_s, self._asking = (
                 self._store_thread.asked_s,
-                Patience(self._settings.timeout_s() + STORE_ANSWER_S),
+                Deadline(self._settings.timeout_s() + STORE_ANSWER_S),
             )
         return self._asking.left_s <= 0
 
@@ -256,9 +256,9 @@ class _StoreThread:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def resume(self, quorum_step: QuorumStep, answer: object) -> Answer[RankOperation | Outcome]:
+    def resume(self, quorum_step: QuorumStep, answer: object) -> Future[RankOperation | Outcome]:
         """Run `quorum_step` up to the next operation for the communication thread; return a future of it."""
-        end: Answer[RankOperation | Outcome] = Answer()
+        end: Future[RankOperation | Outcome] = Future()
         self._tasks.put(lambda: self._advance(quorum_step, answer, end))
         return end
 
@@ -275,11 +275,11 @@ class _StoreThread:
             with suppress(RuntimeError):  # the store is gone: the thread that waits for an answer sees it
                 task()
 
-    def _advance(self, quorum_step: QuorumStep, answer: object, end: Answer[RankOperation | Outcome]) -> None:
+    def _advance(self, quorum_step: QuorumStep, answer: object, end: Future[RankOperation | Outcome]) -> None:
         try:
-            end.give(self._next_rank_operation(quorum_step, answer))
+            end.set_result(self._next_rank_operation(quorum_step, answer))
         except BaseException as error:
-            end.fail(error)
+            end.set_exception(error)
 
     def _next_rank_operation(self, quorum_step: QuorumStep, answer: object) -> RankOperation | Outcome:
         try:

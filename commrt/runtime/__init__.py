@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank among the others: a world, its connections, and schedules that run on its buffers."""
+"""A world of ranks, its connections, and schedules that run on its buffers."""

@@ -1,58 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks that have met connect: through what, and that all ranks choose the same."""
+"""Choose and connect the transport between ranks, the same on all of them; connect again in a new generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from commrt.errors import DisagreementError, TransportError, UsageError
+from commrt.errors import DisagreementError, PeerLost, Place, TransportError, UsageError
 from commrt.membership.agreement import agree
+from commrt.membership.generations import Generation
 from commrt.membership.launcher import chosen_transport, launched
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, start_call
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.media import Queueing
-from commrt.transport.meeting import host_identity
-from commrt.transport.protocol import Transport
+from commrt.transport.hierarchical import HierarchicalTransport
+from commrt.transport.protocol import QueueingTransport, Transport
 from commrt.transport.shared import SharedTransport
-from commrt.transport.spanning import SpanningTransport
 
-__all__ = ["connect_gpu", "connect_hosts", "gpu", "local_rank", "own_device"]
+__all__ = [
+    "Connect",
+    "ConnectGpu",
+    "Means",
+    "Reconnector",
+    "connect_gpu",
+    "connect_hosts",
+    "default_device",
+    "local_rank",
+    "require_gpu",
+]
 
 
 def connect_hosts(
     store: Store, rank: int, members: Sequence[int], timeout_s: float, host: str | None = None
 ) -> Transport:
-    """What carries CPU tensors: shared memory between `members` on one Linux host, else Gloo; or what was chosen."""
+    """Connect `members` for CPU tensors. Collective.
+
+    COMMRT_TRANSPORT chooses the transport. By default it is shared memory on one Linux host, Gloo where each member has
+    a host of its own, and both at once otherwise. `host` is the address at which Gloo listens.
+    """
     choice = chosen_transport()
     claim = {"world size": str(len(members)), "COMMRT_TRANSPORT": choice or "not set"}
     here = host_identity() or f"none that rank {rank} can share"
     call_store(lambda: store.set(f"host/{rank}", here), timeout_s + STORE_ANSWER_S, rank)
-    agree(store, rank, members, "init", claim, timeout_s)  # after it, all have said where they are
-    shares, reaches = PrefixStore("shared", store), PrefixStore("gloo", store)
+    agree(store, rank, members, "init", claim, timeout_s)  # after it all members have written their hosts
+    shared_store, gloo_store = PrefixStore("shared", store), PrefixStore("gloo", store)
     if choice == "gloo":
-        return GlooTransport(reaches, rank, members, timeout_s, host)
+        return GlooTransport(gloo_store, rank, members, timeout_s, host)
     if choice == "shared":
         _require_one_host(here, store, rank, members, timeout_s)
-    hosts = _hosts(store, rank, members, timeout_s)
+    keys = [f"host/{peer}" for peer in members]
+    said = call_store(lambda: store.multi_get(keys), timeout_s + STORE_ANSWER_S, rank)
+    hosts = [parse("host", its, bytes.decode) for its in said]
     if len(set(hosts)) == 1:
-        return SharedTransport(shares, rank, members, timeout_s)
-    far = GlooTransport(reaches, rank, members, timeout_s, host)
+        return SharedTransport(shared_store, rank, members, timeout_s)
+    gloo = GlooTransport(gloo_store, rank, members, timeout_s, host)
     if len(set(hosts)) == len(members):
-        return far
+        return gloo
     neighbours = [peer for peer, its in zip(members, hosts, strict=True) if its == here]
     try:
-        return SpanningTransport(SharedTransport(shares, rank, neighbours, timeout_s), far)
+        return HierarchicalTransport(SharedTransport(shared_store, rank, neighbours, timeout_s), gloo)
     except BaseException:
-        far.close()  # others may be connected already, and wait for this rank
+        gloo.close()  # others may be connected already, and wait for this rank
         raise
 
 
 def _require_one_host(here: str, store: Store, rank: int, members: Sequence[int], timeout_s: float) -> None:
-    """Raise on every rank, and on the one that holds the store after the others have read why."""
+    """Raise `UsageError` on every rank if they are on several hosts; last on the rank that holds the store."""
     try:
         agree(store, rank, members, "host", {"host": here}, timeout_s)
     except DisagreementError as error:
@@ -62,25 +81,39 @@ def _require_one_host(here: str, store: Store, rank: int, members: Sequence[int]
         ) from error
 
 
-def _hosts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> list[str]:
-    """Of each member."""
-    said = call_store(lambda: store.multi_get([f"host/{peer}" for peer in members]), timeout_s + STORE_ANSWER_S, rank)
-    return [parse("host", its, bytes.decode) for its in said]
+def connect_gpu(
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout_s: float,
+    device: torch.device,
+    on_failure: Callable[[TransportError], None],
+) -> QueueingTransport:
+    """Connect `members` for tensors on the GPU `device` of this rank, through NCCL. Collective.
+
+    `on_failure` is called with an error that ends an exchange for which nobody waits.
+    """
+    from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
+
+    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
 
 
-def gpu(device: torch.device | str) -> torch.device:
-    """`device` with its number; raises `UsageError` if it is no GPU that NCCL and this version reach."""
+def require_gpu(device: torch.device | str) -> torch.device:
+    """Return `device` with its index; raises `UsageError` unless it is a GPU that NCCL can use."""
     chosen = torch.device(device)
     if chosen.type != "cuda" or not torch.cuda.is_available():
         raise UsageError(f"{device} is no NVIDIA GPU of this machine: CPU tensors need no connect()")
-    from commrt.transport.binding import load  # noqa: PLC0415  # CuPy is there only with a GPU
+    from commrt.transport.nccl_communicator import load  # noqa: PLC0415  # CuPy is there only with a GPU
 
-    load()  # refuses here, before anybody waits for this rank
+    load()  # raises here, before anybody waits for this rank
     return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
 
 
-def own_device(local_rank: int) -> torch.device:
-    """Of a rank on this host, whose ranks may see a GPU each or all of them; raises `UsageError` if it has none."""
+def default_device(local_rank: int) -> torch.device:
+    """Return the GPU of a rank, or the CPU where there is none; raises `UsageError` for more ranks than GPUs.
+
+    Each rank of a host may see all GPUs, or only its own.
+    """
     gpus = torch.cuda.device_count()
     if gpus > 1 and local_rank >= gpus:
         raise UsageError(
@@ -90,23 +123,59 @@ def own_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank if gpus > 1 else 0) if gpus else torch.device("cpu")
 
 
-def connect_gpu(
-    store: Store,
-    rank: int,
-    members: Sequence[int],
-    timeout_s: float,
-    device: torch.device,
-    on_failure: Callable[[TransportError], None],
-) -> Queueing:
-    """What carries tensors on `device`, a rank's only GPU: NCCL; `on_failure` learns what no caller was waiting for."""
-    from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
-
-    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
-
-
 def local_rank() -> int:
-    """What a launcher says of it; 0 if none does, or what one left says nothing."""
+    """Return this rank's number on its host, as the launcher says; 0 if it says nothing."""
     with suppress(UsageError):
         if (launch := launched()) is not None:
             return launch.local_rank
     return 0
+
+
+T = TypeVar("T")
+PROBE_EVERY_S = 0.1
+"""Between two liveness checks while connecting."""
+
+Connect = Callable[[int, Sequence[int], float], Transport]
+"""(generation, members, timeout_s) -> a transport for host memory among them; collective, once per generation."""
+ConnectGpu = Callable[[str, torch.device], QueueingTransport]
+"""(name, device) -> a transport for that GPU's memory among the members; collective, each name once."""
+
+
+class Means(NamedTuple):
+    """What a world needs to go on without a rank."""
+
+    connect: Connect
+    towards: str | None = None
+    """An address in the network through which the ranks see each other; None if they need no liveness checks."""
+
+
+class Reconnector:
+    """Gives a transport connections among the members of a new generation. Used on the communication thread."""
+
+    def __init__(self, transport: TransportByDevice, means: Means | None, connect_gpu: ConnectGpu) -> None:
+        self._transport, self._connect_gpu = transport, connect_gpu
+        self.means = means
+        """None in a world that cannot connect again, and after it was closed."""
+
+    def connect(self, generation: Generation, is_over: Callable[[], bool]) -> None:
+        """Connect the members of `generation`, for host memory and each GPU; collective.
+
+        Raises `PeerLost` once `is_over` returns True, and what connecting raises.
+        """
+        transport, members = self._transport, generation.ranks
+        if self.means is None or len(members) == 1:
+            return
+        timeout_s, connect = transport.timeout_s, self.means.connect
+        transport.replace_host(self._unless(is_over, lambda: connect(generation.number, members, timeout_s)))
+        for device in transport.gpus:
+            made = partial(self._connect_gpu, f"generation {generation.number}", device)
+            transport.add(device, self._unless(is_over, made))
+
+    def _unless(self, is_over: Callable[[], bool], connect: Callable[[], T]) -> T:
+        future = start_call(connect)
+        while not future.done():
+            with suppress(TimeoutError):
+                future.exception(PROBE_EVERY_S)
+            if not future.done() and is_over():
+                raise PeerLost("a rank was lost while the members connected", Place(self._transport.rank))
+        return future.result()

@@ -26,19 +26,18 @@ from commrt.errors import (
     Evicted,
     PeerLost,
     Place,
-    QuorumLost,
     ScheduleError,
     TransportClosed,
     TransportError,
     UsageError,
 )
-from commrt.membership.collectives import Collectives
+from commrt.membership.barrier import Barrier
 from commrt.membership.generations import Generation
 from commrt.membership.membership import Membership
-from commrt.runtime.reconnection import ConnectGpu, Means, Reconnector
-from commrt.threads.answer import Failed, Pending, Spared
-from commrt.threads.lane import Lane
-from commrt.transport.media import Media
+from commrt.runtime.connection import ConnectGpu, Means, Reconnector
+from commrt.threads.comm_thread import CommThread, RecoveredError
+from commrt.threads.future import Future
+from commrt.transport.by_device import TransportByDevice
 
 __all__ = ["LOST", "REFUSALS", "Elastic"]
 
@@ -57,12 +56,17 @@ class Elastic:
     """The generations of one world. Methods run on the communication thread, unless their docstring says otherwise."""
 
     def __init__(
-        self, store: Store, transport: Media, lane: Lane, means: Means | None, connect_gpu: ConnectGpu
+        self,
+        store: Store,
+        transport: TransportByDevice,
+        comm_thread: CommThread,
+        means: Means | None,
+        connect_gpu: ConnectGpu,
     ) -> None:
-        self._store, self._transport, self._lane = store, transport, lane
+        self._store, self._transport, self._comm_thread = store, transport, comm_thread
         self._reconnector = Reconnector(transport, means, connect_gpu)
         self._membership: Membership | None = None
-        self._collectives: Collectives | None = None
+        self._barrier: Barrier | None = None
         self._base = Generation(0, dict.fromkeys(transport.members, 0))
         self._dependants: WeakSet[object] = WeakSet()
         self._lock = Lock()  # around a change of the generation
@@ -70,9 +74,11 @@ class Elastic:
         self._is_broken = False
         self._attempts = 0
         self._begun: int | None = None  # the generation of the collective part that runs now
+        self._due: Generation | None = None  # the one in which the others begin the next part
+        self._is_refused = False  # this rank has told the others that it refuses the collective
         self.needed = 0
         """So many ranks make a step of backup workers; 0 without them."""
-        self.room = 0
+        self.memory_epoch = 0
         """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
         self.next_step = 0
         """The first training step that this rank has not exchanged in."""
@@ -96,11 +102,11 @@ class Elastic:
         return self._membership
 
     @property
-    def collectives(self) -> Collectives:
+    def barrier(self) -> Barrier:
         """Raise `RuntimeError` in a world that is not elastic."""
-        if self._collectives is None:
+        if self._barrier is None:
             raise RuntimeError("this world is not elastic")
-        return self._collectives
+        return self._barrier
 
     @property
     def generation(self) -> Generation:
@@ -118,8 +124,8 @@ class Elastic:
     def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
 
-        Only if it is `alone`, on all ranks: two models have no common step to go on from. Collective, on the training
-        thread. A process that takes a lost rank's place passes ``founds=False`` and calls `take_place` next.
+        Only if it is `alone` on all ranks: two models have no common step. Collective, on the training thread. A
+        process that takes a lost rank's place passes ``founds=False`` and calls `take_place` next.
         """
         if self._membership is not None:
             self._end_membership("another model gossips now")
@@ -136,7 +142,7 @@ class Elastic:
             needed=max(needed, 1),
             on_roll_call=self._on_call,
         )
-        self._collectives = Collectives(self._membership)
+        self._barrier = Barrier(self._membership)
         if founds:
             self._membership.found()
 
@@ -157,7 +163,7 @@ class Elastic:
     def take_place(self, fetch_state: Callable[[], bool]) -> None:
         """See `Membership.take_place`; then connect with the others. On the training thread."""
         self.membership.take_place(fetch_state)
-        self._lane.submit(self._follow).result()
+        self._comm_thread.submit(self._follow).result()
 
     def _on_call(self, number: int) -> None:
         """Cancel what runs here and join generation `number`, which other ranks form. On the watcher's thread."""
@@ -167,7 +173,7 @@ class Elastic:
             self._called = max(self._called, number)
             self._transport.abort()
         with suppress(TransportClosed):
-            self._lane.submit(self._settled)
+            self._comm_thread.submit(self._settled)
 
     @property
     def is_called(self) -> bool:
@@ -182,11 +188,14 @@ class Elastic:
         """Restart at `step` of a checkpoint, which all ranks have loaded. On the training thread."""
         self.next_step = step
         if self._membership is not None:
-            self._membership.generation = self._membership.generation._replace(start=0)
+            with self._lock:
+                self._membership.generation = self._membership.generation._replace(start=0)
 
     def let_go(self, failure: TransportError) -> None:
         """Break all connections until `be_in`, because of `failure`; raise it if this world ends with a lost rank."""
-        if self._membership is None or (isinstance(failure, TransportClosed) and not self._must_renew):
+        if self._membership is None or (
+            isinstance(failure, TransportClosed) and not (self._is_broken or self.is_called)
+        ):
             raise failure
         self._count(failure)
         self._transport.abort()
@@ -199,11 +208,11 @@ class Elastic:
 
     def recover_now(self, failure: TransportError) -> None:
         """Call `recover` from the training thread."""
-        self._lane.submit(lambda: self.recover(failure)).result()
+        self._comm_thread.submit(lambda: self.recover(failure)).result()
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost. On the training thread."""
-        return self.is_called or any(self.is_gone(rank) for rank in ranks)
+        return self.is_called or any(self.membership.is_gone(rank) for rank in ranks)
 
     def _count(self, failure: TransportError) -> None:
         self._attempts += 1
@@ -216,20 +225,15 @@ class Elastic:
 
     def be_in(self, number: int) -> int:
         """Move to generation `number` or a later one, with working connections, and return its number."""
-        while self._must_renew or self.generation.number < number:
+        while (self._is_broken or self.is_called) or self.generation.number < number:
             self._renew()
         return self.generation.number
-
-    @property
-    def _must_renew(self) -> bool:
-        return self._is_broken or self.is_called
 
     def _settled(self) -> Generation:
         self.be_in(0)
         return self.generation
 
     def _follow(self) -> None:
-        """Move to the generation that is current on the store."""
         self.be_in(self.membership.current().number)
 
     def _renew(self) -> None:
@@ -237,7 +241,7 @@ class Elastic:
         while True:
             before, generation = self.generation, self._next_generation()
             _log_changes(before, generation, self._transport.rank)
-            self._require_enough(generation)
+            self.membership.require_enough(generation, self.next_step)
             try:
                 self._connect(generation)
             except TransportClosed:
@@ -245,8 +249,9 @@ class Elastic:
             except TransportError as failure:  # a member was lost on the way, or stopped
                 self._count(failure)
             else:
-                break
-        self.room += 1
+                if not self.is_called:
+                    break
+        self.memory_epoch += 1
 
     def _next_generation(self) -> Generation:
         membership, before = self.membership, self.generation
@@ -264,66 +269,61 @@ class Elastic:
     def _connect(self, generation: Generation) -> None:
         """Connect the members; programs that were bound before stay broken. Collective."""
         following = self.membership.next_member(generation.ranks)
-        self._reconnector.connect(generation, lambda: self.is_called or self.is_gone(following))
+        self._reconnector.connect(generation, lambda: self.is_called or self.membership.is_gone(following))
         self.require_open()
 
-    def is_gone(self, rank: int) -> bool:
-        """Return True if `rank` was evicted, or its process does not live. On any thread."""
-        processes, incarnation = self.membership.processes, self.generation.members.get(rank)
-        if incarnation is not None:
-            return processes.is_gone(rank, incarnation)
-        has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
-        return not has_finished or not processes.answers(rank)
-
-    def _require_enough(self, generation: Generation) -> None:
-        finished = [loss for loss in generation.lost if loss.finished]
-        if len(generation.members) + len(finished) < self.needed:
-            raise QuorumLost(
-                f"{generation.lost[-1]}. Ranks {list(generation.ranks)} are left, fewer than the {self.needed} whose "
-                "gradients make a step: start again from a checkpoint, with more backups or fewer ranks",
-                Place(self._transport.rank, step=self.next_step),
-            )
-
-    def submit(self, task: Callable[[], T]) -> Pending[T]:
+    def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread, which goes on if it loses a rank; ``result()`` raises that."""
-        return Spared(self._lane.submit(lambda: self._spared(task)))
+        return self._comm_thread.submit(lambda: self._recovering(task))
 
-    def _spared(self, task: Callable[[], T]) -> T | Failed:
+    def _recovering(self, task: Callable[[], T]) -> T:
         lost = PeerLost("the ranks formed a new generation meanwhile", Place(self._transport.rank))
         if self._begun is not None and self._begun != self.generation.number:
-            return Failed(lost)
+            raise RecoveredError(lost)
         try:
             value = task()
             if self._membership is not None:
                 self._transport.wait()
         except LOST as failure:
             self.recover(failure)
-            return Failed(lost if isinstance(failure, TransportClosed) else failure)
+            raise RecoveredError(lost if isinstance(failure, TransportClosed) else failure) from failure
         return value
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Run the body as the collective `what` of all members; see `Collectives.arrive`. On the training thread."""
+        """Run the body as the collective `what` of all members; see `Barrier.arrive`. On the training thread."""
         if self._membership is None:
             yield
             return
-        self.collectives.arrive(what, self.next_step, lambda: self._lane.submit(self._follow).result())
+        self._is_refused = False
         try:
+            self._due = self.barrier.arrive(what, self.next_step, self._follow_now, self.require_open)
             yield
-        finally:
-            with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
-                self.collectives.leave()
+        except REFUSALS as error:
+            if not isinstance(error, DisagreementError) and not self._is_refused:
+                self._refuse(error, self._due or self.generation)
+            self.barrier.leave()
+            raise
+        with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
+            self.barrier.leave()
+
+    def _follow_now(self) -> None:
+        self._comm_thread.submit(self._follow).result()
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
 
-        The members vote, so that no rank uses a result that another one can never get. If one rank raises an error of
-        its own before it sends anything, the work ends for all. On the training thread, in a `collective`.
+        The members vote, so that no rank uses a result that another one can never get. An error of one rank, raised
+        before it sends anything, ends the work for all. On the training thread, in a `collective`.
         """
         if self._membership is None:
             return work()
         while True:
-            generation = self._lane.submit(self._settled).result()
+            generation = self._comm_thread.submit(self._settled).result()
+            if self._due is not None and self._due.number != generation.number:
+                self.barrier.vote(ok=False, generation=self._due)  # raises if a member refused there
+                self._due = None
+                continue
             failure: TransportError | None = None
             self._begun = generation.number
             try:
@@ -331,20 +331,25 @@ class Elastic:
             except LOST as error:
                 failure = error
             except REFUSALS as error:
-                self._refuse(error, generation)
-                raise
+                if self._refuse(error, generation):
+                    raise
+                self._due = None
+                continue
             finally:
                 self._begun = None
-            if self.collectives.vote(failure is None, generation):
+            if self.barrier.vote(failure is None, generation):
+                self._due = generation
                 self.progress()
                 return value
-            self._lane.submit(partial(self._leave_generation, generation, failure)).result()
+            self._due = None
+            self._comm_thread.submit(partial(self._leave_generation, generation, failure)).result()
 
-    def _refuse(self, error: CommrtError, generation: Generation) -> None:
-        """Tell the others why this rank refuses, so that they do not wait for it."""
-        self.collectives.refuse(str(error), generation)
+    def _refuse(self, error: CommrtError, generation: Generation) -> bool:
+        """Tell the others why this rank refuses, so that they do not wait for it; False if they repeat the work."""
+        self._is_refused = self.barrier.refuse(str(error), generation)
         refused = PeerLost("a rank refused a collective", Place(self._transport.rank))
-        self._lane.submit(partial(self._leave_generation, generation, refused)).result()
+        self._comm_thread.submit(partial(self._leave_generation, generation, refused)).result()
+        return self._is_refused
 
     def _leave_generation(self, generation: Generation, failure: TransportError | None) -> None:
         if self.generation.number == generation.number:
@@ -353,11 +358,11 @@ class Elastic:
 
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
-        if self._lane.failure is not None:
+        if self._comm_thread.failure is not None:
             self._transport.abort()
-            if isinstance(self._lane.failure, Evicted):
-                raise self._lane.failure.again() from self._lane.failure
-            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._lane.failure
+            if isinstance(self._comm_thread.failure, Evicted):
+                raise self._comm_thread.failure.again() from self._comm_thread.failure
+            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._comm_thread.failure
 
     def finish(self) -> bool:
         """Tell the others that this rank has finished, and stay while any of them trains. On the training thread.

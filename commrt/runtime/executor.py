@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's program on a buffer: bound once to addresses, then run with as little Python as possible.
 
-What arrives to be copied goes straight to its place; what arrives to be combined goes to scratch and is combined
-after the group has ended, so a rank may send a chunk and add to it in the same hop.
+What a rank copies is received in its final place. What it combines with its own data is received in scratch memory and
+combined after the exchange, so a rank may send a chunk and add to it in the same hop.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
-from commrt.program import Hop, Leg, Program, Waits, spans, waits_of
-from commrt.recording import Recorder, within_range
+from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies
+from commrt.runtime.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
-from commrt.threads.streams import Mark, Streams
-from commrt.transport.protocol import Exchange, Group, Moment, Parcel, Transport
+from commrt.threads.streams import StreamEvent, Streams
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 __all__ = ["BoundProgram", "bind", "scratch_numel"]
 
@@ -30,16 +30,16 @@ Combination = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class BoundHop:
-    """A hop whose every transfer knows its memory."""
+    """One hop of a program, with the memory of all its transfers."""
 
     exchange: Exchange
     combinations: tuple[Combination, ...]
     number: int
-    """In the schedule."""
+    """The step of the schedule."""
     after: int | None
-    """Number of the latest hop whose combinations must be done before the exchange."""
+    """The latest hop whose combinations must be done before this exchange; None if there is none."""
     facts: dict[str, int | str]
-    """For people."""
+    """What a trace says of the hop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +48,38 @@ class BoundProgram:
 
     hops: tuple[BoundHop, ...]
     nbytes_sent: int
-    """Bytes this rank sends in one run."""
-    group: Group
-    """All parcels of all hops."""
+    """Bytes that this rank sends in one run."""
+    group: P2PGroup
+    """All sends and receives of all hops."""
     streams: Streams | None
-    """Where combinations run beside exchanges; None if they take turns."""
+    """The streams to combine on while the next exchange runs; None to do one after the other."""
 
-    def run(self, moment: Moment, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread; raises `TransportError`, leaving the buffer half done."""
-        if self.streams is not None:
-            self._run_on_two_streams(moment, self.streams, recorder)
-        elif recorder is not None:
-            self._run_recorded(moment, recorder)
-        else:
-            for hop in self.hops:
-                hop.exchange(moment)
-                for combine in hop.combinations:
-                    combine()
-
-    def _run_recorded(self, moment: Moment, recorder: Recorder) -> None:
+    def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
+        """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
+        if self.streams is not None or recorder is not None:
+            self._run_on_streams(tag, self.streams or Streams(), recorder)
+            return
         for hop in self.hops:
-            with within_range(recorder, "hop", **hop.facts):
-                hop.exchange(moment)
-            if hop.combinations:
-                with within_range(recorder, "combine"):
-                    for combine in hop.combinations:
-                        combine()
+            hop.exchange(tag)
+            for combine in hop.combinations:
+                combine()
 
-    def _run_on_two_streams(self, moment: Moment, streams: Streams, recorder: Recorder | None) -> None:
-        combined: dict[int, Mark] = {}
+    def _run_on_streams(self, tag: Tag, streams: Streams, recorder: Recorder | None) -> None:
+        combined: dict[int, StreamEvent] = {}
         for hop in self.hops:
             if hop.after in combined:
-                streams.follow(combined[hop.after])
+                streams.wait_event(combined[hop.after])
             with within_range(recorder, "hop", **hop.facts):
-                hop.exchange(moment)
+                hop.exchange(tag)
             if hop.combinations:
-                came = streams.mark()
-                with streams.aside(), within_range(recorder, "combine"):
-                    streams.follow(came)
+                received = streams.record_event()
+                with streams.side_stream(), within_range(recorder, "combine"):
+                    streams.wait_event(received)
                     for combine in hop.combinations:
                         combine()
-                    combined[hop.number] = streams.mark()
+                    combined[hop.number] = streams.record_event()
         for last in list(combined.values())[-1:]:
-            streams.follow(last)
+            streams.wait_event(last)
 
 
 def bind(
@@ -100,39 +89,42 @@ def bind(
     scratch: Tensor | None = None,
     streams: Streams | None = None,
 ) -> BoundProgram:
-    """Bind `program` to `buffer` [numel], cut in the program's chunks.
+    """Bind `program` to `buffer` [numel], which is cut into the program's chunks.
 
-    `scratch` [>= scratch_numel] of the same dtype may be shared by programs that never run at the same time;
-    None allocates it. On `streams` that queue, what arrived in one hop is combined beside the next exchange if that
-    touches something else.
+    Programs that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None
+    allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
+    different chunks. Raises `UsageError` unless the buffer is a contiguous row.
     """
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
-    bounds = spans(buffer.numel(), program.chunks, GRANULE)  # so that 16-byte accesses stay aligned in every dtype
+    bounds = chunk_bounds(
+        buffer.numel(), program.chunks, GRANULE
+    )  # so that 16-byte accesses stay aligned in every dtype
+    waits = dependencies(program.hops, program.chunks)
+    half, other_half = _halves(program, bounds, waits)
     if scratch is None:
-        scratch = torch.empty(_scratch(program, bounds), dtype=buffer.dtype, device=buffer.device)
-    waits = waits_of(program.hops, program.chunks)
-    binder = _Binder(buffer, scratch, bounds, transport, _halves(program, bounds, waits)[0])
+        scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
+    binder = _Binder(buffer, scratch, bounds, transport, half)
     hops = tuple(binder.hop(number, hop, waits) for number, hop in enumerate(program.hops) if not hop.idle)
-    elements = sum(bounds[leg.hi] - bounds[leg.lo] for hop in program.hops for leg in hop.sends)
+    nbytes = sum(message.data.nbytes for message in binder.sends)
     beside = streams if streams is not None and streams.queues and waits.overlap else None
-    return BoundProgram(hops, elements * buffer.element_size(), Group(binder.sends, binder.recvs), beside)
+    return BoundProgram(hops, nbytes, P2PGroup(binder.sends, binder.recvs), beside)
 
 
 def scratch_numel(program: Program, numel: int) -> int:
-    """Elements of scratch that `program` needs on a buffer of `numel` elements."""
-    return _scratch(program, spans(numel, program.chunks, GRANULE))
+    """Return the elements of scratch that `program` needs on a buffer of `numel` elements."""
+    return sum(
+        _halves(program, chunk_bounds(numel, program.chunks, GRANULE), dependencies(program.hops, program.chunks))
+    )
 
 
-def _scratch(program: Program, bounds: list[int]) -> int:
-    return sum(_halves(program, bounds, waits_of(program.hops, program.chunks)))
-
-
-def _halves(program: Program, bounds: list[int], waits: Waits) -> tuple[int, int]:
-    """Elements of scratch for hops of either parity; all for one where every hop waits for the one before."""
+def _halves(program: Program, bounds: list[int], waits: Dependencies) -> tuple[int, int]:
+    """Return the elements of scratch for even and odd hops; (all, 0) if every hop waits for the one before it."""
     sizes = [[0], [0]]
     for hop, parity in zip(program.hops, waits.parity, strict=True):
-        sizes[parity * waits.overlap].append(sum(padded(bounds[leg.hi] - bounds[leg.lo]) for leg in hop.combined))
+        sizes[parity * waits.overlap].append(
+            sum(padded(bounds[transfer.hi] - bounds[transfer.lo]) for transfer in hop.combined)
+        )
     return max(sizes[0]), max(sizes[1])
 
 
@@ -143,48 +135,49 @@ class _Binder:
     bounds: list[int]
     transport: Transport
     half: int
-    """Where scratch for hops of odd parity begins."""
-    sends: list[Parcel] = field(default_factory=list)
-    recvs: list[Parcel] = field(default_factory=list)
+    """Where the scratch of odd hops begins."""
+    sends: list[P2PMessage] = field(default_factory=list)
+    recvs: list[P2PMessage] = field(default_factory=list)
     """What all hops bound so far exchange."""
 
-    def hop(self, number: int, hop: Hop, waits: Waits) -> BoundHop:
-        landing = self._landing(hop, self.half * waits.parity[number] * waits.overlap)
-        sends = [Parcel(leg.peer, self._own(leg)) for leg in hop.sends]
-        recvs = [Parcel(leg.peer, place) for leg, place in zip(hop.recvs, landing, strict=True)]
+    def hop(self, number: int, hop: Hop, waits: Dependencies) -> BoundHop:
+        places = self._receive_places(hop, self.half * waits.parity[number] * waits.overlap)
+        sends = [P2PMessage(transfer.peer, self._own(transfer)) for transfer in hop.sends]
+        recvs = [P2PMessage(transfer.peer, place) for transfer, place in zip(hop.recvs, places, strict=True)]
         self.sends.extend(sends)
         self.recvs.extend(recvs)
-        exchange = self.transport.bind(Group(sends, recvs, number))
-        return BoundHop(
-            exchange, tuple(self._combinations(hop, landing)), number, waits.after[number], _facts(number, sends, recvs)
-        )
+        exchange = self.transport.bind(P2PGroup(sends, recvs, number))
+        combinations = tuple(self._combinations(hop, places))
+        return BoundHop(exchange, combinations, number, waits.after[number], _facts(number, sends, recvs))
 
-    def _own(self, leg: Leg) -> Tensor:
-        return self.buffer[self.bounds[leg.lo] : self.bounds[leg.hi]]
+    def _own(self, transfer: Transfer) -> Tensor:
+        return self.buffer[self.bounds[transfer.lo] : self.bounds[transfer.hi]]
 
-    def _landing(self, hop: Hop, used: int) -> list[Tensor]:
-        """Where each receive of a hop lands: in place, or in the next piece of scratch that is not used."""
+    def _receive_places(self, hop: Hop, used: int) -> list[Tensor]:
+        """Return the memory of each receive: its final place, or the next piece of scratch after `used` elements."""
         places = []
-        for leg in hop.recvs:
-            own = self._own(leg)
-            places.append(own if leg.combine == COPY else self.scratch[used : used + own.numel()])
-            used += 0 if leg.combine == COPY else padded(own.numel())
+        for transfer in hop.recvs:
+            own = self._own(transfer)
+            places.append(own if transfer.combine == COPY else self.scratch[used : used + own.numel()])
+            used += 0 if transfer.combine == COPY else padded(own.numel())
         return places
 
-    def _combinations(self, hop: Hop, landing: list[Tensor]) -> Iterator[Combination]:
-        """What remains after the group, in order of sender; neighbours that add to one range share a pass."""
-        pending = [(leg, place) for leg, place in zip(hop.recvs, landing, strict=True) if leg.combine != COPY]
-        for (lo, hi, combine), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi, pair[0].combine)):
-            legs, places = zip(*run, strict=True)
-            own = self.buffer[self.bounds[lo] : self.bounds[hi]]
+    def _combinations(self, hop: Hop, places: list[Tensor]) -> Iterator[Combination]:
+        """Yield what is to be combined, by sender; one kernel adds what consecutive senders send for one range."""
+        pending = [
+            (transfer, place) for transfer, place in zip(hop.recvs, places, strict=True) if transfer.combine != COPY
+        ]
+        for (_, _, combine), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi, pair[0].combine)):
+            legs, received = zip(*run, strict=True)
+            own = self._own(legs[0])
             if not own.numel():
                 continue
             if combine == ADD:
-                yield adding(own, places)
+                yield adding(own, received)
             else:
-                yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, places, strict=True))
+                yield from (mixing(own, place, transfer.weight) for transfer, place in zip(legs, received, strict=True))
 
 
-def _facts(number: int, sends: list[Parcel], recvs: list[Parcel]) -> dict[str, int | str]:
+def _facts(number: int, sends: list[P2PMessage], recvs: list[P2PMessage]) -> dict[str, int | str]:
     to, source = (", ".join(str(peer) for peer in sorted({p.peer for p in side})) for side in (sends, recvs))
-    return {"number": number, "to": to, "from": source, "nbytes": sum(parcel.data.nbytes for parcel in sends)}
+    return {"number": number, "to": to, "from": source, "nbytes": sum(message.data.nbytes for message in sends)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer that goes on while its caller does something else."""
+"""A transfer that runs while its caller does something else."""
 
 from __future__ import annotations
 
@@ -8,78 +8,81 @@ from datetime import timedelta
 from functools import partial
 from math import isnan
 from threading import TIMEOUT_MAX
+from typing import Any
 
+import torch.futures
 from torch import Tensor
-from torch.futures import Future
 
-from commrt.errors import CommrtError, DeadlineExceeded, Place, UsageError
-from commrt.threads.answer import Answer
-from commrt.threads.lane import Result
+from commrt.errors import DeadlineExceeded, Place, UsageError
+from commrt.threads.comm_thread import TaskFuture
+from commrt.threads.future import Future
 
-__all__ = ["Outcome", "Work"]
+__all__ = ["Work"]
 
 _log = logging.getLogger("commrt")
 
-Outcome = Result[CommrtError | None]
-"""Of a transfer; an error there is one after which the world goes on."""
-
 
 class Work:
-    """What ``async_op=True`` returns, with the methods of torch.distributed's. Belongs to the thread that made it.
+    """The handle of a transfer begun with ``async_op=True``; has the methods of torch.distributed's ``Work``.
 
-    Until it is completed nobody else may touch the tensor. It runs to its end whether anybody waits for it or not, by
-    the world's deadline; an error is raised by whoever asks, and ends the world. Where nobody asks it is logged.
+    Only the thread that began the transfer may use it. Nothing else may touch the tensor until the transfer is
+    completed. The transfer ends by the world's deadline, whether anybody waits for it or not. An error is raised by
+    `wait` and by the future; if nobody asks for it, it is logged.
     """
 
-    def __init__(self, tensor: Tensor, rank: int, answer: Outcome | None = None) -> None:
-        self._answer, self._tensor, self._rank = _given() if answer is None else answer, tensor, rank
-        self._is_told = answer is None
+    def __init__(self, tensor: Tensor, rank: int, future: TaskFuture[Any] | None = None) -> None:
+        """Handle the transfer of `future`; None stands for one that is completed."""
+        self._tensor, self._rank = tensor, rank
+        self._is_told = future is None
+        if future is None:
+            future = TaskFuture()
+            future.set_result(None)
+        self._future = future
 
     def __del__(self) -> None:
-        """Nobody can ask any more."""
         if not self._is_told:
-            self._answer.when_given(partial(_tell_of, self._answer, self._rank))
+            self._future.add_done_callback(partial(_log_error, self._rank))
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Return when the tensor holds the result; for one on a GPU, the current stream waits in the caller's place.
+        """Return when the tensor holds the result, or raise the error that ended the transfer.
 
-        Raises what ended the transfer. After `timeout` (seconds, or a timedelta) raises `DeadlineExceeded`; then the
-        transfer goes on, and may be waited for again.
+        On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
+        after `timeout` (seconds or a timedelta); the transfer then goes on, and you can wait for it again.
         """
         timeout_s = _seconds(timeout)
         try:
-            error = self._answer.result(timeout_s)
+            self._future.result(timeout_s)
         except TimeoutError as late:
-            if self._answer.given:  # the transfer's own deadline
+            if self._future.done():  # the transfer's own deadline
                 raise
             what = f"the transfer is still under way after {timeout_s:g} s: wait() again, or with a longer timeout"
             raise DeadlineExceeded(what, Place(self._rank)) from late
         finally:
-            self._is_told |= self._answer.given
-        if error is not None:
-            raise error
+            self._is_told |= self._future.done()
 
     def is_completed(self) -> bool:
-        """True if `wait` would return, or raise, at once; never waits. On a GPU: if the transfer has been done."""
-        return self._answer.is_done
+        """Return True if `wait` would return or raise at once; on a GPU, if the transfer is done. Never waits."""
+        return self._future.is_completed()
 
-    def get_future(self) -> Future[list[Tensor]]:
-        """A future whose value is ``[tensor]``, as torch.distributed's is; ``wait()`` and ``value()`` raise an error.
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of ``[tensor]``, like torch.distributed; its ``wait()`` and ``value()`` raise an error.
 
-        Callbacks (``then``) run on the thread that communicates, or here if it is over: they must neither wait for a
-        transfer nor start one.
+        Callbacks (``then``) run on the communication thread, or at once if the transfer is over. They must not begin a
+        transfer or wait for one.
         """
-        future: Future[list[Tensor]] = Future(devices=[self._tensor.device] if self._tensor.is_cuda else None)
-        self._answer.when_given(lambda: self._complete(future))
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=[self._tensor.device] if self._tensor.is_cuda else None
+        )
+        self._future.add_done_callback(lambda _: self._complete(future))
         self._is_told = True
         return future
 
-    def _complete(self, future: Future[list[Tensor]]) -> None:
-        error = self._answer.error() or self._answer.result()  # on this thread's stream, of which the future takes note
-        if error is None:
-            future.set_result([self._tensor])
-        else:
+    def _complete(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        if error := self._future.exception():
             future.set_exception(error)  # type: ignore[arg-type]  # torch says it takes a value
+        else:
+            self._future.result()  # lets this thread's stream wait, which the torch future records
+            future.set_result([self._tensor])
 
 
 def _seconds(timeout: float | timedelta | None) -> float | None:
@@ -91,13 +94,6 @@ def _seconds(timeout: float | timedelta | None) -> float | None:
     return min(given, TIMEOUT_MAX)
 
 
-def _tell_of(outcome: Outcome, rank: int) -> None:
-    if error := outcome.error() or Answer.result(outcome):  # without a stream of this thread's that waits
+def _log_error(rank: int, future: Future[Any]) -> None:
+    if error := future.exception():
         _log.warning("commrt: rank %d: a transfer failed for which nobody waited: %s", rank, error)
-
-
-def _given() -> Outcome:
-    """Of what is over."""
-    answer: Outcome = Result()
-    answer.give(None)
-    return answer

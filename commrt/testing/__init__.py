@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of commrt and of what is built on it: threads as ranks, faults, and a conformance suite."""
+"""Helpers for your tests: threads or processes as ranks, injected faults, transport checks, a stand-in for NCCL."""

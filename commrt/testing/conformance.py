@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every transport must do. Give each check a way to make transports, and it exercises one rule.
+"""Check that a transport keeps the rules of `commrt.transport.protocol`: each check is one rule.
 
 With pytest::
 
@@ -7,7 +7,7 @@ With pytest::
     def test_my_transport(check):
         check(lambda ranks, timeout_s: [MyTransport(...) for rank in range(ranks)])
 
-The transports of one world are used from one thread each.
+Each transport is used from one thread, with one thread per rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from commrt.errors import DeadlineExceeded, TransportClosed, TransportError, UsageError
-from commrt.transport.protocol import Group, Moment, Parcel, Transport
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 __all__ = ["CHECKS", "Check", "Make", "name"]
 
@@ -29,70 +29,73 @@ Make = Callable[[int, float], Sequence[Transport]]
 """(ranks, timeout_s) -> the transports of a new world, by rank; may connect in threads of its own."""
 Check = Callable[[Make], None]
 T = TypeVar("T")
+Error = TypeVar("Error", bound=BaseException)
+Ends = Sequence[tuple[int, Tensor]]
+"""(peer, data) of each message."""
 
-PATIENT_S = 30.0
+LONG_S = 30.0
 SHORT_S = 0.5
-NOW = Moment(step=7, bucket=3)
+NOW = Tag(step=7, bucket=3)
 
 
 def name(check: Check) -> str:
-    """The rule as words."""
+    """Return the rule that `check` checks, as words."""
     return check.__name__.replace("_", " ")
 
 
 def a_pair_swaps_in_one_group(make: Make) -> None:
-    """Both ends send and receive in one group, which would deadlock one after the other."""
+    """Both ends send and receive in one group, which would deadlock as two groups."""
 
     def body(t: Transport) -> Tensor:
         mine, theirs = torch.full((1000,), float(t.rank)), torch.empty(1000)
-        t.bind(Group([Parcel(1 - t.rank, mine)], [Parcel(1 - t.rank, theirs)]))(NOW)
+        _bind(t, [(1 - t.rank, mine)], [(1 - t.rank, theirs)])(NOW)
         return theirs
 
-    for rank, got in enumerate(_on_all(make(2, PATIENT_S), body)):
+    for rank, got in enumerate(_on_all(make(2, LONG_S), body)):
         _require(bool((got == 1 - rank).all()), f"rank {rank} got {got[:3].tolist()}")
 
 
 def a_ring_of_five_turns(make: Make) -> None:
-    """Everybody sends right and receives from the left, a hundred times with one binding."""
+    """Each rank sends right and receives from the left, a hundred times with one bound group."""
 
     def body(t: Transport) -> float:
         held, arriving = torch.tensor([float(t.rank)]), torch.empty(1)
-        turn = t.bind(Group([Parcel((t.rank + 1) % 5, held)], [Parcel((t.rank - 1) % 5, arriving)]))
+        turn = _bind(t, [((t.rank + 1) % 5, held)], [((t.rank - 1) % 5, arriving)])
         for _ in range(100):
             turn(NOW)
             held.copy_(arriving)
         return held.item()
 
-    _require(_on_all(make(5, PATIENT_S), body) == [0.0, 1.0, 2.0, 3.0, 4.0], "values came out of order")
+    _require(_on_all(make(5, LONG_S), body) == [0.0, 1.0, 2.0, 3.0, 4.0], "values came out of order")
 
 
 def transfers_of_a_pair_keep_their_order(make: Make) -> None:
-    """The k-th send meets the k-th receive, within a group and from one group to the next."""
+    """The k-th send matches the k-th receive, within a group and from one group to the next."""
 
     def body(t: Transport) -> list[float]:
-        parcels = [Parcel(1 - t.rank, torch.full((8,), float(i)) if t.rank == 0 else torch.empty(8)) for i in range(6)]
-        for part in (parcels[:4], parcels[4:]):
-            t.bind(Group(part, []) if t.rank == 0 else Group([], part))(NOW)
-        return [parcel.data[0].item() for parcel in parcels]
+        data = [torch.full((8,), float(i)) if t.rank == 0 else torch.empty(8) for i in range(6)]
+        for part in (data[:4], data[4:]):
+            _one_way(t, *part)(NOW)
+        return [each[0].item() for each in data]
 
-    _require(_on_all(make(2, PATIENT_S), body)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "transfers overtook each other")
+    _require(_on_all(make(2, LONG_S), body)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "transfers overtook each other")
 
 
 def peers_progress_independently(make: Make) -> None:
-    """Three ranks name their peers in different orders within one group; nobody waits for ever."""
+    """Three ranks name their peers in different orders within one group, and none waits for ever."""
 
     def body(t: Transport) -> list[float]:
         others = [(t.rank + k) % 3 for k in (1, 2)]
         landing = {peer: torch.empty(2000) for peer in others}
-        sends = [Parcel(peer, torch.full((2000,), float(t.rank))) for peer in others]
-        t.bind(Group(sends, [Parcel(peer, landing[peer]) for peer in reversed(others)]))(NOW)
+        sends = [(peer, torch.full((2000,), float(t.rank))) for peer in others]
+        _bind(t, sends, [(peer, landing[peer]) for peer in reversed(others)])(NOW)
         return [landing[peer].sum().item() / 2000 for peer in sorted(others)]
 
-    _require(_on_all(make(3, PATIENT_S), body) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]], "wrong sender")
+    _require(_on_all(make(3, LONG_S), body) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]], "wrong sender")
 
 
 def every_dtype_arrives_bit_by_bit(make: Make) -> None:
-    """A transport moves bytes; it does not look at them."""
+    """A transport moves bytes, whatever their values are."""
     values = [
         torch.tensor([float("nan"), -0.0, 1e-40]),
         torch.tensor([1.5, -3.0]).to(torch.bfloat16),
@@ -102,164 +105,161 @@ def every_dtype_arrives_bit_by_bit(make: Make) -> None:
     ]
 
     def body(t: Transport) -> list[bytes]:
-        landing = [torch.zeros_like(value) for value in values]
-        for value, place in zip(values, landing, strict=True):
-            t.bind(Group([Parcel(1, value)], []) if t.rank == 0 else Group([], [Parcel(0, place)]))(NOW)
-        return [place.view(torch.uint8).numpy().tobytes() for place in landing]
+        data = values if t.rank == 0 else [torch.zeros_like(value) for value in values]
+        for each in data:
+            _one_way(t, each)(NOW)
+        return [each.view(torch.uint8).numpy().tobytes() for each in data]
 
-    expected = [value.view(torch.uint8).numpy().tobytes() for value in values]
-    _require(_on_all(make(2, PATIENT_S), body)[1] == expected, "bits changed on the way")
+    sent, arrived = _on_all(make(2, LONG_S), body)
+    _require(sent == arrived, "bits changed on the way")
 
 
 def a_send_reads_when_it_runs(make: Make) -> None:
-    """Binding looks at addresses, running at contents."""
+    """Binding reads addresses, running reads contents."""
 
     def body(t: Transport) -> float:
         data = torch.zeros(3)
-        exchange = t.bind(Group([Parcel(1, data)], []) if t.rank == 0 else Group([], [Parcel(0, data)]))
+        run = _one_way(t, data)
         data.fill_(5.0 if t.rank == 0 else -1.0)
-        exchange(NOW)
+        run(NOW)
         return data.sum().item()
 
-    _require(_on_all(make(2, PATIENT_S), body) == [15.0, 15.0], "the send was read too early")
+    _require(_on_all(make(2, LONG_S), body) == [15.0, 15.0], "the send was read too early")
 
 
 def parts_of_a_buffer_travel_alone(make: Make) -> None:
-    """What is sent is where the tensor begins, not where its memory does; what lies beside a receive stays."""
+    """A view is sent from where it begins, and memory beside a received view stays as it is."""
 
     def body(t: Transport) -> list[float]:
         buffer = torch.arange(10.0) if t.rank == 0 else torch.zeros(10)
-        parcel = Parcel(1 - t.rank, buffer[3:7])
-        t.bind(Group([parcel], []) if t.rank == 0 else Group([], [parcel]))(NOW)
+        _one_way(t, buffer[3:7])(NOW)
         return buffer.tolist()
 
-    arrived = _on_all(make(2, PATIENT_S), body)[1]
+    arrived = _on_all(make(2, LONG_S), body)[1]
     _require(arrived == [0, 0, 0, 3, 4, 5, 6, 0, 0, 0], f"got {arrived}")
 
 
-def empty_parcels_and_groups_are_nothing(make: Make) -> None:
-    """Both ends know that a transfer is empty, so it needs no wire."""
+def empty_messages_and_groups_are_dropped(make: Make) -> None:
+    """A group returns although nobody receives its empty send."""
 
     def body(t: Transport) -> None:
-        t.bind(Group([], []))(NOW)
-        t.bind(Group([Parcel(1, torch.empty(0))] if t.rank == 0 else [], []))(NOW)
+        _bind(t)(NOW)
+        _bind(t, [(1, torch.empty(0))] if t.rank == 0 else [])(NOW)
 
     _on_all(make(2, SHORT_S), body)
 
 
 def a_transfer_to_self_is_a_copy(make: Make) -> None:
-    """In order, beside transfers to others."""
+    """A rank's messages to itself are copied in order."""
 
     def body(t: Transport) -> list[float]:
         sources, targets = [torch.tensor([float(i)]) for i in (1, 2)], [torch.empty(1) for _ in range(2)]
-        own = [Parcel(t.rank, data) for data in sources], [Parcel(t.rank, data) for data in targets]
-        t.bind(Group(*own))(NOW)
+        _bind(t, [(t.rank, data) for data in sources], [(t.rank, data) for data in targets])(NOW)
         return [target.item() for target in targets]
 
     _require(_on_all(make(2, SHORT_S), body) == [[1.0, 2.0]] * 2, "self transfers were lost or swapped")
 
 
 def half_a_self_transfer_is_refused(make: Make) -> None:
-    """On NCCL it is an invalid usage; here it is a sentence."""
+    """Binding a send to itself without its receive raises `UsageError`."""
     transport = make(2, SHORT_S)[0]
-    _raises(UsageError, lambda: transport.bind(Group([Parcel(0, torch.ones(1))], [])))
+    _raises(UsageError, lambda: _bind(transport, [(0, torch.ones(1))]))
 
 
-def a_stranger_is_refused(make: Make) -> None:
-    """Binding to a rank that does not exist fails at once."""
+def an_unknown_peer_is_refused(make: Make) -> None:
+    """Binding a group with a rank that does not exist raises `UsageError`."""
     transport = make(2, SHORT_S)[0]
-    _raises(UsageError, lambda: transport.bind(Group([Parcel(2, torch.ones(1))], [])))
+    _raises(UsageError, lambda: _bind(transport, [(2, torch.ones(1))]))
 
 
 def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
     """The error carries rank, peer, step, bucket, hop and bytes, and comes in time."""
     transports = make(3, SHORT_S)
-    exchange = transports[0].bind(Group([], [Parcel(2, torch.empty(5))], hop=4))
+    run = _bind(transports[0], recvs=[(2, torch.empty(5))], hop=4)
     begin = monotonic()
-    error = _raises(DeadlineExceeded, lambda: exchange(NOW))
+    place = _raises(DeadlineExceeded, lambda: run(NOW)).place
     _require(SHORT_S * 0.8 <= monotonic() - begin < SHORT_S * 8, f"it took {monotonic() - begin:.2f} s")
-    place = error.place
     got = (place.rank, place.peer, place.step, place.bucket, place.hop, place.nbytes)
     _require(got == (0, 2, 7, 3, 4, 20), f"it names {place}")
 
 
-def a_deadline_may_be_changed_between_exchanges(make: Make) -> None:
-    """Ranks connect with patience, and take their steps with less."""
-    transports = make(2, PATIENT_S)
-    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
+def a_deadline_may_be_changed_between_groups(make: Make) -> None:
+    """Ranks can connect with a long timeout, and train with a short one."""
+    transports = make(2, LONG_S)
+    run = _bind(transports[0], recvs=[(1, torch.empty(5))])
     transports[0].timeout_s = SHORT_S
     begin = monotonic()
-    error = _raises(DeadlineExceeded, lambda: exchange(NOW))
-    _require(monotonic() - begin < PATIENT_S / 2, "it kept the old one")
+    error = _raises(DeadlineExceeded, lambda: run(NOW))
+    _require(monotonic() - begin < LONG_S / 2, "it kept the old one")
     _require(f"within {SHORT_S:g} s" in str(error), f"it says {error}")
 
 
-def an_aborted_peer_releases_those_who_wait(make: Make) -> None:
-    """Long before the deadline, with an error that names it."""
+def an_aborted_peer_releases_ranks_that_wait(make: Make) -> None:
+    """Their error names the peer, and comes long before the deadline."""
     _require_released(make, lambda transport: transport.abort())
 
 
-def a_closed_peer_releases_those_who_wait(make: Make) -> None:
-    """Also while somebody holds what was bound on it."""
+def a_closed_peer_releases_ranks_that_wait(make: Make) -> None:
+    """A close has this effect even if a group bound on the transport is still referenced."""
     _require_released(make, lambda transport: transport.close())
 
 
 def _require_released(make: Make, leave: Callable[[Transport], None]) -> None:
-    transports = make(2, PATIENT_S)
-    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
-    held = transports[1].bind(Group([Parcel(0, torch.ones(5))], []))
-    begin = monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(exchange, NOW)
-        leave(transports[1])
-        error = waiting.exception()
+    transports = make(2, LONG_S)
+    run = _bind(transports[0], recvs=[(1, torch.empty(5))])
+    held = _bind(transports[1], [(0, torch.ones(5))])
+    error = _error_of_waiting(run, lambda: leave(transports[1]))
     _require(isinstance(error, TransportError) and error.place.peer == 1, f"expected one that names 1, got {error!r}")
-    _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
     _raises(TransportClosed, lambda: held(NOW))
 
 
-def an_abort_ends_the_exchange_that_is_running(make: Make) -> None:
-    """Called from another thread, it does not wait for the deadline."""
-    transports = make(2, PATIENT_S)
-    exchange = transports[0].bind(Group([], [Parcel(1, torch.empty(5))]))
+def an_abort_ends_the_group_that_is_running(make: Make) -> None:
+    """An abort from another thread does not wait for the deadline."""
+    transports = make(2, LONG_S)  # both stay referenced, or the peer would be lost
+    run = _bind(transports[0], recvs=[(1, torch.empty(5))])
+    error = _error_of_waiting(run, transports[0].abort)
+    _require(isinstance(error, TransportClosed), f"expected TransportClosed, got {error!r}")
+
+
+def _error_of_waiting(run: Exchange, end: Callable[[], None]) -> BaseException | None:
+    """Return the error of `run` on another thread after `end` was called; fails if it waits for the deadline."""
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(exchange, NOW)
-        transports[0].abort()
+        running = pool.submit(run, NOW)
+        end()
         error = running.exception()
-    _require(isinstance(error, TransportClosed), f"expected TransportClosed, got {error!r}")
-    _require(monotonic() - begin < PATIENT_S / 2, "it waited for the deadline")
+    _require(monotonic() - begin < LONG_S / 2, "it waited for the deadline")
+    return error
 
 
 def what_was_sent_arrives_though_the_sender_closes(make: Make) -> None:
-    """A rank may be done, and leave, before its peer has read the last transfer."""
+    """A rank may close its transport before its peer has read the last message."""
 
     def body(t: Transport) -> bool:
         data = torch.full((100_000,), 3.0) if t.rank == 0 else torch.zeros(100_000)
-        t.bind(Group([Parcel(1, data)], []) if t.rank == 0 else Group([], [Parcel(0, data)]))(NOW)
+        _one_way(t, data)(NOW)
         t.close()
         return bool((data == 3.0).all())
 
     for _ in range(20):
-        _require(_on_all(make(2, PATIENT_S), body) == [True, True], "the end of it was lost")
+        _require(_on_all(make(2, LONG_S), body) == [True, True], "the end of it was lost")
 
 
 def a_closed_transport_refuses(make: Make) -> None:
-    """Closing twice is fine; using it after is an error of its own kind."""
+    """Closing twice is fine, and a group that runs afterwards raises `TransportClosed`."""
     transport = make(2, SHORT_S)[0]
-    exchange = transport.bind(Group([Parcel(1, torch.ones(1))], []))
+    run = _bind(transport, [(1, torch.ones(1))])
     transport.close()
     transport.close()
-    _raises(TransportClosed, lambda: exchange(NOW))
+    _raises(TransportClosed, lambda: run(NOW))
 
 
 def sizes_that_differ_never_pass_for_success(make: Make) -> None:
-    """The receiver at least gets an error, at the latest by the deadline."""
+    """At least the receiver gets an error, at the latest by the deadline."""
 
     def body(t: Transport) -> bool:
-        mine = Group([Parcel(1, torch.ones(4))], []) if t.rank == 0 else Group([], [Parcel(0, torch.zeros(5))])
         try:
-            t.bind(mine)(NOW)
+            _one_way(t, torch.ones(4) if t.rank == 0 else torch.zeros(5))(NOW)
         except TransportError:
             return True
         return False
@@ -275,19 +275,29 @@ CHECKS: tuple[Check, ...] = (
     every_dtype_arrives_bit_by_bit,
     a_send_reads_when_it_runs,
     parts_of_a_buffer_travel_alone,
-    empty_parcels_and_groups_are_nothing,
+    empty_messages_and_groups_are_dropped,
     a_transfer_to_self_is_a_copy,
     half_a_self_transfer_is_refused,
-    a_stranger_is_refused,
+    an_unknown_peer_is_refused,
     a_silent_peer_ends_in_a_deadline_that_names_it,
-    a_deadline_may_be_changed_between_exchanges,
-    an_aborted_peer_releases_those_who_wait,
-    a_closed_peer_releases_those_who_wait,
-    an_abort_ends_the_exchange_that_is_running,
+    a_deadline_may_be_changed_between_groups,
+    an_aborted_peer_releases_ranks_that_wait,
+    a_closed_peer_releases_ranks_that_wait,
+    an_abort_ends_the_group_that_is_running,
     what_was_sent_arrives_though_the_sender_closes,
     a_closed_transport_refuses,
     sizes_that_differ_never_pass_for_success,
 )
+
+
+def _bind(transport: Transport, sends: Ends = (), recvs: Ends = (), hop: int = 0) -> Exchange:
+    return transport.bind(P2PGroup([P2PMessage(*end) for end in sends], [P2PMessage(*end) for end in recvs], hop))
+
+
+def _one_way(transport: Transport, *data: Tensor) -> Exchange:
+    """Bind transfers from rank 0 to rank 1."""
+    ends = [(1 - transport.rank, each) for each in data]
+    return _bind(transport, ends) if transport.rank == 0 else _bind(transport, recvs=ends)
 
 
 def _on_all(transports: Sequence[Transport], body: Callable[[Transport], T]) -> list[T]:
@@ -295,10 +305,7 @@ def _on_all(transports: Sequence[Transport], body: Callable[[Transport], T]) -> 
         return list(pool.map(body, transports))
 
 
-Err = TypeVar("Err", bound=BaseException)
-
-
-def _raises(kind: type[Err], act: Callable[[], object]) -> Err:
+def _raises(kind: type[Error], act: Callable[[], object]) -> Error:
     try:
         act()
     except kind as error:

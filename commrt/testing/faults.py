@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults as data: a transport that fails, delays or loses what it is told to, keyed by rank and step."""
+"""Inject faults: a transport that fails, delays or drops transfers, chosen by rank, step and bucket."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from commrt.errors import Place, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, Transport
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 __all__ = ["Fault", "FaultyTransport", "delay_at", "drop_at", "fail_at", "with_faults"]
 
 
 class Kind(Enum):
-    """What happens."""
+    """Kinds of fault."""
 
     FAIL = "fail"
     DELAY = "delay"
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong; None matches every rank, step or bucket."""
+    """One fault; None matches every rank, step or bucket."""
 
     kind: Kind
     rank: int | None = None
@@ -32,37 +32,38 @@ class Fault:
     bucket: int | str | None = None
     seconds: float = 0.0
 
-    def strikes(self, moment: Moment) -> bool:
-        """True if it happens at `moment`."""
-        return self.step in (None, moment.step) and self.bucket in (None, moment.bucket)
+    def matches(self, tag: Tag) -> bool:
+        """Return True if the fault happens at `tag`."""
+        return self.step in (None, tag.step) and self.bucket in (None, tag.bucket)
 
 
 def fail_at(rank: int | None = None, step: int | None = None, bucket: int | str | None = None) -> Fault:
-    """The rank's exchange raises `TransportError`; its world then drops the connections."""
+    """Return a fault: the rank's group raises `TransportError`, and its world then closes the connections."""
     return Fault(Kind.FAIL, rank, step, bucket)
 
 
 def delay_at(
     rank: int | None = None, step: int | None = None, bucket: int | str | None = None, *, seconds: float
 ) -> Fault:
-    """Each bucket takes `seconds` longer on the wire at this rank."""
+    """Return a fault: each bucket takes `seconds` longer at this rank."""
     return Fault(Kind.DELAY, rank, step, bucket, seconds)
 
 
 def drop_at(rank: int | None = None, step: int | None = None, bucket: int | str | None = None) -> Fault:
-    """What the rank sends never arrives."""
+    """Return a fault: messages that the rank sends never arrive."""
     return Fault(Kind.DROP, rank, step, bucket)
 
 
 class FaultyTransport:
-    """A transport around another one that lets `faults` happen; a `Transport`."""
+    """A transport that injects `faults` into `inner`; a `Transport`."""
 
     def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
         self._inner = inner
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
-        self._delayed: Moment | None = None
+        self._delayed: Tag | None = None
         self.kind, self.allocate, self.capture = inner.kind, inner.allocate, inner.capture
         self.rank, self.members = inner.rank, inner.members
+        self.close, self.abort = inner.close, inner.abort
 
     @property
     def timeout_s(self) -> float:
@@ -73,35 +74,25 @@ class FaultyTransport:
     def timeout_s(self, seconds: float) -> None:
         self._inner.timeout_s = seconds
 
-    def bind(self, group: Group) -> Exchange:
+    def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
-        whole = self._inner.bind(group)
-        without_sends = self._inner.bind(Group([p for p in group.sends if p.peer == self.rank], group.recvs, group.hop))
+        run_all = self._inner.bind(group)
+        to_self = [message for message in group.sends if message.peer == self.rank]
+        run_without_sends = self._inner.bind(P2PGroup(to_self, group.recvs, group.hop))
 
-        def exchange(moment: Moment) -> None:
-            struck = [fault for fault in self._faults if fault.strikes(moment)]
-            kinds = {fault.kind for fault in struck}
+        def run(tag: Tag) -> None:
+            faults = [fault for fault in self._faults if fault.matches(tag)]
+            kinds = {fault.kind for fault in faults}
             if Kind.FAIL in kinds:
-                raise TransportError("an injected failure", Place(self.rank, None, *moment, group.hop))
-            self._delay(sum(fault.seconds for fault in struck), moment)
-            (without_sends if Kind.DROP in kinds else whole)(moment)
+                raise TransportError("an injected failure", Place(self.rank, None, *tag, group.hop))
+            if Kind.DELAY in kinds and tag != self._delayed:
+                self._delayed = tag  # once per bucket, not once per hop
+                time.sleep(sum(fault.seconds for fault in faults))
+            (run_without_sends if Kind.DROP in kinds else run_all)(tag)
 
-        return exchange
-
-    def _delay(self, seconds: float, moment: Moment) -> None:
-        if seconds and moment != self._delayed:
-            self._delayed = moment
-            time.sleep(seconds)
-
-    def close(self) -> None:
-        """See `Transport.close`."""
-        self._inner.close()
-
-    def abort(self) -> None:
-        """See `Transport.abort`."""
-        self._inner.abort()
+        return run
 
 
 def with_faults(*faults: Fault) -> Callable[[Transport], Transport]:
-    """For ``run_ranks(..., wrap=with_faults(fail_at(rank=1, step=3)))``."""
+    """Return the `wrap` argument of ``run_ranks(..., wrap=with_faults(fail_at(rank=1, step=3)))``."""
     return lambda transport: FaultyTransport(transport, faults)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for CUDA graphs: what a thread asks its device is noted while it records, and asked again by a replay."""
+"""A stand-in for CUDA graphs: records the device calls of a thread, and repeats them in each replay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Graph", "ask", "record", "recording"]
 
 
 class Graph:
-    """Calls in their order, with their arguments as they were."""
+    """Recorded calls, in order, with their arguments."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -18,23 +18,23 @@ class Graph:
         self._on_reset: list[Callable[[], None]] = []
 
     def note(self, call: Callable[[], None]) -> None:
-        """Ask it in every replay."""
+        """Record `call`."""
         self._calls.append(call)
 
     def on_reset(self, call: Callable[[], None]) -> None:
-        """Tell somebody when this is forgotten."""
+        """Call `call` when the graph is reset."""
         self._on_reset.append(call)
 
     def replay(self) -> None:
-        """Ask everything again."""
+        """Repeat all recorded calls."""
         self.replays += 1
         for call in self._calls:
             call()
 
     def reset(self) -> None:
-        """Forget everything."""
-        tell, self._on_reset, self._calls = self._on_reset, [], []
-        for call in tell:
+        """Drop all recorded calls."""
+        callbacks, self._on_reset, self._calls = self._on_reset, [], []
+        for call in callbacks:
             call()
 
 
@@ -46,12 +46,12 @@ _thread = _Thread()
 
 
 def recording() -> Graph | None:
-    """What the calling thread records to."""
+    """Return the graph that the calling thread records to, or None."""
     return _thread.graph
 
 
 def ask(call: Callable[[], None]) -> None:
-    """Ask the device now, or in every replay if the thread records."""
+    """Call `call` now, or in each replay if the thread records."""
     if _thread.graph is None:
         call()
     else:
@@ -59,7 +59,7 @@ def ask(call: Callable[[], None]) -> None:
 
 
 def record(work: Callable[[], None]) -> Graph:
-    """What `work` asks, which the device does not do yet; host code in between runs now, and only once."""
+    """Return a graph of the device calls of `work`, which are not run yet; its other code runs now, and only now."""
     graph = _thread.graph = Graph()
     try:
         work()

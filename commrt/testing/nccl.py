@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for `cupy.cuda.nccl`: its point-to-point calls, on host memory, between threads of one process.
+"""A stand-in for ``cupy.cuda.nccl``: its sends and receives, on host memory, between threads of one process.
 
-It keeps NCCL's rules, and is stricter only where NCCL leaves open what happens:
+It keeps NCCL's rules, and is stricter only where NCCL leaves the result undefined:
 
-* calls between ``groupStart`` and the last ``groupEnd`` of a thread are posted together, and end together; a call
+* calls between a thread's first ``groupStart`` and last ``groupEnd`` are posted together, and end together; a call
   outside is a group of its own, so two ranks that both send first wait for ever;
-* of an ordered pair the k-th send meets the k-th receive; there are no tags;
-* a group of one rank must meet one group of its peer: as many sends as that one receives, of the same counts and types.
-  NCCL calls anything else undefined; here both ends get ``NCCL_ERROR_INTERNAL_ERROR``;
-* a send to oneself needs its receive in the same group;
-* after a refused call nothing of its group is posted, and ``groupEnd`` says so again; a communicator that could not be
-  made leaves a group open in its thread (seen with NCCL 2.28.9);
-* one thread at a time uses a communicator; here a second one gets ``NCCL_ERROR_INVALID_USAGE``;
-* ``abort`` ends what waits in the own communicator, and tells nobody else: peers wait on;
-* a group that a thread records (`commrt.testing.graphs`) is posted by each replay. Of those that two ranks recorded
-  with each other, the k-th of one must meet the k-th of the other; NCCL leaves open what happens otherwise, here both
-  ends get ``NCCL_ERROR_INTERNAL_ERROR``;
-* ``abort`` and ``destroy`` return when all graphs with the communicator's calls are forgotten.
+* the k-th send from one rank to another matches the k-th receive there; there are no tags;
+* one group of a rank matches one group of its peer, with as many sends as that one has receives, of the same counts
+  and types. NCCL calls anything else undefined; here both ends get ``NCCL_ERROR_INTERNAL_ERROR``;
+* a rank's send to itself needs its receive in the same group;
+* after a refused call nothing of its group is posted, and ``groupEnd`` raises the error again; a constructor that fails
+  leaves a group open in its thread (seen with NCCL 2.28.9);
+* only one thread at a time uses a communicator; here a second one gets ``NCCL_ERROR_INVALID_USAGE``;
+* ``abort`` ends the calls that wait in its own communicator; peers are not told, and wait on;
+* a group that a thread records (`commrt.testing.graphs`) is posted by each replay. The k-th group that a rank recorded
+  with a peer must meet the peer's k-th; NCCL leaves anything else undefined, here both ends get
+  ``NCCL_ERROR_INTERNAL_ERROR``;
+* ``abort`` and ``destroy`` return when all graphs with calls of the communicator are reset.
 
-Memory is given by raw addresses. There are no streams: work is done when the call that posts it returns.
+Memory is given by raw addresses. There are no streams: a call returns when its work is done.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ __all__ = [
     "NCCL_INT64",
     "NCCL_UINT8",
     "NcclCommunicator",
-    "NcclConfig",
     "NcclError",
     "available",
     "get_build_version",
@@ -73,23 +72,16 @@ STATUSES = {
 
 
 class NcclError(RuntimeError):
-    """A status other than success."""
+    """A status of NCCL other than success."""
 
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(STATUSES[status])
 
 
-@dataclass(frozen=True)
-class NcclConfig:
-    """Accepted and without effect."""
-
-    split_share: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A send or a receive that was issued."""
+    """A send or a receive of a group."""
 
     communicator: NcclCommunicator
     is_send: bool
@@ -100,36 +92,36 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
-class _Side:
-    """All that one rank does with one peer in one group, in order."""
+class _Post:
+    """All calls of one rank with one peer in one group, in order."""
 
     calls: list[_Call]
     number: int = 0
-    """Among those recorded with this peer, from 1 on; 0 if it was not."""
+    """Counts the groups that were recorded with this peer, from 1 on; 0 for a group that was not recorded."""
     done: bool = False
     status: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Clique:
-    """What the ranks of one unique id share."""
+class _Fabric:
+    """Connects the ranks of one unique id."""
 
     ranks: int
     arrived: set[int] = field(default_factory=set)
-    posted: dict[tuple[int, int], _Side] = field(default_factory=dict)
-    """(rank, peer) to what the rank waits with for the peer: one thing, since calls return when it has happened."""
+    posted: dict[tuple[int, int], _Post] = field(default_factory=dict)
+    """(rank, peer) -> the post with which rank waits for peer; at most one, since calls return when it is done."""
 
 
 _changed = threading.Condition()
-_cliques: dict[bytes, _Clique] = {}
+_fabrics: dict[bytes, _Fabric] = {}
 
 
 class _Group(threading.local):
-    """The group that a thread has open."""
+    """The open group of a thread."""
 
     depth = 0
     status = 0
-    """Of the first call that was refused."""
+    """Status of the first call that was refused."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -139,27 +131,27 @@ _group = _Group()
 
 
 def get_version() -> int:
-    """Of the library at run time, as 10,000 * major + 100 * minor + patch."""
+    """Return the version of the library, as 10,000 * major + 100 * minor + patch."""
     return VERSION
 
 
 def get_build_version() -> int:
-    """Of the library that the binding was built with."""
+    """Return the version of the library that the binding was built with."""
     return VERSION
 
 
 def get_unique_id() -> bytes:
-    """What one rank makes and tells the others."""
+    """Return the id of a new communicator, to be made by one rank and given to the others."""
     return secrets.token_bytes(UNIQUE_ID_NBYTES)
 
 
 def groupStart() -> None:  # noqa: N802  # as in CuPy
-    """Calls of this thread are gathered until the matching `groupEnd`; groups nest."""
+    """Collect the calls of this thread until the matching `groupEnd`; groups nest."""
     _group.depth += 1
 
 
 def groupEnd() -> None:  # noqa: N802  # as in CuPy
-    """Post what was gathered if this ends the outermost group, and wait until all of it has happened."""
+    """Post the collected calls if this ends the outermost group, and wait until all are done."""
     if _group.depth == 0:
         raise NcclError(INVALID_USAGE)
     _group.depth -= 1
@@ -172,7 +164,7 @@ def groupEnd() -> None:  # noqa: N802  # as in CuPy
 
 
 def _refused(status: int) -> NcclError:
-    """The error of a call, which an open group remembers."""
+    """Return the error of a call, which an open group remembers."""
     _group.status = _group.depth and (_group.status or status)
     return NcclError(status)
 
@@ -183,11 +175,11 @@ def _not_made(status: int) -> NcclError:
 
 
 class NcclCommunicator:
-    """One rank of a clique; the constructor returns when all ranks have come."""
+    """One rank of a communicator; the constructor returns when all ranks have joined."""
 
     _numbers: ClassVar[Iterator[int]] = iter(range(1, 1 << 62))
 
-    def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
+    def __init__(self, ndev: int, commId: bytes, rank: int) -> None:  # noqa: N803
         if not isinstance(commId, bytes):
             raise TypeError(f"Expected bytes, got {type(commId).__name__}")
         if len(commId) != UNIQUE_ID_NBYTES:
@@ -198,26 +190,26 @@ class NcclCommunicator:
         self._recorded, self._graphs = [0] * ndev, 0
         self.comm = next(self._numbers)
         with _changed:
-            self._clique = _cliques.setdefault(commId, _Clique(ndev))
-            if self._clique.ranks != ndev or rank in self._clique.arrived:
+            self._fabric = _fabrics.setdefault(commId, _Fabric(ndev))
+            if self._fabric.ranks != ndev or rank in self._fabric.arrived:
                 raise _not_made(INVALID_USAGE)
-            self._clique.arrived.add(rank)
+            self._fabric.arrived.add(rank)
             _changed.notify_all()
-            _changed.wait_for(lambda: len(self._clique.arrived) == ndev)
+            _changed.wait_for(lambda: len(self._fabric.arrived) == ndev)
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """`count` values at `address` to `peer`."""
+        """Send `count` values at `address` to `peer`."""
         self._issue(True, address, count, datatype, peer, stream)
 
     def recv(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """`count` values from `peer` to `address`."""
+        """Receive `count` values from `peer` at `address`."""
         self._issue(False, address, count, datatype, peer, stream)
 
     def _issue(self, is_send: bool, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
         if not all(type(value) is int for value in (address, count, dtype, peer, stream)):
             raise TypeError("an integer is required")
         self._require_open()
-        if not 0 <= peer < self._clique.ranks or dtype not in NBYTES or count < 0 or (count and not address):
+        if not 0 <= peer < self._fabric.ranks or dtype not in NBYTES or count < 0 or (count and not address):
             raise _refused(INVALID_ARGUMENT)
         call = _Call(self, is_send, address, count, dtype, peer)
         if _group.depth:
@@ -230,68 +222,68 @@ class NcclCommunicator:
             raise _refused(INVALID_ARGUMENT)
 
     def check_async_error(self) -> None:
-        """Raises nothing: NCCL does not report a peer of the same host that is gone either."""
+        """Raise nothing: NCCL does not report a lost peer of the same host either."""
         self._require_open()
 
     def abort(self) -> None:
-        """End what waits in this communicator, from any thread; it cannot be used again."""
+        """End the calls that wait in this communicator, from any thread; it cannot be used again."""
         with _changed:
             self.comm = 0
-            for peer in range(self._clique.ranks):  # or it would read and write memory that is not ours any more
-                self._clique.posted.pop((self._rank, peer), None)
+            for peer in range(self._fabric.ranks):  # or it would read and write memory that is not ours any more
+                self._fabric.posted.pop((self._rank, peer), None)
             _changed.notify_all()
             _changed.wait_for(lambda: not self._graphs)
 
     destroy = abort
 
     def rank_id(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self._rank
 
     def size(self) -> int:
-        """How many ranks there are."""
-        return self._clique.ranks
+        """Return the number of ranks."""
+        return self._fabric.ranks
 
     def device_id(self) -> int:
-        """There is one device."""
+        """Return 0, the only device."""
         return 0
 
 
 def _run(calls: list[_Call]) -> None:
-    """Let a whole group happen, in a recording later."""
+    """Run a whole group now, or in each replay if the thread records."""
     if (graph := recording()) is None:
-        _happen(calls, {})
+        _run_now(calls, {})
     else:
         with _changed, _exclusively({call.communicator for call in calls}):
-            numbers = {end: _recorded(graph, *end) for end in _sides(calls)}
-        graph.note(lambda: _happen(calls, numbers))
+            numbers = {end: _recorded(graph, *end) for end in _posts(calls)}
+        graph.note(lambda: _run_now(calls, numbers))
 
 
 def _recorded(graph: Graph, communicator: NcclCommunicator, peer: int) -> int:
-    """Which of the groups that were recorded with `peer` this is."""
+    """Count a group that is recorded with `peer`, and return its number."""
 
-    def forget() -> None:
+    def on_reset() -> None:
         with _changed:
             communicator._graphs -= 1  # noqa: SLF001  # of this module
             _changed.notify_all()
 
     communicator._graphs += 1  # noqa: SLF001
-    graph.on_reset(forget)
+    graph.on_reset(on_reset)
     communicator._recorded[peer] += 1  # noqa: SLF001
     return communicator._recorded[peer]  # noqa: SLF001
 
 
-def _happen(calls: list[_Call], numbers: dict[tuple[NcclCommunicator, int], int]) -> None:
-    """Post a whole group and wait until it has happened."""
+def _run_now(calls: list[_Call], numbers: dict[tuple[NcclCommunicator, int], int]) -> None:
+    """Post a whole group and wait until it is done."""
     with _changed, _exclusively({call.communicator for call in calls}):
-        sides = _sides(calls)
-        for end, side in sides.items():
-            side.number = numbers.get(end, 0)
-        for (communicator, peer), side in sides.items():
-            _post(communicator._clique, communicator.rank_id(), peer, side)  # noqa: SLF001  # of this module
-        while not all(side.done or not communicator.comm for (communicator, _), side in sides.items()):
+        posts = _posts(calls)
+        for end, post in posts.items():
+            post.number = numbers.get(end, 0)
+        for (communicator, peer), post in posts.items():
+            _post(communicator._fabric, communicator.rank_id(), peer, post)  # noqa: SLF001  # of this module
+        while not all(post.done or not communicator.comm for (communicator, _), post in posts.items()):
             _changed.wait()
-        statuses = [side.status if side.done else REMOTE_ERROR for side in sides.values()]
+        statuses = [post.status if post.done else REMOTE_ERROR for post in posts.values()]
     for status in filter(None, statuses):
         raise NcclError(status)
 
@@ -311,40 +303,40 @@ def _exclusively(communicators: set[NcclCommunicator]) -> Iterator[None]:
             communicator._users -= 1  # noqa: SLF001
 
 
-def _sides(calls: list[_Call]) -> dict[tuple[NcclCommunicator, int], _Side]:
-    """The calls of a group by communicator and peer."""
-    sides: dict[tuple[NcclCommunicator, int], _Side] = {}
+def _posts(calls: list[_Call]) -> dict[tuple[NcclCommunicator, int], _Post]:
+    """Return the calls of a group by communicator and peer."""
+    posts: dict[tuple[NcclCommunicator, int], _Post] = {}
     for call in calls:
-        sides.setdefault((call.communicator, call.peer), _Side([])).calls.append(call)
-    return sides
+        posts.setdefault((call.communicator, call.peer), _Post([])).calls.append(call)
+    return posts
 
 
-def _post(clique: _Clique, rank: int, peer: int, side: _Side) -> None:
-    """Meet what `peer` waits with for this rank, or wait to be met; oneself is met at once."""
+def _post(fabric: _Fabric, rank: int, peer: int, post: _Post) -> None:
+    """Match `post` with the post of `peer` if that is there, otherwise leave it to be matched; a self send at once."""
     if peer == rank:
-        side.done, side.status = True, _transfer(side.calls, side.calls) and INVALID_USAGE
+        post.done, post.status = True, _transfer(post.calls, post.calls) and INVALID_USAGE
         return
-    other = clique.posted.get((peer, rank))
-    if other is None or not (_faces(side, other) or _faces(other, side)):
-        clique.posted[rank, peer] = side
+    other = fabric.posted.get((peer, rank))
+    if other is None or not (_fits(post, other) or _fits(other, post)):
+        fabric.posted[rank, peer] = post
         return
-    del clique.posted[peer, rank]
-    side.status = other.status = (
+    del fabric.posted[peer, rank]
+    post.status = other.status = (
         INTERNAL_ERROR
-        if side.number != other.number
-        else _transfer(side.calls, other.calls) or _transfer(other.calls, side.calls)
+        if post.number != other.number
+        else _transfer(post.calls, other.calls) or _transfer(other.calls, post.calls)
     )
-    side.done = other.done = True
+    post.done = other.done = True
     _changed.notify_all()
 
 
-def _faces(here: _Side, there: _Side) -> bool:
-    """True if something is sent here and something received there: two ranks that only send never meet."""
+def _fits(here: _Post, there: _Post) -> bool:
+    """Return True if `here` sends and `there` receives: two ranks that only send never match."""
     return any(call.is_send for call in here.calls) and not all(call.is_send for call in there.calls)
 
 
 def _transfer(here: list[_Call], there: list[_Call]) -> int:
-    """What is sent here to where it is received there, in order; the status if the two do not fit."""
+    """Copy the sends of `here` to the receives of `there`, in order; return a status, not 0 if they do not fit."""
     sends = [call for call in here if call.is_send]
     recvs = [call for call in there if not call.is_send]
     if [(call.count, call.dtype) for call in sends] != [(call.count, call.dtype) for call in recvs]:

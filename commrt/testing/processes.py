@@ -23,7 +23,7 @@ from commrt.membership.rendezvous import hold, listen
 
 __all__ = ["RESTART", "Outcome", "free_port", "run_processes"]
 
-IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.attaching"]
+IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.training.attach"]
 Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
 RESTART = "restart"

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
 from commrt.membership.launcher import LOOPBACK
-from commrt.runtime.reconnection import Means
+from commrt.runtime.connection import Means
 from commrt.runtime.world import World
 from commrt.testing import nccl
 from commrt.transport.local import Fabric

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who issues work, in which order, and how one that waits learns what became of it."""
+"""The communication thread, and what other threads need to work with it: futures, deadlines and GPU streams."""

@@ -1,130 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the work of a device is queued, and how far it has come.
+"""Streams of a device: where its work is queued, and events that mark how far it has come.
 
-On a GPU a call returns when its work is queued on the calling thread's current stream; a mark is a place in that queue.
-On a CPU work is done when its call returns, and all of this is nothing.
+On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU work is done when its
+call returns, so streams and events do nothing there.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, cast
 
 import torch
 
-__all__ = ["DONE", "CudaStreams", "Graph", "HostStreams", "Mark", "Streams", "streams_of"]
+__all__ = ["DONE", "CudaStreams", "Graph", "StreamEvent", "Streams", "streams_of"]
 
 
-class Mark(Protocol):
-    """A place in a queue."""
+class StreamEvent:
+    """A place in a stream. This class is a CPU's, always reached; a GPU's is a ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """True if all before it is done; never waits."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait on the host until it is."""
-        ...
-
-
-class Graph(Protocol):
-    """Work that a device remembers."""
-
-    def replay(self) -> None:
-        """Queue it on the thread's current stream."""
-        ...
-
-    def reset(self) -> None:
-        """Forget it, if it is running, when it has ended; never waits."""
-        ...
-
-
-class Streams(Protocol):
-    """The queues of one device, as the calling thread sees them."""
-
-    queues: bool
-    """False if work is done when its call returns."""
-
-    def use(self) -> None:
-        """Make the device the thread's current one."""
-        ...
-
-    def enter(self) -> None:
-        """`use` it, and make a stream of its own the thread's current stream."""
-        ...
-
-    def current(self) -> int:
-        """The handle of the thread's current stream, as C libraries take it."""
-        ...
-
-    def mark(self) -> Mark:
-        """The end of what is queued on the thread's current stream now."""
-        ...
-
-    def follow(self, mark: Mark) -> None:
-        """What is queued on the thread's current stream from now on begins when `mark` is reached; never waits."""
-        ...
-
-    def aside(self) -> AbstractContextManager[object]:
-        """What is queued in the body goes to a second stream of the thread that called `enter`."""
-        ...
-
-    def capture(self, work: Callable[[], None]) -> Graph | None:
-        """Remember what `work` queues, without doing it; None if that cannot be.
-
-        `work` only queues: it neither allocates nor waits. Meanwhile no other thread may use the device's random
-        numbers: torch would take its call for a part of the graph.
-        """
-        ...
-
-
-class _Done:
-    def query(self) -> bool:
+        """Return True if all work before the event is done. Never waits."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Wait on the host until all work before the event is done."""
 
 
-DONE: Mark = _Done()
-"""Behind all that is done already."""
+DONE = StreamEvent()
+"""An event that is reached."""
 
 
-class HostStreams:
-    """A CPU, which queues nothing."""
+class Graph(Protocol):
+    """A CUDA graph: work that was captured, and can be queued again at once."""
+
+    def replay(self) -> None:
+        """Queue the work on the thread's current stream."""
+        ...
+
+    def reset(self) -> None:
+        """Free the graph, as soon as it is not running any more. Never waits."""
+        ...
+
+
+class Streams:
+    """The streams of one device, as the calling thread uses them. This class is a CPU's, which queues nothing."""
 
     queues = False
+    """True if a call returns before its work is done."""
 
     def use(self) -> None:
-        """There is one device."""
+        """Make the device the thread's current one."""
 
     def enter(self) -> None:
-        """It has no streams."""
+        """`use` the device, and make two streams for this thread: a current one, and one for `side_stream`."""
 
     def current(self) -> int:
-        """NCCL's word for the default stream."""
+        """Return the handle of the thread's current stream, as C libraries take it; 0 is the default stream."""
         return 0
 
-    def mark(self) -> Mark:
-        """Nothing is queued."""
+    def record_event(self) -> StreamEvent:
+        """Return the event at the end of what is queued on the thread's current stream now."""
         return DONE
 
-    def follow(self, mark: Mark) -> None:
-        """It is reached."""
+    def wait_event(self, event: StreamEvent) -> None:
+        """Let all work that the thread queues from now on begin after `event`. The thread itself does not wait."""
 
-    def aside(self) -> AbstractContextManager[object]:
-        """It is done at once."""
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Make the second stream current in the body; for a thread that called `enter`."""
         return nullcontext()
 
-    def capture(self, work: Callable[[], None]) -> Graph | None:  # nothing is done with it
-        """Nothing is queued."""
+    def capture(self, work: Callable[[], None]) -> Graph | None:
+        """Return a graph of what `work` queues, without doing it; None on a CPU.
+
+        `work` only queues: it must not allocate or wait. Meanwhile no other thread may use the device's random numbers,
+        since torch would take its call for a part of the graph.
+        """
         return None
 
 
-class CudaStreams:
-    """One GPU; its own streams go before others where blocks of both wait for room."""
+class CudaStreams(Streams):
+    """The streams of one GPU. They have a high priority: their blocks run first where there is no room for all."""
 
     queues = True
 
@@ -137,38 +94,37 @@ class CudaStreams:
         torch.cuda.set_device(self._device)
 
     def enter(self) -> None:
-        """See `Streams.enter`; each call makes streams."""
+        """See `Streams.enter`."""
         self.use()
-        first, self._second = (self._stream() for _ in range(2))
+        first, self._second = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(first)
 
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-
     def current(self) -> int:
-        """What Triton asks too; ``torch.cuda.current_stream`` would make an object."""
+        """See `Streams.current`."""
+        # ``torch.cuda.current_stream`` would make an object for each call; Triton calls this function as well.
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # noqa: SLF001
         return handle
 
-    def mark(self) -> Mark:
-        """An event without a time."""
+    def record_event(self) -> StreamEvent:
+        """See `Streams.record_event`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        return cast("Mark", event)
+        return cast("StreamEvent", event)
 
-    def follow(self, mark: Mark) -> None:
-        """See `Streams.follow`."""
-        if mark is not DONE:
-            torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", mark))
+    def wait_event(self, event: StreamEvent) -> None:
+        """See `Streams.wait_event`."""
+        if event is not DONE:
+            torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", event))
 
-    def aside(self) -> AbstractContextManager[object]:
-        """See `Streams.aside`."""
+    def side_stream(self) -> AbstractContextManager[object]:
+        """See `Streams.side_stream`."""
         return torch.cuda.stream(self._second)
 
     def capture(self, work: Callable[[], None]) -> Graph | None:
-        """See `Streams.capture`: a CUDA graph. Other threads may allocate meanwhile; nothing is collected."""
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        with _uncollected():  # what a collector frees would end the capture (triton#10712)
+        """Capture a CUDA graph. Other threads may allocate meanwhile."""
+        graph, pool, collects = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), gc.isenabled()
+        gc.disable()  # what the garbage collector frees would end the capture (triton#10712)
+        try:
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -177,37 +133,29 @@ class CudaStreams:
                     self._end(graph, pool)
                 raise
             self._end(graph, pool)
+        finally:
+            if collects:
+                gc.enable()
         return cast("Graph", graph)
 
     def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._recover(pool)
+            self._leave_capture(pool)
             raise
 
-    def _recover(self, pool: Any) -> None:
-        """Where CUDA has ended a capture, torch stays in it: its allocator, and the random numbers of the device."""
+    def _leave_capture(self, pool: Any) -> None:
+        """Bring torch out of a capture that CUDA ended: its allocator, and the device's random number generator."""
         for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # noqa: SLF001
-            with suppress(RuntimeError):  # done already
+            with suppress(RuntimeError):  # it was done already
                 leave(self._device.index, pool)
-        again = torch.cuda.CUDAGraph()
+        another = torch.cuda.CUDAGraph()
         with suppress(RuntimeError):
-            again.capture_begin(capture_error_mode="thread_local")
-            again.capture_end()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+            another.capture_begin(capture_error_mode="thread_local")
+            another.capture_end()
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Those of `device`, which has an index if it is a GPU."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    """Return the streams of `device`, which must have an index if it is a GPU."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()

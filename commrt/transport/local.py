@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of one process as ranks, with NCCL's semantics and no more: the reference transport.
+"""Threads of one process as ranks: the reference transport, with NCCL's semantics and no buffering.
 
-Nothing is buffered: a send completes when its receive takes it. So a schedule that would deadlock on GPUs
-deadlocks here, and its deadline prints who waits for whom.
+A send completes when its receive takes it. A schedule that would deadlock on GPUs deadlocks here too, and the error
+at its deadline prints which rank waits for which.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from time import monotonic
 
 from torch import Tensor
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.transport.protocol import Exchange, Group, Moment, never, split_self, zeros
+from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, split_self, zeros
 
 __all__ = ["Fabric", "LocalTransport"]
 
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """One end of a transfer that waits for the other."""
+    """One end of a transfer that waits for its other end."""
 
+    peer: int
     data: Tensor
     done: bool = False
-    error: type[TransportError] | None = None
+    mismatched: bool = False
 
 
 @dataclass(slots=True)
 class _Line:
-    """One direction between two ranks: what is posted at either end, oldest first."""
+    """Posted sends and receives from one rank to another, oldest first."""
 
     sends: deque[_Post] = field(default_factory=deque)
     recvs: deque[_Post] = field(default_factory=deque)
 
 
 class Fabric:
-    """What the ranks of one process share. One lock; copies happen under it."""
+    """Connects the ranks of one process. All copies happen under its one lock."""
 
     def __init__(self, ranks: int, timeout_s: float = 60.0) -> None:
         self.ranks = ranks
@@ -48,37 +49,48 @@ class Fabric:
         self._gone: set[int] = set()
 
     def transport(self, rank: int) -> LocalTransport:
-        """The transport of one rank; to be used by one thread at a time."""
+        """Return the transport of `rank`, for one thread at a time."""
         return LocalTransport(self, rank)
 
     def leave(self, rank: int) -> None:
-        """Take a rank away; whoever waits for it gets `PeerLost`."""
+        """Remove `rank`; ranks that wait for it raise `PeerLost`."""
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()
 
-    def run(self, rank: int, group: Group, moment: Moment, timeout_s: float) -> None:
-        """Post a whole group, then wait until all of it has happened."""
+    def run(self, rank: int, group: P2PGroup, tag: Tag, timeout_s: float) -> None:
+        """Post all messages of `group` for `rank`, then wait until all are transferred."""
         deadline = monotonic() + timeout_s
+
+        def place(post: _Post) -> Place:
+            return Place(rank, post.peer, *tag, group.hop, post.data.nbytes)
+
         with self._changed:
             posts = self._post(rank, group)
-            while not all(post.done for _, post in posts):
-                self._raise_if_lost(rank, posts, group, moment)
-                if not self._changed.wait(deadline - monotonic()):
-                    raise self._late(rank, posts, group, moment, timeout_s)
-            self._raise_if_mismatched(rank, posts, group, moment)
+            while waiting := [post for post in posts if not post.done]:
+                if rank in self._gone:
+                    raise TransportClosed("this rank closed its transport", place(waiting[0]))
+                for post in waiting:
+                    if post.peer in self._gone:
+                        raise PeerLost("the peer left before this transfer: look at its own error", place(post))
+                in_time = self._changed.wait(deadline - monotonic())
+                if not in_time and (late := [post for post in waiting if not post.done]):
+                    what = f"no transfer with ranks {sorted({post.peer for post in late})} within {timeout_s:g} s"
+                    raise DeadlineExceeded(f"{what}; who waits for whom: {self._waits()}", place(late[0]))
+            for post in posts:
+                if post.mismatched:
+                    what = "the two ends of a transfer differ in size or dtype: the ranks run different programs"
+                    raise SizeMismatch(what, place(post))
 
-    def _post(self, rank: int, group: Group) -> list[tuple[int, _Post]]:
-        posts: list[tuple[int, _Post]] = []
-        for parcel in group.sends:
-            posts.append((parcel.peer, _Post(parcel.data)))
-            self._lines[rank, parcel.peer].sends.append(posts[-1][1])
-            self._match(self._lines[rank, parcel.peer])
-        for parcel in group.recvs:
-            posts.append((parcel.peer, _Post(parcel.data)))
-            self._lines[parcel.peer, rank].recvs.append(posts[-1][1])
-            self._match(self._lines[parcel.peer, rank])
-        return posts
+    def _post(self, rank: int, group: P2PGroup) -> list[_Post]:
+        sends, recvs = ([_Post(m.peer, m.data) for m in side] for side in (group.sends, group.recvs))
+        for post in sends:
+            self._lines[rank, post.peer].sends.append(post)
+            self._match(self._lines[rank, post.peer])
+        for post in recvs:
+            self._lines[post.peer, rank].recvs.append(post)
+            self._match(self._lines[post.peer, rank])
+        return [*sends, *recvs]
 
     def _match(self, line: _Line) -> None:
         while line.sends and line.recvs:
@@ -86,36 +98,12 @@ class Fabric:
             if send.data.numel() == recv.data.numel() and send.data.dtype == recv.data.dtype:
                 recv.data.copy_(send.data)
             else:
-                send.error = recv.error = SizeMismatch
+                send.mismatched = recv.mismatched = True
             send.done = recv.done = True
             self._changed.notify_all()
 
-    def _raise_if_lost(self, rank: int, posts: list[tuple[int, _Post]], group: Group, moment: Moment) -> None:
-        for peer, post in posts:
-            if not post.done and peer in self._gone:
-                place = _place(rank, peer, post, group, moment)
-                raise PeerLost("the peer left before this transfer: look at its own error", place)
-            if rank in self._gone:
-                raise TransportClosed("this rank closed its transport", _place(rank, peer, post, group, moment))
-
-    def _raise_if_mismatched(self, rank: int, posts: list[tuple[int, _Post]], group: Group, moment: Moment) -> None:
-        for peer, post in posts:
-            if post.error is not None:
-                raise post.error(
-                    "the two ends of a transfer differ in size or dtype: the ranks run different programs",
-                    _place(rank, peer, post, group, moment),
-                )
-
-    def _late(
-        self, rank: int, posts: list[tuple[int, _Post]], group: Group, moment: Moment, timeout_s: float
-    ) -> DeadlineExceeded:
-        waiting = [(peer, post) for peer, post in posts if not post.done]
-        peers = sorted({peer for peer, _ in waiting})
-        what = f"no transfer with ranks {peers} within {timeout_s:g} s; who waits for whom: {self._waits()}"
-        return DeadlineExceeded(what, _place(rank, *waiting[0], group, moment))
-
     def _waits(self) -> str:
-        """The wait-for graph, one edge per rank that waits for another."""
+        """Return the wait-for graph as text: one edge per rank that waits for another."""
         edges = {(src, dst) for (src, dst), line in self._lines.items() if line.sends}
         edges |= {(dst, src) for (src, dst), line in self._lines.items() if line.recvs}
         return ", ".join(f"{a}->{b}" for a, b in sorted(edges))
@@ -126,7 +114,7 @@ class LocalTransport:
 
     kind = "local"
     allocate = staticmethod(zeros)
-    capture = staticmethod(never)
+    capture = staticmethod(capture_nothing)
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric
@@ -135,27 +123,23 @@ class LocalTransport:
         self.timeout_s = fabric.timeout_s
         self._closed = False
 
-    def bind(self, group: Group) -> Exchange:
+    def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
 
-        def exchange(moment: Moment) -> None:
+        def run(tag: Tag) -> None:
             if self._closed:
-                raise TransportClosed("the transport was closed", Place(self.rank, None, *moment, rest.hop))
+                raise TransportClosed("the transport was closed", Place(self.rank, None, *tag, rest.hop))
             for source, target in copies:
                 target.copy_(source)
             if rest.sends or rest.recvs:
-                self._fabric.run(self.rank, rest, moment, self.timeout_s)
+                self._fabric.run(self.rank, rest, tag, self.timeout_s)
 
-        return exchange
+        return run
 
     def close(self) -> None:
-        """Leave the fabric; peers that still wait for this rank get `PeerLost`."""
+        """Leave the fabric; peers that still wait for this rank raise `PeerLost`."""
         self._closed = True
         self._fabric.leave(self.rank)
 
     abort = close
-
-
-def _place(rank: int, peer: int, post: _Post, group: Group, moment: Moment) -> Place:
-    return Place(rank, peer, moment.step, moment.bucket, group.hop, post.data.nbytes)

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to the wire: groups of sends and receives that complete as a unit.
+"""The interface of a transport: groups of sends and receives between ranks, each completed as a unit.
 
-The rules are NCCL's, so that what runs on threads or sockets runs on GPUs unchanged:
+The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
-* a *group* is all that one rank does in one hop; its transfers to different peers progress independently;
-* between an ordered pair of ranks the k-th send meets the k-th receive; there are no tags;
-* a send may wait for its receive (rendezvous), so an exchange outside one group can deadlock;
-* both ends name the same size;
-* one communicator is used by one thread at a time.
+* a group holds all that one rank sends and receives in one hop; its transfers with different peers are independent;
+* the k-th send from one rank to another matches the k-th receive there; messages carry no tags;
+* a send may wait for its receive: put both in one group, or two ranks that send first wait for each other;
+* both ends of a transfer give the same size;
+* only one thread at a time uses a transport.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,11 +27,13 @@ __all__ = [
     "CPU",
     "Allocate",
     "Exchange",
-    "Group",
-    "Moment",
-    "Parcel",
+    "P2PGroup",
+    "P2PMessage",
+    "QueueingTransport",
+    "Tag",
     "Transport",
-    "never",
+    "capture_nothing",
+    "release_in_forked_child",
     "require_cpu",
     "require_peers",
     "split_self",
@@ -39,135 +43,159 @@ __all__ = [
 CPU = torch.device("cpu")
 
 
-class Moment(NamedTuple):
-    """When an exchange happens; ends up in errors and traces."""
+class Tag(NamedTuple):
+    """Label of a transfer in errors and traces; it is not sent."""
 
     step: int
     """The training step."""
     bucket: int | str
-    """The bucket, or a word for what is not a bucket."""
+    """The bucket's number, or a word for a transfer without a bucket."""
 
 
-class Parcel(NamedTuple):
+class P2PMessage(NamedTuple):
     """One end of one transfer."""
 
     peer: int
     data: Tensor
-    """[numel] contiguous; read by a send, overwritten by a receive, while the exchange runs."""
+    """[numel] contiguous; a send reads it and a receive overwrites it while the group runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """All that one rank sends and receives in one hop, in the order agreed with each peer."""
+class P2PGroup:
+    """All messages that one rank sends and receives in one hop, in the order agreed with each peer."""
 
-    sends: Sequence[Parcel]
-    recvs: Sequence[Parcel]
+    sends: Sequence[P2PMessage]
+    recvs: Sequence[P2PMessage]
     hop: int = 0
-    """Place in the schedule, for errors."""
+    """Number of the hop in the schedule, for errors."""
+
+    @property
+    def peers(self) -> set[int]:
+        """Ranks that this group sends to or receives from."""
+        return {message.peer for message in (*self.sends, *self.recvs)}
 
 
-Exchange = Callable[[Moment], None]
-"""Runs a bound group once: returns when all its transfers have happened, raises `TransportError` otherwise."""
+Exchange = Callable[[Tag], None]
+"""Runs a bound group once: returns when all its transfers are complete, or raises `TransportError`."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """(numel, dtype, device) -> zeros [numel]."""
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """Ordinary memory, as an `Allocate`."""
+    """Return zeros [numel] in ordinary memory, as an `Allocate`."""
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def never(work: Callable[[], None], group: Group) -> None:  # as a `Transport` does it
-    """For transports that queue nothing: a ``capture``."""
-
-
-def require_cpu(device: torch.device, medium: str) -> None:
-    """Raise `UsageError` if `device` is none that `medium` can reach."""
-    if device.type != "cpu":
-        raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
-
-
 class Transport(Protocol):
-    """What carries groups. Every implementation passes `commrt.testing.conformance`."""
+    """Runs groups of messages. Every implementation passes `commrt.testing.conformance`."""
 
     timeout_s: float
-    """An exchange that takes longer ends in `DeadlineExceeded`. May be set between exchanges."""
+    """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups."""
 
     @property
     def kind(self) -> str:
-        """What it moves bytes through, in a word."""
-        ...
+        """Name of the medium, such as ``gloo``."""
 
     @property
     def rank(self) -> int:
         """This rank."""
-        ...
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks between which it carries groups, in ascending order; not all of the world's, once one is lost."""
-        ...
+        """Ranks that this transport connects, in ascending order: some of the world's once one is lost."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Zeros [numel] in memory that this transport moves best; it lives as long as a tensor lies in it.
+        """Return zeros [numel] in the memory that this transport moves fastest; it lives as long as its tensors.
 
-        Any other memory can be sent and received too. Raises `UsageError` for a device that it cannot move.
+        Tensors in any other memory can be sent and received too. Raises `UsageError` for a device out of reach.
         """
-        ...
 
-    def bind(self, group: Group) -> Exchange:
-        """Prepare `group` once, to be run many times.
+    def bind(self, group: P2PGroup) -> Exchange:
+        """Prepare `group` once, to run it many times.
 
-        Parcels to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
-        not exist or a self transfer without its other end.
+        Messages to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
+        not exist, and for a message to itself without its other end.
         """
-        ...
 
-    def capture(self, work: Callable[[], None], group: Group) -> Exchange | None:
-        """Remember what `work` queues, exchanges of `group` among it, and return what queues all of it again at once.
+    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
+        """Record what `work` queues on the device, and return a function that queues all of it again.
 
-        None where nothing is queued. Raises `RuntimeError` if the device refuses.
+        `group` holds the messages that `work` exchanges. Returns None if this transport queues nothing. Raises
+        `RuntimeError` if the device refuses.
         """
-        ...
 
     def close(self) -> None:
-        """Release everything; later exchanges raise `TransportClosed`. Safe to call twice.
+        """Release everything; later groups raise `TransportClosed`. Safe to call twice.
 
-        What was sent arrives; peers that still wait for this rank learn it as soon as the medium allows.
+        What was sent arrives. Peers that still wait for this rank fail as soon as the medium reports its end.
         """
-        ...
 
     def abort(self) -> None:
-        """As `close`, from any thread: an exchange that is running on another one ends in `TransportClosed`.
+        """Fail the group that runs on another thread with `TransportClosed`; callable from any thread.
 
-        What that uses may be kept: `close` is still due.
+        Memory in use may stay allocated: call `close` too.
         """
-        ...
 
 
-def split_self(group: Group, rank: int, members: Sequence[int]) -> tuple[Group, list[tuple[Tensor, Tensor]]]:
-    """Separate transfers to this rank itself: the rest, and (source, target) pairs to copy.
+class QueueingTransport(Transport, Protocol):
+    """A transport whose groups return when they are queued on a device, before they are complete."""
 
-    Empty parcels are dropped: both ends know that they are empty.
+    def wait(self) -> None:
+        """Wait until all queued groups are complete; raises an error that no call has raised yet."""
+
+
+def capture_nothing(work: Callable[[], None], group: P2PGroup) -> Exchange | None:  # noqa: ARG001  # a `capture`
+    """Return None, as `Transport.capture` does where nothing is queued."""
+    return None
+
+
+def require_cpu(device: torch.device, medium: str) -> None:
+    """Raise `UsageError` if `medium` cannot reach `device`."""
+    if device.type != "cpu":
+        raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
+
+
+def require_peers(group: P2PGroup, members: Sequence[int]) -> None:
+    """Raise `UsageError` if `group` names a rank outside `members`."""
+    if strangers := sorted(group.peers - set(members)):
+        whole = list(members) == list(range(len(members)))
+        known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
+        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
+
+
+def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
+    """Return `group` without messages from `rank` to itself, and those as (source, target) pairs to copy.
+
+    Drops empty messages, since both ends know that they are empty.
     """
     require_peers(group, members)
-    own = [p.data for p in group.sends if p.peer == rank], [p.data for p in group.recvs if p.peer == rank]
-    if [len(data) for data in own[0]] != [len(data) for data in own[1]]:
+    own_sends, own_recvs = ([m.data for m in side if m.peer == rank] for side in (group.sends, group.recvs))
+    if [len(data) for data in own_sends] != [len(data) for data in own_recvs]:
         raise UsageError(
-            f"hop {group.hop}: rank {rank} sends itself {len(own[0])} parcels and receives {len(own[1])}, or their "
-            "sizes differ: every send to self needs its receive in the same group"
+            f"hop {group.hop}: rank {rank} sends itself {len(own_sends)} messages and receives {len(own_recvs)}, or "
+            "their sizes differ: put each send to itself and its receive in the same group"
         )
-    sends, recvs = (tuple(p for p in side if p.peer != rank and p.data.numel()) for side in (group.sends, group.recvs))
-    return Group(sends, recvs, group.hop), list(zip(*own, strict=True))
+    sends, recvs = ([m for m in side if m.peer != rank and m.data.numel()] for side in (group.sends, group.recvs))
+    return P2PGroup(sends, recvs, group.hop), list(zip(own_sends, own_recvs, strict=True))
 
 
-def require_peers(group: Group, members: Sequence[int]) -> None:
-    """Raise `UsageError` if `group` names a rank that is none of `members`."""
-    if strangers := sorted({p.peer for p in (*group.sends, *group.recvs)} - set(members)):
-        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {_listed(members)}")
+class _Forkable(Protocol):
+    def leave_to_parent(self) -> None:
+        """Give up all connections in a forked child, without a word to the peers."""
 
 
-def _listed(members: Sequence[int]) -> str:
-    whole = list(members) == list(range(len(members)))
-    return f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
+_open: WeakSet[_Forkable] = WeakSet()
+
+
+def release_in_forked_child(transport: _Forkable) -> None:
+    """Call ``transport.leave_to_parent()`` in each child that this process forks while `transport` exists."""
+    _open.add(transport)
+
+
+def _after_fork() -> None:
+    for transport in tuple(_open):
+        transport.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory between the processes of one Linux host: one copy, from the sender's memory to the receiver's.
 
-A sender tells where its data lies, the receiver copies it from there and says so: a rendezvous, as on NCCL.
-Memory from `SharedTransport.allocate` is offered where it is; what lies elsewhere is first copied to memory that
-is. Words travel on sockets (`links`), so a process that ends is noticed at once, by whatever it ends.
+A sender offers its data where it lies. The receiver copies it and acknowledges that, so a send waits for its receive,
+as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared segment.
+Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it ends.
 """
 
 from __future__ import annotations
 
-import os
 import select
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from time import monotonic
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -22,10 +21,18 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
-from commrt.transport.links import Link, Offer, packets
-from commrt.transport.meeting import meet
-from commrt.transport.protocol import CPU, Exchange, Group, Moment, Parcel, never, require_cpu, split_self
-from commrt.transport.segments import Arena, Segment, aligned
+from commrt.transport.channel import Arena, Channel, Offer, Segment, aligned, connect, packets
+from commrt.transport.protocol import (
+    CPU,
+    Exchange,
+    P2PGroup,
+    P2PMessage,
+    Tag,
+    capture_nothing,
+    release_in_forked_child,
+    require_cpu,
+    split_self,
+)
 
 __all__ = ["SharedTransport"]
 
@@ -33,265 +40,230 @@ MEDIUM = "shared memory"
 
 
 @dataclass(slots=True, eq=False)
-class _Deal:
-    """All that a bound group does with one peer, in the order agreed with it."""
+class _PeerExchange:
+    """All messages of a bound group with one peer, in the order agreed with it."""
 
     peer: int
-    link: Link
+    channel: Channel
     sends: Sequence[Offer]
-    said: Sequence[bytes]
-    """The sends as packets."""
+    packets: Sequence[bytes]
+    """Packets that make the offers of `sends`."""
     segments: frozenset[Segment]
-    """What the sends lie in."""
+    """Segments that hold `sends`."""
     targets: Sequence[Tensor]
-    """Where the receives go."""
+    """Memory of the receives."""
     received: int = 0
-    """How many receives of the running exchange have happened."""
+    """Number of receives of the running group that are complete."""
 
     @property
     def finished(self) -> bool:
-        """True if nothing is left to say or to hear."""
-        return self.received == len(self.targets) and not self.link.untaken and not self.link.full
+        """Return True if all sends and receives are complete."""
+        return self.received == len(self.targets) and not self.channel.untaken and not self.channel.full
 
     def begin(self) -> None:
-        """Make our offers."""
+        """Make all offers."""
         self.received = 0
-        self.link.show(self.segments)
-        self.link.offer(self.said, len(self.sends))
+        self.channel.announce(self.segments)
+        self.channel.offer(self.packets, len(self.sends))
 
-    @property
-    def awaited(self) -> int:
-        """What to poll the link for."""
-        return select.POLLIN | select.POLLOUT if self.link.full else select.POLLIN
-
-    def hear(self) -> bool:
-        """Read what the peer said and do what can be done now; False if it will say nothing more."""
-        self.link.flush()
-        speaks = self.link.listen()
-        self._take()
-        return speaks
-
-    def _take(self) -> None:
-        """Take all that is offered and fits; what does not fit is refused and stays."""
-        before, offers = self.received, self.link.offers
+    def progress(self) -> bool:
+        """Read a packet and copy all that can be copied now; return False if the peer will send no more."""
+        self.channel.flush()
+        is_open = self.channel.receive()
+        before, offers = self.received, self.channel.offers
         while offers and self.received < len(self.targets):
             target = self.targets[self.received]
             if offers[0].nbytes != target.nbytes:
-                self.link.refuse(target.nbytes)
+                self.channel.refuse(target.nbytes)
                 break
-            target.copy_(self.link.source(offers.popleft(), target.dtype))
+            target.copy_(self.channel.source(offers.popleft(), target.dtype))
             self.received += 1
         if self.received > before:
-            self.link.took(self.received - before)
+            self.channel.acknowledge(self.received - before)
+        return is_open
 
-    def quarrel(self) -> str | None:
-        """What the two ends differ on, if they do."""
-        if self.link.expected_nbytes is not None:
-            return f"this rank sends {self._untaken[0].nbytes} bytes and the peer expects {self.link.expected_nbytes}"
-        if self.link.offers and self.received < len(self.targets):
-            return f"the peer sends {self.link.offers[0].nbytes} bytes and this rank expects {self.nbytes}"
+    @property
+    def mismatch(self) -> str | None:
+        """Return how the sizes of the two ends differ, or None if they agree so far."""
+        if self.channel.expected_nbytes is not None:
+            expected = self.channel.expected_nbytes
+            return f"this rank sends {self._untaken[0].nbytes} bytes and the peer expects {expected}"
+        if self.channel.offers and self.received < len(self.targets):
+            return f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {self.nbytes}"
         return None
 
     @property
-    def _untaken(self) -> Sequence[Offer]:
-        return self.sends[len(self.sends) - self.link.untaken :]
-
-    @property
     def nbytes(self) -> int:
-        """The size of the first transfer that has not happened."""
+        """Return the size of the first transfer that is not complete."""
         sizes = [target.nbytes for target in self.targets[self.received :]]
         sizes += [offer.nbytes for offer in self._untaken]
         return sizes[0] if sizes else 0
 
+    def place(self, where: Place) -> Place:
+        """Return the place of the first transfer that is not complete, in a group at `where`."""
+        return replace(where, peer=self.peer, nbytes=self.nbytes)
 
-WhereOf = Callable[[_Deal], Place]
-"""What an error says of a deal."""
+    @property
+    def _untaken(self) -> Sequence[Offer]:
+        return self.sends[len(self.sends) - self.channel.untaken :]
 
 
 class SharedTransport:
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
-    Meets every other of `members` at construction, through `store`, which nobody used before; raises
-    `DeadlineExceeded` with those that do not come.
-    All ranks must give the same `commrt.transport.meeting.host_identity`. Used by one thread at a time; a process may
-    hold several.
+    Connects to all other `members` at construction, through a `store` that nobody else uses; raises
+    `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
+    `commrt.transport.channel.host_identity`. Used by one thread at a time; a process may hold several.
     """
 
     kind = "shared"
-    capture = staticmethod(never)
+    capture = staticmethod(capture_nothing)
 
     def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:
-        self.rank = rank
-        self.members = members
-        self.timeout_s = timeout_s
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
         self._closed = False
-        ends = call_store(lambda: meet(store, rank, self.members, timeout_s), timeout_s + STORE_ANSWER_S, rank)
-        self._links = {peer: Link(end) for peer, end in ends.items()}
-        _OPEN.add(self)
-        finalize(self, _close, tuple(self._links.values()))
+        ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s + STORE_ANSWER_S, rank)
+        self._channels = {peer: Channel(end) for peer, end in ends.items()}
+        release_in_forked_child(self)
+        finalize(self, _close, tuple(self._channels.values()))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`: sends from here need no copy on this side."""
+        """See `Transport.allocate`: sends from this memory need no copy on this side."""
         require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
 
-    def bind(self, group: Group) -> Exchange:
+    def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
-        self._refuse_if_over(Place(self.rank, hop=rest.hop))
-        memory, staged = self._offerable(rest.sends)
-        deals, copies = list(self._deals(rest, memory)), [*copies, *staged]
+        self._require_open(Place(self.rank, hop=rest.hop))
+        memory, staged = self._stage(rest.sends)
+        exchanges, copies = list(self._exchanges(rest, memory)), [*copies, *staged]
 
-        def exchange(moment: Moment) -> None:
-            self._refuse_if_over(Place(self.rank, None, *moment, rest.hop))
+        def run(tag: Tag) -> None:
+            where = Place(self.rank, None, *tag, rest.hop)
+            self._require_open(where)
             for source, target in copies:
                 target.copy_(source)
-            if deals:
-                self._run(deals, moment, rest.hop)
+            if exchanges:
+                self._run(exchanges, where)
 
-        return exchange
+        return run
 
-    def _offerable(self, sends: Sequence[Parcel]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Where the peers find each of `sends`, and what must be copied there first."""
-        outside = {id(p.data): p.data for p in sends if not self._arena.covers(p.data)}
-        slots = dict(zip(outside, self._stage([data.nbytes for data in outside.values()]), strict=True))
-        copies = [(_plain(data), slots[key].view(data.dtype)) for key, data in outside.items()]
-        return [slots.get(id(p.data), p.data) for p in sends], copies
+    def _stage(self, sends: Sequence[P2PMessage]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return where peers find each of `sends`, and (source, target) pairs to copy there first.
 
-    def _stage(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Room for `sizes` bytes; shared by all exchanges, as they run one at a time and end when all was taken."""
-        need = sum(map(aligned, sizes))
+        All groups share one staging buffer: they run one at a time, and end when every offer was copied.
+        """
+        outside = {id(m.data): m.data for m in sends if self._arena.find(m.data) is None}
+        need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
             self._staging = self._arena.allocate(max(need, 2 * len(self._staging)), torch.uint8)
-        slots, at = [], 0
-        for nbytes in sizes:
-            slots.append(self._staging[at : at + nbytes])
-            at += aligned(nbytes)
-        return slots
+        slots, at = {}, 0
+        for key, data in outside.items():
+            slots[key] = self._staging[at : at + data.nbytes]
+            at += aligned(data.nbytes)
+        copies = [(_on_cpu(data), slots[key].view(data.dtype)) for key, data in outside.items()]
+        return [slots.get(id(m.data), m.data) for m in sends], copies
 
-    def _deals(self, group: Group, memory: Sequence[Tensor]) -> Iterator[_Deal]:
-        for peer in dict.fromkeys(p.peer for p in (*group.sends, *group.recvs)):
-            mine = [data for data, p in zip(memory, group.sends, strict=True) if p.peer == peer]
-            places = [self._arena.locate(data) for data in mine]
-            sends = [Offer(at[0].number, at[1], data.nbytes) for at, data in zip(places, mine, strict=True)]
-            targets = [_plain(p.data) for p in group.recvs if p.peer == peer]
-            segments = frozenset(segment for segment, _ in places)
-            yield _Deal(peer, self._links[peer], sends, packets(sends), segments, targets)
+    def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
+        for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
+            mine = [data for data, m in zip(memory, group.sends, strict=True) if m.peer == peer]
+            found = [(place, data.nbytes) for data in mine if (place := self._arena.find(data)) is not None]
+            sends = [Offer(segment.number, offset, nbytes) for (segment, offset), nbytes in found]
+            segments = frozenset(segment for (segment, _), _ in found)
+            targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
+            yield _PeerExchange(peer, self._channels[peer], sends, packets(sends), segments, targets)
 
-    def _refuse_if_over(self, place: Place) -> None:
+    def _require_open(self, place: Place) -> None:
         if self._closed:
             raise TransportClosed("the transport was closed", place)
         if self._failure is not None:
             raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
 
-    def _run(self, deals: Sequence[_Deal], moment: Moment, hop: int) -> None:
-        def place(deal: _Deal) -> Place:
-            return Place(self.rank, deal.peer, *moment, hop, deal.nbytes)
-
+    def _run(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
         try:
-            self._report_the_dead()
-            for deal in deals:
-                deal.begin()
-            self._serve({deal.link.fd: deal for deal in deals}, place)
+            while self._arena.freed:
+                number = self._arena.freed.popleft()
+                for channel in self._channels.values():
+                    channel.forget(number)
+            for exchange in exchanges:
+                exchange.begin()
+            self._complete({exchange.channel.fd: exchange for exchange in exchanges}, where)
         except TransportError as failure:
             self._failure = failure
             raise
 
-    def _report_the_dead(self) -> None:
-        while self._arena.died:
-            number = self._arena.died.popleft()
-            for link in self._links.values():
-                link.forget(number)
-
-    def _serve(self, waiting: dict[int, _Deal], place: WhereOf) -> None:
-        """Hear whoever has something to say, until every deal in `waiting` is finished and taken out of it."""
+    def _complete(self, waiting: dict[int, _PeerExchange], where: Place) -> None:
+        """Serve each peer that has sent something, until all of `waiting` are finished."""
         deadline = monotonic() + self.timeout_s
-        ready = list(waiting)  # words may be here already, and looking costs no more than polling
+        ready = list(waiting)  # packets may be here already, and reading costs no more than polling
         while True:
             for fd in ready:
-                self._hear(waiting[fd], place)
+                self._progress(waiting[fd], where)
                 if waiting[fd].finished:
                     del waiting[fd]
             if not waiting:
                 return
             ready = _poll(waiting.values(), deadline - monotonic())
             if not ready and monotonic() > deadline:
-                raise self._late(waiting.values(), place)
+                late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
+                what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
+                raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
 
-    def _hear(self, deal: _Deal, place: WhereOf) -> None:
+    def _progress(self, exchange: _PeerExchange, where: Place) -> None:
         try:
-            speaks = deal.hear()
+            is_open = exchange.progress()
         except OSError as error:
-            self._refuse_if_over(place(deal))
+            self._require_open(exchange.place(where))
             what = f"the peer's memory cannot be used here ({error}): is there a limit on open files or on memory"
-            raise TransportError(what, place(deal)) from error
+            raise TransportError(what, exchange.place(where)) from error
         except MALFORMED as error:
-            what = (
-                "the peer says what cannot be understood: is it of another version of commrt? Start all ranks with one"
-            )
-            raise TransportError(what, place(deal)) from error
-        if quarrel := deal.quarrel():
-            raise SizeMismatch(f"{quarrel}: the ranks run different programs", place(deal))
-        if not speaks:
-            self._refuse_if_over(place(deal))
-            raise PeerLost("the peer is gone: its process ended or gave up; look at its own output", place(deal))
-
-    def _late(self, waiting: Collection[_Deal], place: WhereOf) -> DeadlineExceeded:
-        first, peers = min(waiting, key=_peer), sorted(map(_peer, waiting))
-        what = f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running another program"
-        return DeadlineExceeded(what, place(first))
+            what = "the peer sent a malformed packet: start all ranks with the same version of commrt"
+            raise TransportError(what, exchange.place(where)) from error
+        if mismatch := exchange.mismatch:
+            raise SizeMismatch(f"{mismatch}: the ranks run different programs", exchange.place(where))
+        if not is_open:
+            self._require_open(exchange.place(where))
+            what = "the peer is gone: its process ended or gave up; look at its own output"
+            raise PeerLost(what, exchange.place(where))
 
     def close(self) -> None:
-        """End all conversations; peers that wait for this rank get `PeerLost` at once. Allocated memory stays."""
+        """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
         self._closed = True
-        _close(tuple(self._links.values()))
+        _close(self._channels.values())
         self._arena.close()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
     def abort(self) -> None:
-        """As `close`, from any thread; what a running exchange uses is kept until `close`."""
+        """End all connections, from any thread; memory in use by a running group stays until `close`."""
         self._closed = True
-        for link in self._links.values():
-            link.hang_up()
+        for channel in self._channels.values():
+            channel.shut_down()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of the sockets, so that the parent's death still ends them."""
+        """Release the sockets in a forked child, so that the parent's end still ends the connections."""
         self._closed = True
-        for link in self._links.values():
-            link.drop()
+        for channel in self._channels.values():
+            channel.release()
 
 
-_OPEN: WeakSet[SharedTransport] = WeakSet()
-
-
-def _poll(waiting: Iterable[_Deal], left_s: float) -> list[int]:
-    """The descriptors that became ready in `left_s` seconds, at the latest."""
+def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
+    """Wait for at most `left_s` seconds, and return the descriptors that became ready."""
     poller = select.poll()
-    for deal in waiting:
-        poller.register(deal.link.fd, deal.awaited)
+    for exchange in waiting:
+        writable = select.POLLOUT if exchange.channel.full else 0
+        poller.register(exchange.channel.fd, select.POLLIN | writable)
     return [fd for fd, _ in poller.poll(ceil(left_s * 1000))] if left_s > 0 else []
 
 
-def _peer(deal: _Deal) -> int:
-    return deal.peer
+def _close(channels: Iterable[Channel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
-def _close(links: Iterable[Link]) -> None:
-    for link in links:
-        link.close()
-
-
-def _after_fork() -> None:
-    for transport in tuple(_OPEN):
-        transport.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _plain(data: Tensor) -> Tensor:
+def _on_cpu(data: Tensor) -> Tensor:
     require_cpu(data.device, MEDIUM)
     return data.detach()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels in Triton. Only `commrt.kernels` imports this, and only where there is a GPU to run them on."""
+"""The kernels in Triton. Imported by `commrt.kernels.dispatch` only, and only if tensors are on a GPU."""
 
 import triton
 

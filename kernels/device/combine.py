@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a receiver does to its buffer, on a GPU: one launch each, with arguments that never change."""
+"""Reduce and mix a received buffer on a GPU: one launch each, with arguments that never change."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["add_launch", "mix_launch"]
 
 
 def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
-    """``out = cast(out + received[0] + ...)`` in one pass; `received` are evenly spaced in memory.
+    """Return a launch that computes ``out = cast(out + received[0] + ...)``; `received` are evenly spaced in memory.
 
-    Up to 8 of them need at most 64 registers, 16 need 78.
+    Up to 8 received buffers need at most 64 registers, 16 need 78.
     """
     require_aligned(out, *received)
     sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))
@@ -31,7 +31,7 @@ def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
 
 
 def _spacing(received: Sequence[Tensor]) -> int:
-    """Granules from one of `received` to the next; raises `ValueError` if it is not the same number for all."""
+    """Return the distance between two of `received` in granules; raises `ValueError` if it differs."""
     nbytes = GRANULE * received[0].element_size()
     addresses = [part.data_ptr() for part in received]
     step = addresses[1] - addresses[0] if len(addresses) > 1 else 0
@@ -43,7 +43,7 @@ def _spacing(received: Sequence[Tensor]) -> int:
 
 
 def mix_launch(out: Tensor, received: Tensor, weight: float) -> Bound:
-    """``out = cast(out + weight * (received - out))``."""
+    """Return a launch that computes ``out = cast(out + weight * (received - out))``."""
     require_aligned(out, received)
     arch = arch_of(out.device)
     tables = Tables(Layout((out.numel(),), (0,), out.numel()), tile_for(arch), out.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of compiled kernels: a kept handle, plain integers for addresses, and nothing else per call.
+"""Launch compiled kernels with little work per call: a kept handle, and plain integers for addresses.
 
-Triton's own way to launch looks at every argument, its alignment, the device and the options each time.
+Triton's own launch checks every argument, its alignment, the device and the options each time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Launch = Callable[..., None]
 
 @cache
 def arch_of(device: torch.device) -> int:
-    """The compute capability of `device` as Triton counts: 90 is 9.0."""
+    """Return the compute capability of `device` as Triton writes it: 90 is 9.0."""
     major, minor = driver.active.get_device_capability(device.index)
     return int(major * 10 + minor)
 
@@ -41,7 +41,7 @@ class Bound:
     programs: int
     arguments: tuple[int, ...]
     memory: tuple[object, ...]
-    """What lies at the addresses among the arguments, kept as long as this."""
+    """Objects at the addresses among the arguments, kept alive as long as this launch."""
 
     def __call__(self) -> None:
         """Launch it."""
@@ -52,13 +52,13 @@ _loading = threading.Lock()
 
 
 def launch_of(variant: Variant, device: torch.device) -> Launch:
-    """How to launch `variant` on `device`; compiled and loaded once. Launches need it as the thread's current one."""
+    """Return the launch of `variant` on `device`, compiled and loaded once; it needs `device` as the current one."""
     with _loading, _on(device):  # Triton's handle is there before its code is loaded
         return _loaded(variant, device)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """`device` as the thread's current one, where code is loaded."""
+    """Make `device` the thread's current one while code is loaded."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -77,7 +77,7 @@ def _loaded(variant: Variant, device: torch.device) -> Launch:
 
 
 def require_aligned(*buffers: Tensor) -> None:
-    """Raise `ValueError` for a buffer that does not begin where the kernels are told that all do."""
+    """Raise `ValueError` for a buffer that does not begin at a multiple of 16 bytes, as the kernels are told."""
     for address in (buffer.data_ptr() for buffer in buffers):
         if address % WIDEST_NBYTES:
             raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One wire buffer and the tensors that travel in it, on a GPU: one launch to pack, one to unpack."""
+"""Move tensors to and from one wire buffer on a GPU: one launch to pack, one to unpack."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NORM_TILE = 4096
 
 
 class TritonPacking:
-    """`commrt.kernels.packing.Packing` in Triton.
+    """A `Repeatable` in Triton.
 
-    To pack and to unpack is compiled here, in about 0.1 s for each kernel that Triton's cache does not have; other
-    options when they are first used. A call then allocates nothing, waits for nothing, and copies to the device only
-    if a tensor has changed its address since the last one. What `pack_aimed` and `unpack_aimed` launch can be captured
-    in a CUDA graph. The wire's device must be the current one of the thread.
+    The constructor compiles the kernels that pack and unpack, in about 0.1 s each unless Triton's cache has them; other
+    options compile at their first use. A call then allocates nothing and waits for nothing. It copies addresses to
+    the device only if a tensor has moved since the last call. CUDA graphs can capture `pack_aimed` and `unpack_aimed`.
+    The wire's device must be the thread's current one.
     """
 
     def __init__(self, wire: Tensor, layout: Layout, dtype: torch.dtype) -> None:
@@ -40,25 +40,25 @@ class TritonPacking:
         self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
-        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a stamp
-        self._aimed: tuple[_Made, _Made] | None = None
-        self._stages: dict[int, Tensor] = {}  # by place, for tensors that once were not aligned
-        self._staged: dict[int, Tensor] = {}  # those in use
+        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # the stamp of captured launches
+        self._aimed: tuple[_Kernel, _Kernel] | None = None
+        self._stages: dict[int, Tensor] = {}  # aligned copies, by index, of tensors that once were not aligned
+        self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
         mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)  # written by the GPU, read here
-        self._mark, self._seen = mark.data_ptr(), mark.numpy()  # which keeps the memory
+        self._mark, self._seen = mark.data_ptr(), mark.numpy()  # the array keeps the memory
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
-        self._kept: dict[tuple[object, ...], _Made] = {}
+        self._kernels: dict[tuple[object, ...], _Kernel] = {}
         for align in (align for align in ALIGNMENTS if align >= dtype.itemsize):
-            self._made(variants.pack, align, nonfinite=False, sums=False)
-            self._made(variants.unpack, align, scaled=False, accumulate=False, sums=False)
+            self._kernel(variants.pack, align, nonfinite=False, sums=False)
+            self._kernel(variants.unpack, align, scaled=False, accumulate=False, sums=False)
 
     @property
     def disputed(self) -> bool:
-        """Read from pinned memory: shows when an `unpack` that found a dispute has run, and costs no waiting."""
+        """See `Packing.disputed`: read from pinned memory that the kernel writes, without waiting."""
         return bool(self._seen[0])
 
     def findings(self) -> Findings:
-        """Partial sums are those of warps."""
+        """See `Packing.findings`: one partial sum per warp."""
         device = self._wire.device
         most = self.tables.tiles * sizes_for(arch_of(device), inputs=2, align=min(ALIGNMENTS)).warps
         return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(most, device=device))
@@ -66,15 +66,15 @@ class TritonPacking:
     def pack(
         self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
     ) -> None:
-        """One launch."""
+        """See `Packing.pack`: one launch."""
         self.tables.point_at(tensors)
-        watched = findings is not None
-        made = self._made(variants.pack, self.tables.align, nonfinite=watched, sums=watched)
-        watching = self._watched(findings, made.warps)
-        made.launch(self.tables.tiles, *self._fixed, stamp, self._scale.at(scale), *watching)
+        checks = findings is not None
+        kernel = self._kernel(variants.pack, self.tables.align, nonfinite=checks, sums=checks)
+        outputs = self._outputs(findings, kernel.warps)
+        kernel.launch(self.tables.tiles, *self._fixed, stamp, self._scale.at(scale), *outputs)
 
     def present(self) -> list[bool]:
-        """Waits for the wire."""
+        """See `Packing.present`."""
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
@@ -87,13 +87,13 @@ class TritonPacking:
         accumulate: bool = False,
         findings: Findings | None = None,
     ) -> None:
-        """One launch; writes even where the stamp is disputed, which nobody on this side can know yet."""
+        """See `Packing.unpack`: one launch, which writes even if the stamps differ, as the host cannot know yet."""
         self.tables.point_at(tensors)
         options = {"scaled": scale != 1.0, "accumulate": accumulate, "sums": findings is not None}
-        made = self._made(variants.unpack, self.tables.align, inputs=1 + accumulate, **options)
+        kernel = self._kernel(variants.unpack, self.tables.align, inputs=1 + accumulate, **options)
         factor = self._scale.at(scale) if scale != 1.0 else 0
-        sums = self._watched(findings, made.warps)[1]
-        made.launch(self.tables.tiles, *self._fixed, stamp, self._mark, factor, sums)
+        sums = self._outputs(findings, kernel.warps)[1]
+        kernel.launch(self.tables.tiles, *self._fixed, stamp, self._mark, factor, sums)
         _note_written(tensors)
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
@@ -104,9 +104,9 @@ class TritonPacking:
         _note_written(tensor for place, tensor in enumerate(tensors) if place not in staged)
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
-        """See `Repeatable.aim`; one launch for the stamp, and what `pack` sends for the rest.
+        """See `Repeatable.aim`: one launch for the stamp, and the same copies as `pack` for the rest.
 
-        A remembered launch reads 16 bytes at once, so tensors less aligned are copied, here and back by `repeated`.
+        A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and back by `repeated`.
         """
         self._staged = {
             place: self._stage(place, tensor)
@@ -126,73 +126,73 @@ class TritonPacking:
         """See `Repeatable.load`."""
         self._held_kernels()
 
-    def _held_kernels(self) -> tuple[_Made, _Made]:
+    def _held_kernels(self) -> tuple[_Kernel, _Kernel]:
         if self._aimed is None:
             self._aimed = (
-                self._made(variants.pack, WIDEST_NBYTES, held=True, nonfinite=False, sums=False),
-                self._made(variants.unpack, WIDEST_NBYTES, held=True, scaled=False, accumulate=False, sums=False),
+                self._kernel(variants.pack, WIDEST_NBYTES, held=True, nonfinite=False, sums=False),
+                self._kernel(variants.unpack, WIDEST_NBYTES, held=True, scaled=False, accumulate=False, sums=False),
             )
         return self._aimed
 
     def pack_aimed(self) -> None:
-        """One launch."""
-        made = self._held_kernels()[0]
-        made.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address, 0, 0)
+        """See `Repeatable.pack_aimed`."""
+        kernel = self._held_kernels()[0]
+        kernel.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address, 0, 0)
 
     def unpack_aimed(self) -> None:
-        """One launch."""
-        made = self._held_kernels()[1]
-        made.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._mark, 0, 0)
+        """See `Repeatable.unpack_aimed`."""
+        kernel = self._held_kernels()[1]
+        kernel.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._mark, 0, 0)
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
-        """One launch."""
+        """See `Packing.mix`: one launch."""
         require_aligned(received, *(() if sent is None else (sent,)))
         self.tables.point_at(tensors)
-        made = self._made(variants.mix, self.tables.align, inputs=2 + (sent is not None), sent=sent is not None)
+        kernel = self._kernel(variants.mix, self.tables.align, inputs=2 + (sent is not None), sent=sent is not None)
         wires = received.data_ptr(), 0 if sent is None else sent.data_ptr()
-        made.launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
+        kernel.launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
         _note_written(tensors)
 
     def norm(self, findings: Findings) -> Tensor:
-        """One launch, by one program."""
+        """See `Packing.norm`: one launch of one program."""
         result = torch.empty((), device=self._wire.device)
         launch = launch_of(variants.norm(NORM_TILE), self._wire.device)
         launch(1, findings.sums.data_ptr(), findings.count, result.data_ptr())
         return result
 
-    def _watched(self, findings: Findings | None, warps: int) -> tuple[int, int]:
+    def _outputs(self, findings: Findings | None, warps: int) -> tuple[int, int]:
         if findings is None:
             return 0, 0
         findings.count = self.tables.tiles * warps
         return findings.nonfinite.data_ptr(), findings.sums.data_ptr()
 
-    def _made(self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool) -> _Made:
+    def _kernel(self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool) -> _Kernel:
         key = (make, align, *options.values())
-        if (made := self._kept.get(key)) is None:
+        if (kernel := self._kernels.get(key)) is None:
             sizes = sizes_for(arch_of(self._wire.device), inputs, align)
             variant = make(self._dtype, self._wire.dtype, align, sizes, **options)
-            made = self._kept[key] = _Made(launch_of(variant, self._wire.device), sizes.warps)
-        return made
+            kernel = self._kernels[key] = _Kernel(launch_of(variant, self._wire.device), sizes.warps)
+        return kernel
 
 
 def _note_written(tensors: Iterable[Tensor | None]) -> None:
     increment_version([tensor for tensor in tensors if tensor is not None])
 
 
-class _Made(NamedTuple):
+class _Kernel(NamedTuple):
     launch: Launch
     warps: int
 
 
 class _Scalar:
-    """A number in the device's memory, written there when it changes."""
+    """A number in GPU memory, written when it changes."""
 
     def __init__(self, device: torch.device) -> None:
         self._place, self._known = torch.zeros(1, device=device), 0.0
         self.address = self._place.data_ptr()
 
     def at(self, value: float) -> int:
-        """The address of `value`; by a kernel, without a copy, in stream order."""
+        """Return the address of `value`, written in stream order by a kernel, without a copy from the host."""
         if value != self._known:
             self._place.fill_(value)
             self._known = value

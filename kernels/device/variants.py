@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for given dtypes and alignments, compiled ahead of their first use.
+"""Compile the kernels for given dtypes and alignments, before their first use.
 
-What is compiled here is what runs: the same signature, hints and options, with or without a GPU at hand.
+The signature, hints and options are the same with and without a GPU at hand, so what tests compile is what runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp
 TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
 
 STAMPS = {False: "u64", True: "*u64"}
-"""As it is, or held in the device's memory, where a recorded launch finds another one each time."""
+"""Type of the stamp: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Variant:
 
     kernel: Any
     types: tuple[tuple[str, str], ...]
-    """(argument, type) of all that are passed at each launch."""
+    """(argument, type) of each argument passed at launch."""
     constants: tuple[tuple[str, Any], ...]
     warps: int
 
@@ -56,7 +56,7 @@ def pack(
     sums: bool = False,
     evict: str = "",
 ) -> Variant:
-    """Tensors of `dtype` to a wire of dtype `wire`; with `evict` "evict_first", gradients leave the cache first."""
+    """Return the variant that packs; with `evict` "evict_first", gradients leave the cache first."""
     types = TABLES | {
         "wire": POINTERS[wire],
         "stamp": STAMPS[held],
@@ -81,7 +81,7 @@ def unpack(
     sums: bool = False,
     evict: str = "",
 ) -> Variant:
-    """A wire of dtype `wire` to tensors of `dtype`; with `evict` "evict_first", the wire leaves the cache first."""
+    """Return the variant that unpacks; with `evict` "evict_first", the wire leaves the cache first."""
     types = TABLES | {
         "wire": POINTERS[wire],
         "stamp": STAMPS[held],
@@ -96,14 +96,14 @@ def unpack(
 
 
 def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sent: bool) -> Variant:
-    """Tensors of `dtype` towards a received wire of dtype `wire`."""
+    """Return the variant that mixes a received wire of dtype `wire` into tensors of `dtype`."""
     types = TABLES | {"received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
     constants = _table(dtype, align, vector(dtype, align), sizes)
     return _variant(mix_kernel, types, constants | {"SENT": sent}, sizes.warps)
 
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
-    """`count` received buffers of `dtype` and the own one."""
+    """Return the variant that adds `count` received buffers of `dtype` to the own one."""
     kind = POINTERS[dtype]
     types = {"own": kind, "received": kind, "out": kind, "stride": "i64", "count": "i64"}
     constants = {"COUNT": count, "VECTOR": vector(dtype), "TILE": sizes.tile}
@@ -111,12 +111,12 @@ def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
 
 
 def norm(tile: int = 4096) -> Variant:
-    """Partial sums to one norm."""
+    """Return the variant that computes a norm from partial sums."""
     return _variant(norm_kernel, {"sums": "*fp32", "count": "i32", "out": "*fp32"}, {"TILE": tile}, 8)
 
 
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
-    """Elements of `dtype` in a thread's widest store; what is narrower is loaded in as many elements."""
+    """Return the number of elements of `dtype` in a thread's widest store; loads take as many elements."""
     return max(1, align // dtype.itemsize)
 
 
@@ -129,7 +129,7 @@ def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]
 
 
 def compiled(variant: Variant, arch: int) -> CompiledKernel:
-    """`variant` for compute capability `arch`; about 0.1 s the first time, then from Triton's own cache."""
+    """Return `variant` compiled for compute capability `arch`: 0.1 s the first time, then from Triton's own cache."""
     types = dict(variant.types)
     signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
     aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]

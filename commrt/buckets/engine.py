@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average buckets of gradients on the communication thread: pack, run the schedule, unpack."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from commrt.algorithms import halving_doubling
+from commrt.algorithms.gossip import Gossip
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.layout import Named
+from commrt.buckets.step_graph import StepGraphs
+from commrt.errors import UsageError
+from commrt.program import Program, member_program, program
+from commrt.proof.replay import prove
+from commrt.proof.spec import all_reduce, gossip_mean
+from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.recording import within_range
+from commrt.runtime.world import World
+from commrt.schedule import Algorithm, Schedule
+from commrt.threads.future import Future
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+
+__all__ = ["BuildBuckets", "Engine", "Span"]
+
+KEPT = 16
+"""Proofs and bound programs that are kept, of the schedules and members used last."""
+COMPARISONS_KEPT = 256
+"""Schedules and members used last, of which the engine knows that all ranks agree; a digest and a few numbers each."""
+
+BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
+"""Makes buckets of parameters, given in ready order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The communication thread's work for one bucket, in seconds of ``time.perf_counter``."""
+
+    bucket: int | str
+    begin_s: float
+    end_s: float
+    nbytes_sent: int
+
+
+class Engine:
+    """Averages buckets over the members of a step, in order of submission.
+
+    Methods called ``submit_...`` return at once. The others, but for `schedule` and what replaces or forgets, run on
+    the communication thread. Programs are kept per schedule *object* and members: an algorithm that returns the same
+    object again is proven and bound once.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        algorithm: Algorithm,
+        buckets: Sequence[GradientBucket],
+        *,
+        graphs: bool = False,
+        players: int | None = None,
+    ) -> None:
+        self.world, self.algorithm = world, algorithm
+        self.members = tuple(range(world.size))
+        """The ranks that take part in the step; changes only by a roll call."""
+        self._players = world.size if players is None else players  # in a step without late or lost ranks
+        self._uses_graphs = graphs
+        self._proven = lru_cache(KEPT)(self._prove)
+        self._digest = lru_cache(KEPT)(Schedule.digest)
+        self.replace_buckets(buckets)
+
+    def schedule(self, step: int) -> Schedule:
+        """Return the proven schedule of training step `step` for the usual number of ranks."""
+        schedule = self.algorithm.schedule(step, self._players)
+        if not isinstance(schedule, Schedule) or schedule.ranks != self._players:
+            raise UsageError(
+                f"{self.algorithm} made {schedule!r:.80} for {self._players} ranks: no schedule of as many"
+            )
+        return self._proven(schedule)
+
+    def _prove(self, schedule: Schedule) -> Schedule:
+        if isinstance(self.algorithm, Gossip):
+            prove(schedule, gossip_mean(self.algorithm, schedule))
+        else:
+            prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+        return schedule
+
+    def require_any_members(self) -> None:
+        """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
+        try:
+            for members in range(2, self.world.size + 1):  # one alone runs none
+                self.algorithm.schedule(0, members)
+        except UsageError as error:
+            raise UsageError(f"{self.algorithm} cannot go on without a rank that has left join(): {error}") from error
+
+    def replace_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+        """Carry `buckets` from now on; what is in flight keeps what it needs."""
+        self.buckets = buckets
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget earlier steps: ranks that took part in different ones would remember different things."""
+        self._compared: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
+        self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
+        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, {}))
+
+    def release(self) -> None:
+        """Let go of all memory once nothing is in flight; nothing more can be carried."""
+        self.replace_buckets(())
+        self._proven.cache_clear()
+
+    def submit_preparation(self, step: int) -> Future[None]:
+        """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
+        return self.world.comm_thread.submit(lambda: self._prepare(step))
+
+    def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
+        """Average `bucket` over the members; its gradients must not change until the answer is there."""
+        bound = self._bound
+        return self.world.comm_thread.submit(lambda: self._average(bucket, step, bound))
+
+    def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
+        """Overwrite `flat` with the first member's."""
+        return self.world.comm_thread.submit(lambda: self.broadcast_now(flat, step))
+
+    def submit_has_data(self, present: bool, step: int) -> Future[None]:
+        """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
+        return self.world.comm_thread.submit(lambda: self._call_roll(present, step))
+
+    def _prepare(self, step: int) -> None:
+        if self.world.size > 1:
+            schedule = self.schedule(step)
+            self._bound(schedule, tuple(range(self.world.size)))
+            self._greet(program(schedule, self.world.rank), step)
+
+    def _greet(self, mine: Program, step: int) -> None:
+        """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
+        device = self.buckets[0].wire.device
+
+        def messages(peers: set[int]) -> list[P2PMessage]:
+            return [P2PMessage(peer, torch.zeros(1, device=device)) for peer in sorted(peers)]
+
+        sends = messages({transfer.peer for hop in mine.hops for transfer in hop.sends})
+        recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
+        self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
+
+    def _average(self, bucket: GradientBucket, step: int, bound: Callable[..., list[BoundProgram]]) -> Span:
+        begin_s, recorder = perf_counter(), self.world.recorder
+        if len(self.members) == 1:
+            return Span(bucket.index, begin_s, begin_s, 0)
+        schedule = self.algorithm.schedule(step, len(self.members))
+        with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
+            self._compare_once(schedule, step)
+            programs = bound(self._proven(schedule), self.members)
+            own = programs[bucket.index]
+            if not self._replay(bucket, programs, step):
+                self._pack_and_run(bucket, own, step)
+                with within_range(recorder, "unpack"):
+                    bucket.unpack()
+        return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+
+    def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
+        """Add up `bucket` over `members`, and leave the sum on the wire for `GradientBucket.unpack`."""
+        begin_s = perf_counter()
+        schedule = self.algorithm.schedule(step, len(self.members))
+        own = self._bound(self._proven(schedule), self.members)[bucket.index]
+        with within_range(self.world.recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
+            self._pack_and_run(bucket, own, step)
+        return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+
+    def _pack_and_run(self, bucket: GradientBucket, own: BoundProgram, step: int) -> None:
+        with within_range(self.world.recorder, "pack"):
+            bucket.pack(self._scale())
+        own.run(Tag(step, bucket.index), self.world.recorder)
+
+    def _scale(self) -> float:
+        """Return the weight of a rank's gradients in what the schedule adds."""
+        return 1 / (self.algorithm.within if isinstance(self.algorithm, Gossip) else len(self.members))
+
+    def _replay(self, bucket: GradientBucket, programs: Sequence[BoundProgram], step: int) -> bool:
+        """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
+        if self._graphs is None or self.world.joined is not None:
+            return False
+        with within_range(self.world.recorder, "graph"):
+            return self._graphs.carry(bucket, programs, self._scale(), Tag(step, bucket.index))
+
+    def why_not_graphs(self) -> dict[int, str]:
+        """Return why buckets were not carried by a graph in the latest step outside of ``join()``."""
+        return {} if self._graphs is None else dict(self._graphs.reasons)
+
+    def capture_graphs(self, step: int) -> None:
+        """Let devices capture the step before `step`, if it is time for that; between steps, with nothing in flight."""
+        if (graphs := self._graphs) is not None and graphs.is_due:
+            tag = Tag(step, "graphs")
+            self.world.comm_thread.submit(
+                lambda: graphs.capture(lambda refused: self._who(refused, self.members, tag))
+            ).result()
+
+    def _compare_once(self, schedule: Schedule, step: int) -> None:
+        """Raise `DisagreementError` if members run different schedules.
+
+        The key is what moves and who takes part, never an object: all members must find the same comparisons due.
+        Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the schedule of step 0.
+        """
+        if isinstance(self.algorithm, Gossip):
+            return
+        key = self._digest(schedule), self.members
+        if key not in self._compared and key != (self._digest(self.schedule(0)), tuple(range(self.world.size))):
+            self.world.require_same_now(*key, step)
+            self._greet(member_program(schedule, self.members, self.world.rank, self.world.size), step)
+        self._compared[key] = None
+        self._compared.move_to_end(key)
+        if len(self._compared) > COMPARISONS_KEPT:
+            self._compared.popitem(last=False)
+
+    def broadcast_now(self, flat: Tensor, step: int) -> Span:
+        """Overwrite `flat` with the first member's."""
+        begin_s = perf_counter()
+        nbytes_sent = self.world.broadcast_now(flat, self.members, Tag(step, "state"))
+        return Span("state", begin_s, perf_counter(), nbytes_sent)
+
+    def _call_roll(self, present: bool, step: int) -> None:
+        self.members = self._who(present, tuple(range(self.world.size)), Tag(step, "roll call"))
+
+    def _who(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
+        """Return those of the `asked` ranks that say yes."""
+        flags = torch.zeros(self.world.size, device="cpu")
+        flags[self.world.rank] = float(mine)
+        self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
+        return tuple(flags.nonzero().flatten().tolist())
+
+
+def _bind(
+    world: World,
+    buckets: Sequence[GradientBucket],
+    scratch: dict[torch.dtype, Tensor],
+    schedule: Schedule,
+    members: tuple[int, ...],
+) -> list[BoundProgram]:
+    """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
+    mine = member_program(schedule, members, world.rank, world.size)
+    for wire in (bucket.wire for bucket in buckets):
+        need = scratch_numel(mine, wire.numel())
+        if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:
+            scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
+    transport, streams = world.transport, world.comm_thread.streams
+    return [bind(mine, bucket.wire, transport, scratch[bucket.wire.dtype], streams) for bucket in buckets]

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets of gradients, and the order in which they leave.
+
+A wire buffer begins with a header and one flag per gradient: 1 if this rank had it, 0 if it sent zeros instead. Then
+come the gradients, in the dtype that travels. Header and flags are summed with the rest. So each rank sees afterwards
+whether all sent the same bucket of the same step, and which gradients somebody had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from commrt.buckets.layout import (
+    MIB,
+    Header,
+    Named,
+    TensorKind,
+    Unit,
+    bucket_description,
+    encode,
+    explain_mismatch,
+    gradient_dtype,
+    plan_buckets,
+    wire_dtype,
+)
+from commrt.errors import DisagreementError, UsageError
+from commrt.kernels.dispatch import packing, repeatable
+from commrt.kernels.layout import Layout, layout_of, overlap
+from commrt.kernels.packing import Repeatable
+from commrt.transport.protocol import Allocate, zeros
+
+__all__ = ["GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets"]
+
+CHANGED = (
+    "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
+    "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
+)
+
+
+class OverlapCheck:
+    """Finds gradients that share memory, which would be averaged twice; one for all buckets of a model.
+
+    It compares addresses only while a gradient has moved since the step before.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[int]] = {}
+        self._taken: dict[int, tuple[Sequence[str], list[int], Sequence[int]]] = {}
+        self._moved = False
+
+    def check(self, bucket: int, names: Sequence[str], addresses: list[int], nbytes: Sequence[int]) -> None:
+        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step; address 0 means absent.
+
+        A bucket that comes again begins the next step.
+        """
+        if bucket in self._taken:
+            self._taken, self._moved = {}, False
+        self._taken[bucket] = names, addresses, nbytes
+        self._moved = self._moved or addresses != self._known.get(bucket)
+        if self._moved:
+            self._compare()
+        self._known[bucket] = addresses
+
+    def _compare(self) -> None:
+        taken = [piece for pieces in self._taken.values() for piece in zip(*pieces, strict=True) if piece[1]]
+        if pair := overlap([address for _, address, _ in taken], [nbytes for _, _, nbytes in taken]):
+            first, second = (taken[i][0] for i in pair)
+            raise UsageError(f"the gradients of {first} and {second} share memory: use a .clone() of one")
+
+
+class GradientBucket:
+    """Parameters whose gradients travel together in the buffer `wire`.
+
+    In each step the thread that trains calls `take` and at the end `settle`. In between the communication thread calls
+    `pack` and `unpack`, or a device graph does their work between `prepare_replay` and `finish_replay`. Nobody else may
+    touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        params: Sequence[Named],
+        layout: Layout,
+        wire: Tensor,
+        model: int,
+        overlaps: OverlapCheck | None = None,
+    ) -> None:
+        self.index, self.params, self.layout, self.wire = index, params, layout, wire
+        self.model = model
+        """Number of the model among those attached to one world."""
+        self.names = tuple(name for name, _ in params)
+        """In wire order."""
+        self._overlaps = OverlapCheck() if overlaps is None else overlaps
+        self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in params]
+        self._kinds = [TensorKind.of(like) for like in self._like]
+        self._nbytes = [like.nbytes for like in self._like]
+        self._packing = packing(wire, layout, self._like)
+        self.repeatable = repeatable(self._packing)
+        """Launches that a device graph can hold; None on a CPU."""
+        self._word = 0  # the header that the wire must show after the reduction
+        self._grads: list[Tensor | None] = []  # on their way
+        self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
+        self._versions: list[int] = []  # how often each of them was written to, if only by commrt
+
+    def description(self) -> str:
+        """Return everything that must agree between ranks, as text."""
+        return bucket_description(self.index, self.wire.dtype, self.names, self._kinds)
+
+    def take(self, header: Header, is_ready: Callable[[str], bool]) -> None:
+        """Hold on to the gradients at hand, to be sent with `header`.
+
+        Raises `UsageError` for a gradient that does not fit, or that `is_ready` knows and that is gone.
+        """
+        self._require_agreement()  # a GPU may have found out since the previous step
+        self._word, self._made = encode(header), {}
+        self._grads = [param.grad for _, param in self.params]
+        for kind, name, grad in zip(self._kinds, self.names, self._grads, strict=True):
+            if grad is not None:
+                _require_fit(name, grad, kind, self.wire.device)
+            elif is_ready(name):
+                raise UsageError(CHANGED.format(name=name))
+        addresses = [0 if grad is None else grad.data_ptr() for grad in self._grads]
+        self._overlaps.check(self.index, self.names, addresses, self._nbytes)
+        self._versions = _versions(self._grads)
+
+    def pack(self, scale: float) -> None:
+        """Write the gradients times `scale` to the wire, zeros for absent ones."""
+        self._require_unchanged()
+        self._packing.pack(self._grads, scale, self._word)
+
+    def unpack(self) -> None:
+        """Write the wire to the gradients; one that no rank had stays None.
+
+        Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in the next step.
+        """
+        self._require_unchanged()
+        self._make_missing()
+        self._packing.unpack([self._made.get(i, grad) for i, grad in enumerate(self._grads)], self._word)
+        self._end_unpack()
+
+    def prepare_replay(self, launches: Repeatable, scale: float) -> None:
+        """Do what `pack` does, for `launches` that a device graph replays."""
+        self._require_unchanged()
+        launches.aim(self._grads, scale, self._word)
+
+    def finish_replay(self, launches: Repeatable) -> None:
+        """Do what the replayed `launches` left to `unpack`: gradients that only other ranks had."""
+        launches.repeated(self._grads)
+        self._make_missing()
+        if self._made:
+            self._packing.unpack([self._made.get(i) for i in range(len(self._grads))], self._word)
+        self._end_unpack()
+
+    def settle(self) -> None:
+        """Give the parameters what has arrived."""
+        self._require_unchanged()
+        for (name, param), grad in zip(self.params, self._grads, strict=True):
+            if param.grad is not grad:
+                raise UsageError(CHANGED.format(name=name))
+        for i, made in self._made.items():
+            if made.is_cuda:  # made on the communication thread's stream, used and freed on this one
+                made.record_stream(torch.cuda.current_stream(made.device))
+            self.params[i][1].grad = made
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the gradients, which would otherwise live until the next step; without `settle` drop them."""
+        self._grads, self._made, self._versions = [], {}, []
+
+    def _make_missing(self) -> None:
+        """Make gradients that only other ranks had; on a GPU this waits for the wire if one is missing here."""
+        missing = [i for i, grad in enumerate(self._grads) if grad is None]
+        elsewhere = self._packing.present() if missing else []
+        self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
+
+    def _end_unpack(self) -> None:
+        self._require_agreement()
+        self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]  # commrt wrote to them
+
+    def _require_agreement(self) -> None:
+        if self._packing.disputed:
+            why = explain_mismatch(self.layout.stamp(self.wire))
+            raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
+
+    def _require_unchanged(self) -> None:
+        now = _versions(self._grads)
+        if now != self._versions:
+            changed = next(i for i, version in enumerate(now) if version != self._versions[i])
+            raise UsageError(CHANGED.format(name=self.names[changed]))
+
+
+def _versions(grads: Sequence[Tensor | None]) -> list[int]:
+    """Return how often each gradient was written to; -1 for None, and for views, which count together."""
+    return [-1 if grad is None or grad._base is not None else grad._version for grad in grads]  # noqa: SLF001  # nothing else tells
+
+
+def _require_fit(name: str, grad: Tensor, kind: TensorKind, device: torch.device) -> None:
+    """Raise `UsageError` for a gradient that would be written to its neighbours' places; costs 0.5 us."""
+    if grad.is_inference():
+        raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
+    if grad.device != device:
+        raise UsageError(f"the gradient of {name} is on {grad.device}, and its bucket on {device}: move it there")
+    if (grad.dtype, grad.shape, grad.stride()) == kind:
+        return
+    own = TensorKind.of(grad)
+    if own[:2] != kind[:2]:
+        raise UsageError(
+            f"the gradient of {name} is {own}, but was {kind} when the model was attached: "
+            "detach() and attach() again after changing parameters"
+        )
+    if not own.lies_like(kind.strides):
+        raise UsageError(
+            f"the gradient of {name} lies in memory with strides {own.strides}, and autograd makes it with "
+            f"{kind.strides}: give it that layout, by torch.empty_like(param).copy_(grad)"
+        )
+
+
+class ReadyOrder:
+    """Counts the gradients of a backward pass, and says which buckets may leave: always in their own order.
+
+    >>> order = ReadyOrder([("b.weight", "b.bias"), ("a.weight",)])
+    >>> order.mark("a.weight"), order.mark("b.bias"), order.mark("b.weight")
+    ([], [], [0, 1])
+    >>> order.seen
+    ['a.weight', 'b.bias', 'b.weight']
+    """
+
+    def __init__(self, members: Sequence[Sequence[str]]) -> None:
+        self._members = [frozenset(names) for names in members]
+        self._bucket_of = {name: bucket for bucket, names in enumerate(members) for name in names}
+        self.arm()
+
+    def arm(self) -> None:
+        """Begin a backward pass: no gradient is ready."""
+        self._missing = [set(names) for names in self._members]
+        self._next = 0
+        self.seen: list[str] = []
+        """Gradients in the order in which they became ready in this pass."""
+
+    def mark(self, name: str) -> list[int]:
+        """Note that the gradient `name` is ready, and return the buckets that may leave now, in order."""
+        if self.is_ready(name):
+            raise UsageError(
+                f"the gradient of {name} became ready twice in one backward pass. Reentrant activation "
+                "checkpointing does that: use checkpoint(..., use_reentrant=False)"
+            )
+        self._missing[self._bucket_of[name]].remove(name)
+        self.seen.append(name)
+        first = self._next
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._next += 1
+        return list(range(first, self._next))
+
+    def is_ready(self, name: str) -> bool:
+        """Return True if the gradient `name` was marked in this pass."""
+        return name not in self._missing[self._bucket_of[name]]
+
+    def rest(self) -> list[int]:
+        """Return the buckets that have not left when the backward pass ends."""
+        first, self._next = self._next, len(self._missing)
+        return list(range(first, self._next))
+
+
+def build_buckets(
+    params: Sequence[Named],
+    wire: torch.dtype | None,
+    cap_nbytes: int,
+    model: int = 0,
+    allocate: Allocate = zeros,
+) -> list[GradientBucket]:
+    """Return buckets for `params`, given in ready order; `allocate` makes their wire buffers."""
+    dtypes = [gradient_dtype(param) for _, param in params]
+    units = [
+        Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
+    ]
+    overlaps, buckets = OverlapCheck(), []
+    for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes))):
+        members, first = [params[i] for i in places], places[0]
+        layout = layout_of([param.numel() for _, param in members])
+        buffer = allocate(layout.numel, wire_dtype(dtypes[first], wire), members[0][1].device)
+        buckets.append(GradientBucket(index, members, layout, buffer, model, overlaps))
+    return buckets

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-reduce, with which wire and buckets, ends soonest on a cluster. All candidates are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from commrt.algorithms.halving_doubling import HalvingDoubling
+from commrt.algorithms.ring import Ring
+from commrt.algorithms.torus import Torus2D
+from commrt.cost.cluster import Cluster
+from commrt.cost.price import Pricing
+from commrt.cost.timeline import overlapped_step
+from commrt.cost.workload import GRADIENT_NBYTES, Workload
+from commrt.errors import UsageError
+from commrt.schedule import Algorithm
+
+__all__ = ["CAPS_MB", "ITEM_NBYTES", "BackupCost", "Plan", "all_reduce_candidates", "exchange_plans", "step_plans"]
+
+ITEM_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a gradient on the wire."""
+CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+"""Bucket sizes that are tried."""
+TRIED_IN_STEPS = 4
+"""Algorithms tried in a training step: those that exchange all gradients soonest. Besides these, the one of least
+latency, which may suit small buckets, and the ring, for comparison."""
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to average gradients, and its price."""
+
+    algorithm: Algorithm
+    nbytes: float
+    """Bytes of all gradients."""
+    exchange_s: float
+    """Time to exchange all gradients at once."""
+    latency_s: float
+    """The part of it that does not depend on the number of bytes."""
+    steps: int
+    """Steps of the schedule."""
+    wire: str | None = None
+    bucket_cap_mb: float | None = None
+    step_s: float | None = None
+    """Time of a training step."""
+    compute_s: float | None = None
+    """The part of it that is computing, if no rank is slow."""
+    backups: int = 0
+    updates: float = 1.0
+    """Updates that training needs, relative to waiting for all ranks."""
+
+    @property
+    def seconds(self) -> float:
+        """The time that plans are ranked by: of the exchange, or of as many steps as equal one update of all ranks."""
+        return self.exchange_s if self.step_s is None else self.step_s * self.updates
+
+    @property
+    def efficiency(self) -> float | None:
+        """Time of computing divided by the time of the step."""
+        return None if self.step_s is None or self.compute_s is None else self.compute_s / self.step_s
+
+    @property
+    def name(self) -> str:
+        """The shortest call that makes the algorithm."""
+        algorithm = self.algorithm
+        if not isinstance(algorithm, Torus2D):
+            return str(algorithm)
+        given = [] if algorithm.grid is None else [f"grid={algorithm.grid}"]
+        return f"Torus2D({', '.join([*given, *['both_ways=True'] * algorithm.both_ways])})"
+
+    @property
+    def python(self) -> str:
+        """The call of `commrt.attach` that uses this plan."""
+        algorithm = f"commrt.{self.name}"
+        given = [f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm]
+        given += [f"wire=torch.{TORCH_DTYPES[self.wire]}"] if self.wire in TORCH_DTYPES else []
+        given += [] if self.bucket_cap_mb is None else [f"bucket_cap_mb={self.bucket_cap_mb:g}"]
+        return f"commrt.attach(model, optimizer, {', '.join(given)})"
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        """The better plan has the smaller key. Times are in nanoseconds; ties go to the plan with fewer steps."""
+        return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
+
+
+class BackupCost(NamedTuple):
+    """What slow ranks cost a step that waits for all but `backups` of them."""
+
+    backups: int = 0
+    slower: float = 1.0
+    """Time that the step computes, relative to a rank that is never slow."""
+    updates: float = 1.0
+    """Updates that training needs, relative to waiting for all ranks."""
+
+
+def all_reduce_candidates(ranks: int) -> Iterator[Algorithm]:
+    """Yield all-reduces that run on `ranks` ranks, each shape once, the ring first.
+
+    >>> [str(each) for each in all_reduce_candidates(2)]
+    ['Ring()', 'HalvingDoubling()']
+    """
+    yield Ring()
+    yield HalvingDoubling()
+    grids = [(side, ranks // side) for side in range(2, ranks // 2 + 1) if ranks % side == 0]
+    if not grids and ranks > 3:
+        yield Torus2D()  # one rank of a prime is folded in
+    for grid in grids:
+        yield Torus2D(grid)
+        yield Torus2D(grid, both_ways=True)
+
+
+class _Candidate(NamedTuple):
+    algorithm: Algorithm
+    pricing: Pricing
+
+    def plan(self, nbytes: float) -> Plan:
+        price, latency = self.pricing.price(nbytes), self.pricing.price(0.0)
+        return Plan(self.algorithm, nbytes, price.seconds, latency.seconds, price.steps)
+
+
+def _candidates(cluster: Cluster, ranks: int, backups: int = 0) -> list[_Candidate]:
+    """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes."""
+    needed = ranks - backups
+    members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
+    found = ((each, each.schedule(0, needed)) for each in all_reduce_candidates(needed))
+    return [_Candidate(each, Pricing(s.over(members, ranks) if backups else s, cluster)) for each, s in found]
+
+
+def exchange_plans(cluster: Cluster, ranks: int, nbytes: float) -> list[Plan]:
+    """Return the plans to exchange `nbytes` at once, the best first."""
+    return sorted((each.plan(nbytes) for each in _candidates(cluster, ranks)), key=lambda plan: plan.sort_key)
+
+
+def step_plans(
+    cluster: Cluster,
+    ranks: int,
+    workload: Workload,
+    compute_s: float,
+    wires: Sequence[str] = ("fp32", "bf16"),
+    costs: Sequence[BackupCost] = (BackupCost(),),
+) -> list[Plan]:
+    """Return the plans of a training step that computes for `compute_s`, the best first.
+
+    There is one for each of `costs`, algorithm and wire, with its best bucket size. Without backups, the exchange
+    overlaps the backward pass. Backup workers announce their gradients after it, so none of their exchange is hidden.
+    """
+    if compute_s <= 0:
+        raise UsageError(f"a step that computes for {compute_s:g} s: give a time above 0")
+    found = list[Plan]()
+    for cost in costs:
+        candidates = _candidates(cluster, ranks, cost.backups)
+        for wire in wires:
+            for candidate in _tried(candidates, float(workload.numel * ITEM_NBYTES[wire])):
+                plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
+                slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
+                found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))
+    return sorted(found, key=lambda plan: plan.sort_key)
+
+
+def _tried(candidates: Sequence[_Candidate], nbytes: float) -> list[_Candidate]:
+    soonest = sorted(candidates, key=lambda each: each.plan(nbytes).sort_key)[:TRIED_IN_STEPS]
+    least_latency = min(candidates, key=lambda each: each.pricing.price(0.0).seconds)
+    return list({each.algorithm: each for each in (*soonest, least_latency, candidates[0])}.values())
+
+
+def _step_plan(candidate: _Candidate, workload: Workload, compute_s: float, wire: str, *, overlaps: bool) -> Plan:
+    """Return the plan with the best bucket size, of equal ones the largest."""
+
+    def step_s(cap_mb: float) -> float:
+        buckets = workload.buckets(cap_mb * 2**20, ITEM_NBYTES[wire])
+        ready = buckets if overlaps else [each._replace(at=1.0) for each in buckets]
+        return round(overlapped_step(candidate.pricing, ready, compute_s).seconds, 9)
+
+    caps_mb = CAPS_MB if overlaps else (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
+    times_s = {cap_mb: step_s(cap_mb) for cap_mb in sorted(caps_mb, reverse=True)}
+    best = min(times_s, key=times_s.__getitem__)
+    plan = candidate.plan(float(workload.numel * ITEM_NBYTES[wire]))
+    return replace(plan, wire=wire, bucket_cap_mb=best, step_s=times_s[best], compute_s=compute_s)

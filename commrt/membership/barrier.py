@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How all members begin a collective together, and how they agree on whether it succeeded.
+
+A rank that does not come within the timeout is evicted, and the others begin without it. At the end all members vote:
+no rank uses a result that another member can never get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Event
+
+from commrt.errors import DisagreementError
+from commrt.membership.generations import GATHERING, OPEN, RUNNING, Generation, Head
+from commrt.membership.membership import NOBODY, Absent, Arrival, Membership, arrival_key
+from commrt.threads.deadline import Deadline
+
+__all__ = ["Barrier"]
+
+WHOLE, LOST, REFUSED = "whole", "lost", "refused "
+"""The outcomes of a vote; a refusal is followed by its reason."""
+
+
+class Barrier:
+    """The collectives of one member. Used on the training thread."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._rank = membership.rank
+        self._votes = (-1, 0)  # in which generation, and how many
+        self._used: list[str] = []  # keys of the latest collective
+
+    def arrive(
+        self, what: str, step: int, change: Callable[[], None], require_open: Callable[[], None] = lambda: None
+    ) -> Generation:
+        """Wait until all members have come to the collective `what`, and return the generation in which it begins.
+
+        Members that do not come in time are evicted. `step` is the first one in which this rank has not exchanged.
+        `change` moves this rank to the current generation. `require_open` is called regularly, and may raise. Raises
+        `DisagreementError` on all ranks if one came to another collective, `DeadlineExceeded` if too few come,
+        `Evicted`.
+        """
+        self._membership.collective += 1
+        while (generation := self._all_come(what, step, require_open)) is None:
+            change()
+        return generation
+
+    def _all_come(self, what: str, step: int, require_open: Callable[[], None]) -> Generation | None:
+        """Return None if a new generation was formed before all had come."""
+        members, number = self._membership, self._membership.collective
+        head, generation = self._begin_gathering()
+        if not head.has_begun(number) and generation.number != members.generation.number:
+            return None
+        members.append(key := arrival_key(generation, number), [self._rank, step, what])
+        limit = Deadline(members.timeout_s())
+        for pause_s in members.pauses(limit):
+            require_open()
+            head, now = members.head()
+            self._require_no_refusal()
+            if head.has_begun(number):
+                break
+            if now.number != generation.number:
+                return None
+            arrivals = members.arrivals(key)
+            self._require_same(what, arrivals)
+            absent = members.absent(generation, arrivals)
+            if absent == NOBODY:
+                members.generations.set_phase(head, number, RUNNING)
+            elif members.is_roll_called(generation.number + 1):  # it decides who lives, and takes a timeout itself
+                Event().wait(pause_s)
+            elif not absent.silent or limit.left_s <= 0:
+                self._evict(head, generation, absent, what, arrivals)
+            else:
+                Event().wait(pause_s)
+        self._delete_keys_of_last(generation, key)
+        return generation
+
+    def _begin_gathering(self) -> tuple[Head, Generation]:
+        while True:
+            head, generation = self._membership.head()
+            if head.collective >= self._membership.collective:
+                return head, generation
+            self._membership.generations.set_phase(head, self._membership.collective, GATHERING)
+
+    def _evict(
+        self, head: Head, generation: Generation, absent: Absent, what: str, arrivals: Mapping[int, Arrival]
+    ) -> None:
+        why = f"it did not come to {what} within {self._membership.timeout_s():g} s"
+        self._membership.evict(head, generation, absent, why, arrivals)
+
+    def _require_same(self, what: str, arrivals: Mapping[int, Arrival]) -> None:
+        for rank, arrival in arrivals.items():
+            if arrival.what != what:
+                refusal = (
+                    f"rank {self._rank} comes to {what} where rank {rank} comes to {arrival.what}: make the same "
+                    "collective calls in the same order on all ranks"
+                )
+                self._membership.call_store(lambda: self._membership.store.set(self._refusal_key, refusal))  # noqa: B023  # raised in this turn
+                raise DisagreementError(refusal)
+
+    def _require_no_refusal(self) -> None:
+        """Raise the refusal of another rank: that rank has gone on, so the collective looks as if it had begun."""
+        if refusal := self._membership.text(self._refusal_key):
+            raise DisagreementError(refusal.decode(errors="replace"))
+
+    @property
+    def _refusal_key(self) -> str:
+        return f"refused/{self._membership.collective}"
+
+    def _delete_keys_of_last(self, generation: Generation, key: str) -> None:
+        """Delete what the last collective left on the store: all have come to this one, so no rank reads it."""
+        used, self._used = self._used, [key, self._refusal_key]
+        if generation.ranks[0] == self._rank:
+            for each in used:
+                self._membership.call_store(lambda each=each: self._membership.store.delete_key(each))  # type: ignore[misc]
+
+    def leave(self) -> None:
+        """Let new processes in again; every member that has seen the end calls it."""
+        members = self._membership
+        while (head := members.generations.current()[0]).collective == members.collective and head.phase != OPEN:
+            members.generations.set_phase(head, members.collective, OPEN)
+
+    def vote(self, ok: bool, generation: Generation) -> bool:
+        """Return True if all members of `generation` vote `ok`; the answer is the same for all of them.
+
+        A rank that votes no, is gone, or does not vote within the timeout decides for all. Raises `DisagreementError`
+        if a member refused instead.
+        """
+        members, key = self._membership, self._next_vote(generation)
+        if not ok or members.call_store(lambda: self._membership.store.add(key, 1)) == len(generation.members):
+            self._decide(key, WHOLE if ok else LOST)
+        limit = Deadline(members.timeout_s())
+        for pause_s in members.pauses(limit):
+            if members.call_store(lambda: self._membership.store.check([f"{key}/outcome"])):
+                break
+            changed = members.current().number != generation.number
+            if limit.left_s <= 0 or changed or members.has_lost_neighbor(generation):
+                self._decide(key, LOST)
+            else:
+                Event().wait(pause_s)
+        outcome = members.call_store(lambda: self._membership.store.get(f"{key}/outcome")).decode(errors="replace")
+        if outcome.startswith(REFUSED):
+            raise DisagreementError(outcome.removeprefix(REFUSED))
+        return outcome == WHOLE
+
+    def refuse(self, reason: str, generation: Generation) -> bool:
+        """Refuse in place of a vote: no member gets a result, and all of them learn the `reason`.
+
+        Return False if the vote was lost already: then the members repeat the work.
+        """
+        refusal = f"{REFUSED}rank {self._rank} refused: {reason}"
+        return self._decide(self._next_vote(generation), refusal).startswith(REFUSED)
+
+    def _next_vote(self, generation: Generation) -> str:
+        before, count = self._votes
+        self._votes = generation.number, count + 1 if before == generation.number else 1
+        key = "vote/{}.{}".format(*self._votes)
+        self._used += [key, f"{key}/outcome"]
+        return key
+
+    def _decide(self, key: str, outcome: str) -> str:
+        """Return the outcome that stands: the first one."""
+        store, call = self._membership.store, self._membership.call_store
+        return call(lambda: store.compare_set(f"{key}/outcome", "", outcome)).decode(errors="replace")

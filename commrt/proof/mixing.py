@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well gossip mixes: what a rank holds after a period, as shares of what all ranks held before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commrt.errors import UsageError
+from commrt.schedule import ADD, COPY, Algorithm, Schedule
+
+__all__ = ["Mixing", "mixing", "steps_to_meet_all"]
+
+Shares = NDArray[np.float64]
+"""[ranks, chunks, origins]: how much of each origin's chunk a rank holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """How far a matrix of shares is from the mean; the worst over all chunks."""
+
+    second_singular_value: float
+    """Part of the differences between ranks that is left: 0 if all hold the mean."""
+    smallest: float
+    """Smallest share times ranks: 1 is the mean, 0 means that some rank has nothing from some other."""
+    largest: float
+    """Largest share times ranks."""
+
+
+def mixing(schedules: Iterable[Schedule], total: int = 1) -> Mixing:
+    """Return what `schedules`, run one after the other, make of all ranks' values; each is divided by `total`.
+
+    >>> from commrt.algorithms.gossip import dissemination
+    >>> mixing([dissemination(4, 0), dissemination(4, 1)])
+    Mixing(second_singular_value=0.0, smallest=1.0, largest=1.0)
+    """
+    matrix: Shares | None = None
+    for schedule in schedules:
+        shares = _shares(schedule) / total
+        matrix = shares if matrix is None else np.einsum("rco,oci->rci", shares, matrix)
+    if matrix is None:
+        raise UsageError("mixing() of no schedules: give at least one")
+    ranks = len(matrix)
+    singular = np.linalg.svd(matrix.transpose(1, 0, 2), compute_uv=False)
+    second = float(singular[:, 1].max()) if ranks > 1 else 0.0
+    return Mixing(round(second, 12), float(matrix.min()) * ranks, float(matrix.max()) * ranks)
+
+
+def steps_to_meet_all(algorithm: Algorithm, ranks: int, most: int) -> int | None:
+    """Return after how many steps every rank has received from every other directly; None if more than `most`.
+
+    If chunks go to different ranks, receiving one of them counts.
+    """
+    met = np.eye(ranks, dtype=bool)
+    for step in range(most + 1):
+        if met.all():
+            return step
+        for hop in algorithm.schedule(step, ranks).checked_steps():
+            met[hop.dst, hop.src] = True
+    return None
+
+
+def _shares(schedule: Schedule) -> Shares:
+    ranks, chunks = schedule.ranks, schedule.chunks
+    shares = np.repeat(np.eye(ranks)[:, None, :], chunks, axis=1)
+    for step in schedule.checked_steps():
+        before = shares.copy()
+        for src, dst, lo, hi, combine, weight in zip(*(column.tolist() for column in step.columns), strict=True):
+            received, own = before[src, lo:hi], shares[dst, lo:hi]
+            if combine == COPY:
+                own[:] = received
+            else:
+                own += received if combine == ADD else weight * (received - own)
+    return shares

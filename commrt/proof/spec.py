@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a collective must do: who holds which chunk before, and whose contributions each chunk has after.
+
+A `Collective` holds both as arrays over (rank, chunk). `commrt.verify` replays a schedule and checks it against one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commrt.algorithms.gossip import Gossip
+from commrt.errors import ScheduleError
+from commrt.schedule import IntArray, Schedule
+
+__all__ = [
+    "ANYTHING",
+    "MAX_RANKS",
+    "Collective",
+    "Kind",
+    "all_gather",
+    "all_reduce",
+    "average",
+    "broadcast",
+    "doubly_stochastic",
+    "gossip_mean",
+    "reduce",
+    "reduce_scatter",
+]
+
+MAX_RANKS = 1 << 17
+ANYTHING = -1
+"""Goal of a (rank, chunk) whose final value nobody relies on."""
+
+
+class Kind(Enum):
+    """How the contributions named by a goal must be weighted."""
+
+    SUM = "sum"
+    """Each contribution of the goal exactly once, no other."""
+    AVERAGE = "average"
+    """Each contribution of the goal with weight 1/count, no other."""
+    DOUBLY_STOCHASTIC = "doubly stochastic"
+    """Weights are not negative; they sum to the total over origins for each rank, and over ranks for each origin."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """Precondition and goal of each (rank, chunk)."""
+
+    name: str
+    kind: Kind
+    defined: NDArray[np.bool_]
+    """[ranks, chunks] holds a value of its own before the first step."""
+    goal: IntArray
+    """[ranks, chunks] index into `families`, or ANYTHING."""
+    families: tuple[tuple[int, ...], ...]
+    """Sets of ranks. A cell must end with the contributions of one of them."""
+    total: int = 1
+    """What doubly stochastic weights sum to. Whoever runs the schedule divides by it."""
+
+
+def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
+    """Return the collective after which every member holds the sum over the members; other ranks are not checked."""
+    return _for_members("all_reduce", Kind.SUM, (ranks, chunks), members)
+
+
+def average(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
+    """Return the collective after which every member holds the mean over the members, by mixing weights."""
+    return _for_members("average", Kind.AVERAGE, (ranks, chunks), members)
+
+
+def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
+    """Return mixing that keeps the mean over all ranks: rows and columns of its weights sum to `total`."""
+    return _for_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None, total)
+
+
+def gossip_mean(algorithm: Gossip, schedule: Schedule) -> Collective:
+    """Return what `schedule`, a step of gossip, must do: keep the mean over all ranks."""
+    return doubly_stochastic(schedule.ranks, schedule.chunks, algorithm.within)
+
+
+def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
+    """Return the collective after which the root holds the sum over all ranks; other ranks are not checked."""
+    _require_ranks([root], ranks)
+    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal[root] = 0
+    return _all_defined("reduce", Kind.SUM, goal, _all(ranks))
+
+
+def reduce_scatter(ranks: int, chunks: int) -> Collective:
+    """Return the collective that sums chunk c over all ranks at its owner, rank ``c * ranks // chunks``."""
+    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal[_owner(ranks, chunks), np.arange(chunks)] = 0
+    return _all_defined("reduce_scatter", Kind.SUM, goal, _all(ranks))
+
+
+def all_gather(ranks: int, chunks: int) -> Collective:
+    """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to all ranks."""
+    owner = _owner(ranks, chunks)
+    defined = np.zeros((ranks, chunks), dtype=bool)
+    defined[owner, np.arange(chunks)] = True
+    goal = np.broadcast_to(owner, (ranks, chunks))
+    return Collective("all_gather", Kind.SUM, defined, goal, tuple((rank,) for rank in _all(ranks)))
+
+
+def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
+    """Return the collective after which every rank holds the root's buffer."""
+    _require_ranks([root], ranks)
+    return _all_defined("broadcast", Kind.SUM, np.broadcast_to(np.int64(0), (ranks, chunks)), (root,))
+
+
+def _for_members(
+    name: str, kind: Kind, shape: tuple[int, int], members: Sequence[int] | None, total: int = 1
+) -> Collective:
+    if members is None:  # broadcast, as a schedule that is too large for a proof must be refused, not end the memory
+        return _all_defined(name, kind, np.broadcast_to(np.int64(0), shape), _all(shape[0]), total)
+    _require_ranks(members, shape[0])
+    goal = np.full(shape, ANYTHING, dtype=np.int64)
+    goal[list(members)] = 0
+    return _all_defined(name, kind, goal, tuple(members), total)
+
+
+def _all_defined(name: str, kind: Kind, goal: IntArray, family: tuple[int, ...], total: int = 1) -> Collective:
+    return Collective(name, kind, np.broadcast_to(np.True_, goal.shape), goal, (family,), total)
+
+
+def _require_ranks(members: Sequence[int], ranks: int) -> None:
+    unknown = [rank for rank in members if not 0 <= rank < ranks]
+    if unknown or len(set(members)) != len(members) or not len(members):
+        raise ScheduleError(f"members {list(members)} must be different ranks out of 0..{ranks - 1}, at least one")
+
+
+def _all(ranks: int) -> tuple[int, ...]:
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ScheduleError(f"a collective of {ranks:,} ranks is too large for a proof: give 1 to {MAX_RANKS:,} ranks")
+    return tuple(range(ranks))
+
+
+def _owner(ranks: int, chunks: int) -> IntArray:
+    return np.arange(chunks, dtype=np.int64) * ranks // chunks

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that a command writes. What cannot be written is refused before the work starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
+
+from commrt.errors import CommrtError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "GENERATOR",
+    "prepare_report",
+    "require_picture",
+    "require_writable",
+    "save_picture",
+    "write",
+    "write_report",
+]
+
+PICTURE_FORMATS = (".svg", ".png", ".pdf")
+REPORT_NAME = "report.html"
+GENERATOR = "commrt train --report"
+"""Marks the head of a page that commrt wrote."""
+HEAD_CHARACTERS = 2000
+"""Length of the beginning of a page, which contains its head."""
+
+
+def require_writable(option: str, path: str, example: str) -> None:
+    """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a file name."""
+    file = Path(path)
+    try:
+        folder, exists, is_folder = file.resolve().parent, file.exists(), file.is_dir()
+    except OSError as error:  # a name that is too long, for instance
+        raise UsageError(f"{option}: no file can have this name: {error.strerror}") from error
+    if not folder.is_dir():
+        raise UsageError(f"{option} {path} cannot be written: there is no folder {folder}, make it first")
+    if is_folder:
+        raise UsageError(f"{option} {path} is a folder: give a file, such as {file / example}")
+    if not os.access(file if exists else folder, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written by this user: give another file")
+
+
+def write(option: str, path: str, save: Callable[[], object]) -> None:
+    """Call `save`, which writes `path`; raise `CommrtError` if the disk refuses."""
+    try:
+        save()
+    except OSError as error:
+        raise CommrtError(f"{option} {path} could not be written: {error}") from error
+
+
+def require_picture(out: str) -> None:
+    """Raise `UsageError` unless a picture can be written to `out`."""
+    if Path(out).suffix not in PICTURE_FORMATS:
+        raise UsageError(f"--out {out}: give a file that ends in {', '.join(PICTURE_FORMATS)}")
+    require_writable("--out", out, "picture.svg")
+
+
+def save_picture(figure: Figure, out: str) -> None:
+    """Write `figure` to `out`; raise `CommrtError` if the disk refuses."""
+    write("--out", out, lambda: figure.savefig(out, dpi=150))
+
+
+def prepare_report(folder: str) -> Path:
+    """Make `folder`, and return the path of the page in it.
+
+    Raise `UsageError` if `folder` cannot be written, if it contains a page that commrt did not write, or if a package
+    that the page needs is missing.
+    """
+    if not folder:
+        raise UsageError('--report "": the name of the folder is empty: give one, such as --report out')
+    for package in ("jinja2", "matplotlib"):
+        if find_spec(package) is None:
+            raise UsageError(f"--report needs {package}: pip install 'commrt[draw]'")
+    path = Path(folder) / REPORT_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+        is_ours = not path.exists() or GENERATOR in path.read_text(encoding="utf-8", errors="replace")[:HEAD_CHARACTERS]
+    except OSError as error:
+        raise UsageError(f"--report {folder}: nothing can be written there: {error}") from error
+    if not is_ours:
+        raise UsageError(
+            f"--report {folder}: there is a {REPORT_NAME} that commrt did not write: move it, or name another folder"
+        )
+    return path
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write the page, whole or not at all; raise `CommrtError` if the disk refuses."""
+    part = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise CommrtError(f"the run is over, but {path} could not be written: {error}") from error

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of ``commrt train --report``: one file that loads nothing else. Its text is in templates/page.html.j2."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.catalogue import BACKUP, GOSSIP, by_name
+from commrt.errors import UsageError
+from commrt.report import charts
+from commrt.report.drawing import draw_recorded_step, draw_schedule
+from commrt.report.files import GENERATOR
+from commrt.report.history import MAX_ITERATIONS, Iteration, RankHistory, RunRecord
+from commrt.report.tables import Result, rows, title
+from commrt.report.traces import spans_of
+
+__all__ = ["environment_facts", "page"]
+
+DDP = "ddp"
+PACKAGES = ("commrt", "torch", "numpy", "matplotlib", "mlxtend")
+NOTHING_RECORDED = RunRecord("unknown", ())
+
+
+def environment_facts(command: Sequence[str], transports: Sequence[str], cpus: float) -> Iterator[tuple[str, str]]:
+    """Return names and values of what the runs ran on, for the page."""
+    yield "command", shlex.join([Path(command[0]).name, *command[1:]])
+    yield "written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    yield "exchanged over", ", ".join(dict.fromkeys(transports))
+    yield "processors", f"{cpus:g}"
+    yield "machine", f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield "python", platform.python_version()
+    for name in PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield name, "from a source tree"
+    yield "kept", f"the first {MAX_ITERATIONS:,} passes of each rank"
+
+
+def page(results: Sequence[Result], backups: int, facts: Sequence[tuple[str, str]]) -> str:
+    """Return the page as HTML; `backups` is the number of backup workers, `facts` are from `environment_facts`."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  # an extra
+
+    environment = Environment(
+        loader=PackageLoader("commrt.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        generator=GENERATOR,
+        names=[result.algorithm for result in results],
+        title=title(results),
+        rows=[*rows(results)],
+        charts=_line_charts(results),
+        left_out=sum(history.left_out for result in results for history in _record(result).histories),
+        runs=[_run_section(result, backups, f"run{number}") for number, result in enumerate(results)],
+        facts=facts,
+        layout=charts,
+    )
+
+
+def _record(result: Result) -> RunRecord:
+    return result.record or NOTHING_RECORDED
+
+
+def _line_charts(results: Sequence[Result]) -> list[charts.LineChart]:
+    end = max(result.steps for result in results)
+
+    def chart(title: str, unit: str, value: Callable[[Iteration], float], high: float = 0.0) -> charts.LineChart:
+        lines = [(each.algorithm, _points(each, value)) for each in results]
+        means = [point.mean for _, points in lines for point in points]
+        return charts.LineChart(title, unit, lines, max(end, 1), high or 1.08 * max(means, default=1.0) or 1.0)
+
+    return [
+        chart("Loss", "", lambda each: each.loss),
+        chart("Accuracy on each step's images", " %", lambda each: 100 * each.accuracy, high=100.0),
+        chart("Time of a step", " ms", lambda each: 1e3 * each.seconds),
+    ]
+
+
+def _points(result: Result, value: Callable[[Iteration], float]) -> list[charts.Point]:
+    iterations = [each for history in _record(result).histories for each in history.iterations]
+    return charts.merge_steps([(each.step, value(each)) for each in iterations], result.steps)
+
+
+class _Picture(NamedTuple):
+    caption: str
+    svg: str
+
+
+class _RunSection(NamedTuple):
+    """What the page shows of one run; a string stands for a picture that cannot be drawn, and says why."""
+
+    name: str
+    timeline: _Picture | str
+    mix_counts: list[list[int]] | None
+    """None without gossip."""
+    contributions: charts.StepGrid | str
+    ranks: list[list[str]]
+    lost: list[str]
+    schedule: _Picture | str
+
+
+def _run_section(result: Result, backups: int, prefix: str) -> _RunSection:
+    record = _record(result)
+    histories = {history.rank: history for history in record.histories}
+    return _RunSection(
+        result.algorithm,
+        _timeline(record, result.algorithm, prefix),
+        record.mix_counts(result.workers) if result.algorithm == GOSSIP else None,
+        _contributions(result, record),
+        [_rank_row(rank, histories.get(rank)) for rank in range(result.workers)],
+        [*_lost_ranks(result, record), *_replaced_ranks(record)],
+        _schedule(result, backups, prefix),
+    )
+
+
+def _timeline(record: RunRecord, name: str, prefix: str) -> _Picture | str:
+    events = [event for history in record.histories for event in history.events]
+    try:
+        figure = draw_recorded_step(spans_of(events), name)
+    except UsageError as error:
+        return f"{error}."
+    if figure is None:
+        return "No step was recorded."
+    svg = charts.svg_of(figure, f"{prefix}-timeline")
+    return _Picture("Who did what when in a step that took as long as most", svg)
+
+
+def _schedule(result: Result, backups: int, prefix: str) -> _Picture | str:
+    if result.algorithm == DDP:
+        return "torch's DDP chooses among Gloo's own algorithms: there is no schedule to show."
+    if result.algorithm == BACKUP:
+        backup = BackupWorkers(backups)
+        needed = backup.needed(result.workers)
+        schedule = backup.inner.schedule(0, needed)
+        caption = f"The schedule of {needed} of the ranks, by their places among those that count in a step"
+    else:
+        schedule = by_name(result.algorithm).schedule(0, result.workers)
+        caption = f"The schedule of {'the first' if result.algorithm == GOSSIP else 'each'} step"
+    try:
+        return _Picture(caption, charts.svg_of(draw_schedule(schedule), f"{prefix}-schedule"))
+    except UsageError as error:
+        return f"{error}."
+
+
+def _contributions(result: Result, record: RunRecord) -> charts.StepGrid | str:
+    found = record.members_by_step()
+    if not found:
+        return "No rank that was left at the end recorded it."
+    took, take = ("took part in", "take part") if result.algorithm == GOSSIP else ("counted in", "count")
+    if set(found.values()) == {frozenset(range(result.workers))}:
+        return f"All {result.workers} ranks {took} each of {len(found):,} steps."
+    width, shares = charts.steps_per_column(result.steps), charts.shares_by_column(found, result.workers, result.steps)
+    column = "a column is a step" if width == 1 else f"a column is {width} steps, paler where it was in some of them"
+    title = f"Blue: it {took} the step; orange: it did not {take}; {column}"
+    return charts.StepGrid(title, [f"rank {rank}" for rank in range(result.workers)], shares, width, result.steps)
+
+
+def _rank_row(rank: int, history: RankHistory | None) -> list[str]:
+    if history is None or not history.iterations:
+        return [f"rank {rank}", *["-"] * 7]
+    averaged = history.averaged_steps
+    sent = [step.nbytes_sent for step in averaged if step.nbytes_sent is not None]
+    return [
+        f"rank {rank}",
+        f"{len(history.iterations) + history.left_out:,}",
+        f"{sum(step.counted for step in averaged):,} steps",
+        f"{1e3 * median(each.seconds for each in history.iterations):.2f} ms",
+        _mean_ms([step.exposed_s for step in averaged]),
+        _mean_ms([step.comm_s for step in averaged if step.comm_s is not None]),
+        " to ".join(f"{nbytes:,}" for nbytes in sorted({min(sent), max(sent)})) + " B" if sent else "-",
+        f"{sum(sent):,} B" if sent else "-",
+    ]
+
+
+def _mean_ms(seconds: Sequence[float]) -> str:
+    return f"{1e3 * fmean(seconds):.2f} ms" if seconds else "-"
+
+
+def _lost_ranks(result: Result, record: RunRecord) -> Iterator[str]:
+    """Return when and why each rank was lost, as far as the remaining ranks know."""
+    known, found = {lost.rank: lost for lost in record.lost}, record.members_by_step()
+    for rank in result.lost:
+        steps = [step for step, members in found.items() if rank in members]
+        if rank in known:
+            yield f"Rank {rank}, from step {known[rank].step} on: {known[rank].why}"
+        elif steps:
+            yield f"Rank {rank}: step {max(steps)} was the last in which it counted; nobody waited for it after that"
+        else:
+            yield f"Rank {rank}: it counted in no step that the others recorded"
+
+
+def _replaced_ranks(record: RunRecord) -> Iterator[str]:
+    """Return which ranks a second process has taken over: those that did not begin with step 0."""
+    for history in record.histories:
+        if history.iterations and (step := history.iterations[0].step) > 0:
+            yield f"Rank {history.rank} was lost; another process took its place, and began with step {step}"

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce of tensors of any shape, along an algorithm's schedule.
+
+Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far. Where a rank may be lost
+meanwhile, a sum is computed on a copy: the tensor is written once all ranks have the result, so until then they can
+start again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.gossip import Gossip
+from commrt.errors import DisagreementError, ScheduleError, UsageError
+from commrt.kernels.dispatch import GPU_DTYPES, packing
+from commrt.kernels.layout import layout_of
+from commrt.kernels.packing import Packing, TorchPacking
+from commrt.program import member_program
+from commrt.proof.replay import prove
+from commrt.proof.spec import all_reduce
+from commrt.runtime.consistency import ConsistencyCheck
+from commrt.runtime.elastic import Elastic
+from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.recording import Recorder, within_range
+from commrt.schedule import Algorithm, Schedule
+from commrt.threads.comm_thread import CommThread, RecoveredError, TaskFuture
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.protocol import Tag
+
+__all__ = [
+    "WIRES",
+    "Collectives",
+    "check_algorithm",
+    "check_all_reduce",
+    "check_all_reduce_call",
+    "check_run",
+    "check_wire",
+    "is_expanded",
+]
+
+KEPT = 256
+"""Bound programs that are kept: those of the tensors seen last."""
+WIRES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that may travel in place of wider ones."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+"""Narrower ones would overflow: each rank adds flags to the sum as well."""
+OPS = ("mean", "sum")
+UNCONFIRMED = 64
+"""Latest calls on a GPU for which a mismatch may still be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """What must be equal on all ranks to add up a tensor, and where it lies."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    wire: torch.dtype
+    """The dtype that travels."""
+    device: torch.device
+
+    def __str__(self) -> str:
+        """Name all that must be equal on all ranks; the strides of dimensions of size 1 may differ."""
+        strides = [stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)]
+        dtypes = " as ".join(str(one)[6:] for one in dict.fromkeys((self.dtype, self.wire)))
+        return f"{dtypes}{list(self.shape)} with strides {strides}"
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return an uninitialized tensor of this layout."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """One call of `World.all_reduce`, checked."""
+
+    tensor: Tensor
+    layout: TensorLayout
+    op: str
+    algorithm: Algorithm
+    tag: Tag
+
+    def __str__(self) -> str:
+        return f"the {self.op} of {self.layout}, at step {self.tag.step}, as {self.tag.bucket}"
+
+
+def check_all_reduce_call(
+    tensor: Tensor, op: str, algorithm: Algorithm, wire: torch.dtype | None, tag: Tag
+) -> AllReduce:
+    """Return the checked call; raises `UsageError` for what cannot be summed."""
+    _check_tensor(tensor)
+    _check_arithmetic(tensor.dtype, op)
+    check_wire(wire)
+    check_all_reduce(algorithm)
+    _check_tag(tag)
+    narrower = wire is not None and tensor.is_floating_point() and wire.itemsize < tensor.dtype.itemsize
+    travels = wire if wire is not None and narrower else tensor.dtype
+    like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
+    layout = TensorLayout(like.shape, like.stride(), like.dtype, travels, tensor.device)
+    return AllReduce(tensor, layout, op, algorithm, tag)
+
+
+def _check_tag(tag: Tag) -> None:
+    """Raise `UsageError` unless `tag` is one."""
+    if not isinstance(tag, Tag):
+        raise UsageError(f"tag={tag!r:.80}: give a commrt.Tag(step, bucket), or leave it out")
+
+
+def check_run(schedule: Schedule, ranks: int, tag: Tag) -> None:
+    """Raise `UsageError` unless `schedule` is one of so many `ranks`."""
+    _check_tag(tag)
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
+    if schedule.ranks != ranks:
+        raise UsageError(
+            f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {ranks}: say which of "
+            f"them play it with schedule.over(ranks, world={ranks})"
+        )
+
+
+def check_wire(wire: torch.dtype | None) -> None:
+    """Raise `UsageError` for a dtype that cannot travel."""
+    if wire is not None and not (isinstance(wire, torch.dtype) and wire in WIRES):
+        offered = ", ".join(map(str, WIRES))
+        raise UsageError(f"wire={wire!s:.80} cannot travel: use {offered}, or None for each dtype as it is")
+
+
+def check_algorithm(algorithm: object) -> None:
+    """Raise `UsageError` unless `algorithm` has a method ``schedule``."""
+    if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
+        raise UsageError(f"algorithm={algorithm!r:.200} makes no schedules: pass an object, such as commrt.Ring()")
+
+
+def check_all_reduce(algorithm: Algorithm) -> None:
+    """Raise `UsageError` for an algorithm that is no all-reduce."""
+    check_algorithm(algorithm)
+    if isinstance(algorithm, Gossip | BackupWorkers):
+        raise UsageError(
+            f"algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "
+            "HalvingDoubling() here, and attach() for gossip and backup workers"
+        )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return True if several elements share one place in memory."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and not stride for size, stride in strides)
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"all_reduce() takes a tensor, not a {type(tensor).__name__}: make one with torch.tensor()")
+    for is_so, complaint in (
+        (type(tensor) not in (Tensor, nn.Parameter), f"is a {type(tensor).__name__}: use a plain tensor"),
+        (tensor.layout != torch.strided or tensor.is_nested, f"is {tensor.layout}, or nested: use a dense copy"),
+        (tensor.is_meta, "is on the meta device and has no values"),
+        (tensor.is_inference(), "was made under torch.inference_mode(): clone() it outside of that"),
+    ):
+        if is_so:
+            raise UsageError(f"all_reduce() writes to its tensor, which {complaint}")
+    if is_expanded(tensor):
+        raise UsageError(
+            "all_reduce() writes to its tensor, of which several elements share one place: use its clone()"
+        )
+
+
+def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
+    if op not in OPS:
+        raise UsageError(f'op={op!r:.80}: use "mean", as gradients are averaged, or "sum"')
+    if dtype not in (*FLOATS, *INTEGERS):
+        offered = ", ".join(str(one) for one in (*FLOATS, *INTEGERS))
+        raise UsageError(f"all_reduce() of {dtype}: convert it to one of {offered} first")
+    if dtype in INTEGERS and op == "mean":
+        raise UsageError(f'the mean of {dtype} has no place in its own dtype: use op="sum", or convert it to float')
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    program: BoundProgram
+    packing: Packing
+
+
+class Collectives:
+    """The all-reduces of one world. The communication thread runs `_reduce_now` and all that it calls."""
+
+    def __init__(
+        self, transport: TransportByDevice, comm_thread: CommThread, elastic: Elastic, consistency: ConsistencyCheck
+    ) -> None:
+        self._transport, self._comm_thread = transport, comm_thread
+        self._elastic, self._consistency = elastic, consistency
+        self._proven = lru_cache(KEPT)(_prove)
+        self._start_again()
+
+    def all_reduce(self, call: AllReduce, recorder: Recorder | None) -> None:
+        """Return when the tensor holds the result, of the ranks that are left if one is lost. Collective."""
+        self._schedule(call, len(self._elastic.generation.ranks))  # its errors end nothing here
+        refusal, total = self._elastic.together(lambda: self._attempt(call, recorder))
+        if refusal is not None:
+            raise refusal
+        if total is not call.tensor:
+            with torch.no_grad():
+                call.tensor.copy_(total)
+
+    def _attempt(self, call: AllReduce, recorder: Recorder | None) -> tuple[DisagreementError | None, Tensor]:
+        """Reduce the tensor, or a copy where ranks may be lost: all may have to start again when a rank has the sum.
+
+        Return (None, the sum) or (the error that all ranks found before anything was sent, the tensor).
+        """
+        own = call
+        if self._elastic.is_elastic:
+            with torch.no_grad():
+                own = replace(call, tensor=call.layout.empty(call.layout.device).copy_(call.tensor))
+        try:
+            self._elastic.submit(lambda: self._reduce_now(own, recorder)).result()
+        except DisagreementError as error:
+            if self._comm_thread.failure is not None:
+                raise
+            return error, own.tensor  # ranks vote on it like on a sum
+        return None, own.tensor
+
+    def run(self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]) -> None:
+        """Run `schedule` on `buffer` in a world that may lose ranks: on a copy, as a lost rank may end the attempt."""
+        done = self._elastic.together(lambda: self._run_copy(schedule, buffer, run_now))
+        if isinstance(done, DisagreementError):
+            raise done
+        buffer.copy_(done)
+
+    def _run_copy(
+        self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]
+    ) -> Tensor | DisagreementError:
+        try:
+            self._consistency.require_same_call(schedule, buffer)
+        except DisagreementError as error:
+            return error  # all ranks have it, so they vote on it like on a result
+        copy = buffer.clone()
+        self._elastic.submit(lambda: run_now(copy)).result()
+        return copy
+
+    def begin_all_reduce(self, call: AllReduce, recorder: Recorder | None) -> TaskFuture[None]:
+        """Return at once, with the future of the result. Collective."""
+        self._schedule(call, len(self._elastic.generation.ranks))  # as above
+        return self._comm_thread.submit(lambda: self._reduce_now(call, recorder))
+
+    def require_no_dispute(self) -> None:
+        """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different one."""
+        for call, own in self._unconfirmed:
+            if own.packing.disputed:
+                raise _dispute(call)
+
+    def _reduce_now(self, call: AllReduce, recorder: Recorder | None) -> None:
+        members = tuple(self._elastic.generation.ranks)
+        if len(members) == 1:
+            return
+        try:
+            schedule = self._schedule(call, len(members))
+            numel = layout_of([call.tensor.numel()]).numel  # other sizes on other ranks would end the world
+            self._consistency.require_same_buffers_now(schedule, members, numel, call.layout.wire)
+        except (UsageError, ScheduleError, DisagreementError) as refusal:  # nothing was sent
+            raise RecoveredError(refusal) from refusal
+        tag = call.tag
+        with within_range(recorder, "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
+            self._run(call, schedule, members, recorder)
+
+    def _schedule(self, call: AllReduce, members: int) -> Schedule:
+        schedule = call.algorithm.schedule(0, members)
+        if not isinstance(schedule, Schedule) or schedule.ranks != members:
+            raise UsageError(
+                f"{call.algorithm} made {schedule!r:.80} for {members} ranks, which is no schedule of them"
+            )
+        return self._proven(schedule)
+
+    def _run(self, call: AllReduce, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
+        tensor, layout, stamp = call.tensor, call.layout, self._stamp(call, schedule)
+        if self._room != self._elastic.memory_epoch:
+            self._start_again()
+        own = self._bound(schedule, members, layout)
+        is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
+        dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
+        self.require_no_dispute()
+        own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, stamp)
+        own.program.run(call.tag, recorder)
+        own.packing.unpack([dense], stamp)
+        if own.packing.disputed:
+            raise _dispute(call)
+        if dense is not tensor:
+            tensor.copy_(dense)
+        if tensor.is_cuda:
+            self._unconfirmed.append((call, own))
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream
+
+    def _stamp(self, call: AllReduce, schedule: Schedule) -> int:
+        """Return 64 bits that show in their sum over ranks if calls differ: 32 of a checksum, and their inverse."""
+        checksum = zlib.crc32(f"{call} {self._consistency.digest(schedule)}".encode())
+        return checksum << 32 | ~checksum & 0xFFFFFFFF
+
+    def _start_again(self) -> None:
+        """Use new memory: after connections broke, a peer may still read what it was sent."""
+        self._room = self._elastic.memory_epoch
+        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._unconfirmed: deque[tuple[AllReduce, _Bound]] = deque(maxlen=UNCONFIRMED)
+        self._bound = lru_cache(KEPT)(self._bind)
+
+    def _bind(self, schedule: Schedule, members: tuple[int, ...], layout: TensorLayout) -> _Bound:
+        packed = layout_of([layout.shape.numel()])
+        mine = member_program(schedule, members, self._transport.rank, self._transport.ranks)
+        wire = self._allocate("wire", packed.numel, layout)
+        scratch = self._allocate("scratch", scratch_numel(mine, packed.numel), layout)
+        bound = bind(mine, wire, self._transport, scratch, self._comm_thread.streams)
+        pack = packing if layout.dtype in GPU_DTYPES else TorchPacking  # the kernels are not made for integers
+        return _Bound(bound, pack(wire, packed, [layout.empty("meta")]))
+
+    def _allocate(self, use: str, numel: int, layout: TensorLayout) -> Tensor:
+        """Return [numel] of the one piece of memory for this `use`; its old contents stay, and nobody reads them."""
+        key = use, layout.wire, layout.device
+        if key not in self._memory or self._memory[key].numel() < numel:
+            self._bound.cache_clear()  # it would keep the smaller one
+            self._memory[key] = self._transport.allocate(numel, layout.wire, layout.device)
+        return self._memory[key][:numel]
+
+
+def _prove(schedule: Schedule) -> Schedule:
+    prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+    return schedule
+
+
+def _dispute(call: AllReduce) -> DisagreementError:
+    return DisagreementError(
+        f"all_reduce() of {call}: another rank came with another op, shape, layout in memory, dtype, wire, algorithm "
+        "or tag; make the same calls in the same order on every rank"
+    )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`init`: how a process joins its world, through a running group, a launcher's variables, or alone."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+
+from commrt.errors import TransportClosed, UsageError
+from commrt.membership.agreement import WorldConfig
+from commrt.membership.launcher import (
+    DEFAULT_TIMEOUT_S,
+    LOOPBACK,
+    Launch,
+    chosen_transport,
+    default_timeout_s,
+    gloo_interface,
+    launched,
+    require_deadlines,
+)
+from commrt.membership.liveness import own_address
+from commrt.membership.rendezvous import is_loopback, meet
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, clone_connection
+from commrt.runtime.connection import Connect, Means, connect_hosts, local_rank
+from commrt.runtime.world import Hooks, World
+from commrt.transport.by_device import NullTransport
+from commrt.transport.channel import host_identity
+from commrt.transport.local import Fabric
+from commrt.transport.protocol import Transport
+
+__all__ = ["current", "init", "is_open"]
+
+_current: World | None = None
+_opened = 0
+"""Worlds that this process has opened; keeps their keys apart on one store."""
+_joined: set[tuple[str, int]] = set()
+"""Addresses of the stores where this process has met other ranks."""
+_inherited: list[object] = []
+"""Addresses and groups of the parent of this forked process. The parent is a rank there, so the child cannot be one."""
+
+
+def current() -> World:
+    """Return the world of the last `init`; raises `UsageError` if there is none."""
+    if _current is None or _current.closed:
+        raise UsageError("there is no world yet: call commrt.init() first, or pass world=")
+    return _current
+
+
+def is_open() -> bool:
+    """Return True if `current` would return a world."""
+    return _current is not None and not _current.closed
+
+
+def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None) -> World:
+    """Join the world that this process was launched into, and make it the current one.
+
+    The world is that of a running ``torch.distributed`` group; else that of the variables of torchrun, Open MPI, MPICH
+    or Slurm; else a world of one. The ranks of one Linux host exchange through shared memory, others through Gloo
+    (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one of them.
+
+    `timeout_s` limits every later wait (default: COMMRT_TIMEOUT_S, or 300). `start_timeout_s` limits the time until all
+    ranks have connected (default: `timeout_s`, but at least 300, since jobs start unevenly).
+
+    A second call returns the world that is open; a `timeout_s` given there replaces the first. ``with init():`` closes
+    the world at its end, unless it is inside another such statement: if you open a world without ``with``, use
+    `current` in functions.
+
+    With backup workers, a process may come with the number of a rank that is gone while the others train. It waits for
+    nobody, and takes that rank's place when it attaches its model. Until then it can do nothing together with them.
+
+    A forked child is no rank of its parent's job. There ``init`` raises `UsageError`, unless the launcher's variables
+    have been changed or unset.
+
+    Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come, and
+    `DisagreementError` if they differ about the size of the world or the transport.
+    """
+    global _current, _opened
+    require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+    if _current is not None and not _current.closed:
+        if timeout_s is not None:
+            _current.transport.timeout_s = timeout_s
+        return _current
+    step_limit_s = default_timeout_s() if timeout_s is None else timeout_s
+    start_limit_s = max(step_limit_s, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
+    in_group = dist.is_available() and dist.is_initialized()
+    launch = None if in_group else launched()  # raises for contradictory variables
+    _opened += 1
+    if in_group:
+        _current = _join_group(start_limit_s)
+    elif launch is not None and launch.size > 1:
+        _current = _join_launch(launch, start_limit_s)
+    else:
+        _current = World(Fabric(1).transport(0), HashStore(), launcher="one process")
+    _current.transport.timeout_s = step_limit_s
+    return _current
+
+
+def _join_group(timeout_s: float) -> World:
+    rank, size, local = dist.get_rank(), dist.get_world_size(), local_rank()
+    if size == 1:
+        return World(Fabric(1).transport(0), HashStore(), local, "torch.distributed")
+    _require_not_inherited(dist.group.WORLD)
+    default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
+    store = PrefixStore(f"commrt/{_opened}", default)
+    connect = _connector(store, rank)
+    transport = connect(0, range(size), timeout_s)
+    is_near = transport.kind == "shared"
+    means = Means(connect, _address_towards(None, is_near=is_near))  # a group does not say where the others are
+    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, means=means)
+
+
+def _join_launch(launch: Launch, timeout_s: float) -> World:
+    _require_not_inherited((launch.address, launch.port))
+    store = PrefixStore(f"commrt/{launch.job}/{launch.attempt}/{_opened}", meet(launch, timeout_s))
+    _joined.add((launch.address, launch.port))
+    connect = _connector(store, launch.rank, _gloo_address(launch.address))
+    config = call_store(lambda: WorldConfig.read(store), STORE_ANSWER_S, launch.rank)
+    transport: Transport
+    if config is None:
+        transport = connect(0, range(launch.size), timeout_s)
+        is_near = transport.kind == "shared"
+    else:
+        config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
+        transport = NullTransport(launch.rank, range(launch.size), timeout_s)
+        is_near = config.host is not None
+    return World(
+        transport,
+        store,
+        launch.local_rank,
+        launch.launcher,
+        holds_store=launch.rank == 0 and not launch.store_exists,
+        means=Means(connect, _address_towards(launch.address, is_near=is_near)),
+        config=config,
+    )
+
+
+def _gloo_address(address: str) -> str | None:
+    """Return the local address that leads to `address`; None lets Gloo choose, by its variables or the host's name."""
+    if is_loopback(address):
+        return LOOPBACK
+    ours = own_address(address)
+    return None if gloo_interface() or is_loopback(ours) else ours
+
+
+def _address_towards(address: str | None, *, is_near: bool) -> str | None:
+    """Return an address in the network between the ranks, for liveness checks; None if it is not known.
+
+    On the host of `address` it is not known, since that host may have a name of its own there.
+    """
+    if is_near or address is None or is_loopback(address):
+        return LOOPBACK if is_near or address else None
+    return None if is_loopback(own_address(address)) else address
+
+
+def _connector(store: Store, rank: int, host: str | None = None) -> Connect:
+    def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
+        ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
+        return connect_hosts(PrefixStore(f"generation {generation}", ours), rank, members, timeout_s, host)
+
+    return connect
+
+
+def _require_not_inherited(place: object) -> None:
+    if place in _inherited:
+        raise UsageError(
+            "this process was forked from a rank of the same job, and a rank is one process: call init() in one of the "
+            "two only, start ranks with a launcher or multiprocessing's spawn, or unset the launcher's variables "
+            "(RANK, WORLD_SIZE, ...) in the child for a world of its own"
+        )
+
+
+def _at_exit() -> None:
+    """Close the world, without waiting for the deadline of a transfer that may be running.
+
+    With backup workers the other ranks may still need this rank's state, but not that of a program that failed.
+    """
+    if _current is not None:
+        if _current.hooks != Hooks() and not hasattr(sys, "last_value"):
+            _current.close()
+        if failure := _current.unraised_failure:
+            warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)
+        _current.abort(TransportClosed("the process ended without closing its world"))
+        _current.close()
+
+
+def _after_fork() -> None:
+    """Forget the parent's world, in the child."""
+    global _current, _opened
+    _current, _opened = None, 0
+    _inherited.extend(_joined)
+    _joined.clear()
+    if dist.is_available() and dist.is_initialized():
+        _inherited.append(dist.group.WORLD)
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

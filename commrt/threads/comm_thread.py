@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communication thread: it runs all communication of a world, in the order in which it was submitted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from commrt.errors import Evicted, TransportClosed, TransportError, UsageError
+from commrt.threads.future import Future
+from commrt.threads.streams import DONE, StreamEvent, Streams
+
+__all__ = ["CommThread", "RecoveredError", "TaskFuture"]
+
+CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
+ON_COMM_THREAD = (
+    "a callback of a future runs on the thread that communicates, at a tag that differs between ranks, so it can "
+    "neither begin nor wait for a transfer nor close the world: do that where the first transfer was begun"
+)
+INHERITED = (
+    "this world belongs to the process that opened it, and a forked child cannot use it: communicate in that process "
+    "only, or start this one with multiprocessing's spawn or a launcher and call init() in it"
+)
+
+HOST = Streams()
+
+T = TypeVar("T")
+
+
+class RecoveredError(Exception):
+    """Raised by a task to fail with `error` and let the communication thread go on with the next task."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class TaskFuture(Future[T]):
+    """The result of a task. On a GPU it may be set while the task's work is still queued.
+
+    `result` then lets the current stream of its caller wait for that work; the calling thread does not wait.
+    """
+
+    def __init__(self, comm_thread: threading.Thread | None = None) -> None:
+        super().__init__()
+        self._comm_thread = comm_thread
+        self._streams, self._end = HOST, DONE
+
+    def set_queued_result(self, value: T, streams: Streams, end: StreamEvent) -> None:
+        """Set the result to `value`, which is there once `end` is reached on `streams`."""
+        self._streams, self._end = streams, end
+        self.set_result(value)
+
+    def is_completed(self) -> bool:
+        """Return True if the result is set and all work queued for it is done. Never waits."""
+        return self.done() and self._end.query()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """As `Future.result`; raises `UsageError` on the communication thread, which cannot wait for itself."""
+        if not self._is_done and threading.current_thread() is self._comm_thread:
+            raise UsageError(ON_COMM_THREAD)
+        value = super().result(timeout_s)
+        self._streams.wait_event(self._end)
+        return value
+
+
+class CommThread:
+    """A thread that runs tasks in order, until one of them fails; then it refuses all later ones.
+
+    The ranks of a world run the same tasks in the same order. After a failure this rank is out of step with its peers,
+    so the next task could only exchange wrong bytes. It is a daemon thread: it does not keep the process alive.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None], name: str = "commrt") -> None:
+        self.streams = HOST
+        """Where tasks queue their work."""
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._on_failure = on_failure
+        self.failure: BaseException | None = None
+        """The first error of a task, or the reason given to `give_up`."""
+        self._refusal: str | None = None
+        self._pending: set[Future[Any]] = set()
+        self._is_over = False
+        self._ended: Future[None] = Future()  # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], T]) -> TaskFuture[T]:
+        """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
+
+        Raises `TransportClosed` after `close`, and in a forked child.
+        """
+        self.require_open()
+        future: TaskFuture[T] = TaskFuture(self._thread)
+        before = self.streams.record_event()
+        self._pending.add(future)
+        self._tasks.put(lambda: self._run(task, future, before))
+        if self._is_over:  # another thread, or a signal handler, has closed it since `require_open`
+            self._refuse(future)
+        return future
+
+    def require_open(self) -> None:
+        """Raise `TransportClosed` after `close`, and in a forked child."""
+        if self._refusal is not None:
+            raise TransportClosed(self._refusal)
+
+    def require_other_thread(self) -> None:
+        """Raise `UsageError` if the communication thread calls this: it cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise UsageError(ON_COMM_THREAD)
+
+    def require_working(self) -> None:
+        """Raise what a task submitted now would raise: see `require_other_thread`, `require_open` and `failure`."""
+        self.require_other_thread()
+        self.require_open()
+        self._require_no_failure()
+
+    def _require_no_failure(self) -> None:
+        if self.failure is not None:
+            raise _refusal_after(self.failure) from self.failure
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # or it stays alive until the next one comes
+        self._is_over = True  # set before `_pending` is read: `submit` adds its future first, and reads this after
+        for future in tuple(self._pending):
+            self._refuse(future)
+        self._ended.set_result(None)
+
+    def _refuse(self, future: Future[Any]) -> None:
+        """Fail a task that came too late to run, unless another thread has done so."""
+        with suppress(KeyError):
+            self._pending.remove(future)
+            future.set_exception(TransportClosed(CLOSED))
+
+    def _run(self, task: Callable[[], T], future: TaskFuture[T], before: StreamEvent) -> None:
+        try:
+            self.streams.wait_event(before)
+            self._require_no_failure()
+            with torch.no_grad():
+                value = task()
+            end = self.streams.record_event()
+        except RecoveredError as recovered:
+            future.set_exception(recovered.error)
+        except BaseException as failure:  # `result` raises it
+            self._fail(failure)
+            future.set_exception(failure)
+        else:
+            future.set_queued_result(value, self.streams, end)
+        self._pending.discard(future)
+
+    def _fail(self, failure: BaseException) -> None:
+        if self.failure is None:
+            self.failure = failure
+            try:
+                self._on_failure(failure)
+            except BaseException as error:  # or no future would be set any more
+                failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
+
+    def give_up(self, reason: BaseException) -> bool:
+        """Start no more tasks because of `reason`. Return False if a task failed before, or the thread has ended."""
+        if self.failure is not None or self._is_over:
+            return False
+        self.failure = reason
+        return True
+
+    def close(self) -> None:
+        """Finish all submitted tasks and accept no more. Safe to call twice, also after Ctrl-C in the first call."""
+        self.require_other_thread()
+        self._refusal = CLOSED
+        self._tasks.put(None)
+        self._ended.result()
+
+    def leave_to_parent(self) -> None:
+        """Accept no more tasks, and fail all pending ones: in a forked child the thread does not exist."""
+        self._refusal = INHERITED
+        for future in self._pending:
+            future.drop_callbacks()
+            if not future.done():
+                future.set_exception(TransportClosed(INHERITED))
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+def _refusal_after(failure: BaseException) -> TransportError:
+    """Return the error for a task that comes after `failure`."""
+    if isinstance(failure, Evicted):
+        return failure.again()
+    said = failure.what if isinstance(failure, TransportError) else str(failure)
+    cause = f"It was {type(failure).__name__}" + (f": {said}" if said else "")
+    if not isinstance(failure, TransportError):
+        return TransportClosed(f"this world was given up: call init() for a new one. {cause}")
+    what = "an earlier transfer failed, so this one was not started: call init() for a new world"
+    refusal = TransportClosed(f"{what}. {cause}", failure.place)
+    refusal.elsewhere = failure.elsewhere
+    return refusal

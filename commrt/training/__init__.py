@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to train a model on many ranks."""

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse what cannot be averaged: models and arguments in `attach`, and models that have changed since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from commrt.buckets.layout import Named, gradient_dtype
+from commrt.errors import UsageError
+from commrt.runtime.collectives import WIRES, check_algorithm, check_wire, is_expanded
+from commrt.training.model_state import Stateful
+
+__all__ = [
+    "ParameterList",
+    "check_attach",
+    "check_stateful",
+    "describe_algorithm",
+    "describe_buffers",
+    "describe_optimizers",
+    "have_state",
+]
+
+MOST_MB = 1e9
+GRADIENTS = (torch.float64, *WIRES)
+
+
+def check_attach(
+    model: object, optimizer: object, algorithm: object, wire: torch.dtype | None, cap_mb: object, **flags: object
+) -> tuple[list[Named], list[Optimizer]]:
+    """Return the parameters to average and the optimizers; raises `UsageError` for arguments `attach` cannot take."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
+        )
+    check_algorithm(algorithm)
+    check_wire(wire)
+    if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
+        raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise UsageError(f"{name}={flag!r:.80}: give True or False")
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    _check_model(model, params)
+    return params, _checked_optimizers(optimizer, params)
+
+
+def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimizer]:
+    found = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
+    ours, optimizers = {id(param) for _, param in params}, []
+    for optimizer in found:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"a {kind} was given as the optimizer: pass a torch.optim.Optimizer or a list of them, and all else by "
+                "its name (algorithm=, ...)"
+            )
+        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            raise UsageError(f"the {kind} steps no parameter of the model: build it from model.parameters()")
+        optimizers.append(optimizer)
+    return optimizers
+
+
+def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
+    """Raise `UsageError` for an object without a state to send, given to `call`."""
+    if not isinstance(owners, Iterable):
+        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
+    for owner in owners:
+        if not isinstance(owner, Stateful):
+            raise UsageError(
+                f"{call} was given a {type(owner).__name__}, which has no state_dict() and load_state_dict(): pass "
+                "learning rate schedulers, a GradScaler and the like"
+            )
+
+
+def _check_model(model: nn.Module, params: Sequence[Named]) -> None:
+    """Raise `UsageError` unless the gradients of `params` can be averaged and all state of `model` overwritten."""
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError("the model is wrapped in DistributedDataParallel already: attach the bare module instead")
+    if torch.is_inference_mode_enabled():
+        raise UsageError("attach() under torch.inference_mode(): call it outside, gradients do not exist there")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if problem := _problem(tensor):
+            raise UsageError(f"{name} {problem}")
+    if not params:
+        raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
+    for name, param in params:
+        offered = WIRES if param.is_cuda else GRADIENTS
+        if (dtype := gradient_dtype(param)) not in offered:
+            listed = ", ".join(map(str, offered))
+            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {listed} can be averaged there")
+    _check_devices(chain(params, model.named_buffers()))
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(
+                f"{name or 'the model'} makes sparse gradients, which cannot be averaged: use sparse=False"
+            )
+
+
+def _problem(tensor: Tensor) -> str | None:
+    """Return what keeps a parameter or buffer from being overwritten with rank 0's."""
+    if is_lazy(tensor):
+        return "has no shape yet: run one batch through the model before attach()"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}: only dense tensors can be sent"
+    if tensor.is_inference():
+        return "was made under torch.inference_mode(): make the model outside of it"
+    if is_expanded(tensor):
+        return "is expanded, several elements share one place in memory: use its .clone()"
+    return None
+
+
+def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    devices: dict[torch.device, str] = {}
+    for name, tensor in tensors:
+        devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UsageError(f"the model lies on different devices ({where}): move the model to one device")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise UsageError("the model is on the meta device, it has no values: use model.to_empty() and initialise it")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model is on {device}: this version moves tensors on CPUs and NVIDIA GPUs only")
+
+
+def describe_algorithm(algorithm: object) -> str:
+    """Return `algorithm` as text that ranks can compare."""
+    return _without_addresses(repr(algorithm))
+
+
+def _without_addresses(text: str) -> str:
+    """Return `text` without the places where this process keeps objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def describe_buffers(model: nn.Module) -> str:
+    """Return names, dtypes and shapes of all buffers, as ranks compare them."""
+    return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
+
+
+def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
+    """Return all that decides how `optimizers` step, but the values of their state: types, settings, who has state."""
+    names = {id(param): name for name, param in params}
+    return "; ".join(_describe_group(each, group, names) for each in optimizers for group in each.param_groups)
+
+
+def _describe_group(optimizer: Optimizer, group: dict[str, Any], names: dict[int, str]) -> str:
+    members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
+    settings = ", ".join(
+        f"{key}={_without_addresses(str(value.tolist() if isinstance(value, Tensor) else value))}"
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    )
+    return f"{type(optimizer).__name__}({settings}) of {' '.join(members)}, * has state"
+
+
+def have_state(optimizers: Sequence[Optimizer]) -> bool:
+    """Return True if one of `optimizers` has stepped; equal on ranks that agree about `describe_optimizers`."""
+    pairs = ((param, each) for each in optimizers for group in each.param_groups for param in group["params"])
+    return any(param in optimizer.state for param, optimizer in pairs)
+
+
+class ParameterList:
+    """The parameters of a model as they are now; modules without any may come and go later.
+
+    Cost of a check: 0.1 us per module and parameter, and a walk through the model after a module has changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._params = list(model.named_parameters())
+        self._frozen = [(name, param) for name, param in self._params if not param.requires_grad]
+        self._remember()
+
+    def require_unchanged(self) -> None:
+        """Raise `UsageError` if a parameter came, went, or requires a gradient now: nobody would average it."""
+        now = self._contents()
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+            _refuse(self._changed_parameter())
+            self._remember()
+        thawed = (f"{name} was frozen and is not any more" for name, param in self._frozen if param.requires_grad)
+        _refuse(next(thawed, None))
+
+    def _remember(self) -> None:
+        modules = list(self._model.modules())
+        # Public access would walk through all modules again: these are the dicts in which they keep their contents.
+        self._dicts: list[Mapping[str, object]] = [
+            *(module._modules for module in modules),  # noqa: SLF001
+            *(module._parameters for module in modules),  # noqa: SLF001
+        ]
+        self._known = self._contents()
+
+    def _contents(self) -> list[object]:
+        return [*chain.from_iterable(part.values() for part in self._dicts)]
+
+    def _changed_parameter(self) -> str | None:
+        now = list(self._model.named_parameters())
+        there, known = {id(param) for _, param in now}, {id(param) for _, param in self._params}
+        gone = (f"{name} was replaced or removed" for name, param in self._params if id(param) not in there)
+        added = (f"{name} was added" for name, param in now if id(param) not in known)
+        return next(chain(gone, added), None)
+
+
+def _refuse(change: str | None) -> None:
+    if change is not None:
+        raise UsageError(f"the model has changed since attach(), {change}: detach() and attach() again")

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from commrt.algorithms.backup import BackupWorkers
+from commrt.buckets.engine import BuildBuckets, Engine
+from commrt.errors import CommrtError, UsageError
+from commrt.membership.agreement import WorldConfig
+from commrt.runtime.world import Hooks
+from commrt.training.admission import check_stateful
+from commrt.training.backup_step import BackupStep
+from commrt.training.broadcast_state import WorldBroadcaster, gather_integers
+from commrt.training.catch_up import CatchUp, FinalCalls
+from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.model_state import Stateful
+from commrt.training.replica import Replica, StepReport
+from commrt.training.replica_state import ReplicaState
+from commrt.training.step_guard import StepGuard, StepSkipper
+
+__all__ = ["BackupWorkersReplica", "reissued"]
+
+T = TypeVar("T")
+_log = logging.getLogger("commrt")
+ENDED = (
+    "commrt: rank %d drops its batches from step %d on: fewer than %d ranks train, and so many gradients make a step. "
+    "The others are in a collective or have finished"
+)
+UNEQUAL = (
+    "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates; all ranks take "
+    "those of rank %d. The loop or a forward pass changed them outside of steps (docs/backup_workers.md)"
+)
+
+
+class BackupWorkersReplica(Replica):
+    """Train one replica; its gradients are the mean of the first N ranks' when ``backward()`` returns.
+
+    Or they are zeros, if this rank was late: then the optimizer's step changes nothing. A late rank fetches the state
+    of a rank that counted before its next forward pass. So between a backward pass and the next forward pass its loop
+    may do what the other ranks do, such as stepping a scheduler, or leave it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        also: Sequence[Stateful],
+        algorithm: BackupWorkers,
+        engine: Engine,
+        cut: BuildBuckets,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        named = [named for bucket in engine.buckets for named in bucket.params]
+        params = [param for _, param in named]
+        self._needed = algorithm.needed(engine.world.size)
+        super().__init__(model, named, algorithm, WorldBroadcaster(engine.world))
+        self._engine, self._owners_of_state = engine, [*optimizers, *also]
+        self._final_calls = FinalCalls()
+        self._passing: int | None = None  # a backward pass that has not ended
+        self._is_stale = False  # it uses weights that the other ranks have left behind
+        self._has_run_stale = False  # so did the latest forward pass
+        self._samples: int | None = 0
+        self._is_replacement = False  # a new process in a lost rank's place, before its first step
+        self._guard = StepGuard(self._world, model, optimizers, params, lambda: None)
+        self._state = ReplicaState(model, params, self._owners_of_state)
+        self._skipper = StepSkipper(optimizers, self._guard, self._state.shut, self._state.settle)
+        world, is_founder = self._world, self._world.config is None
+        world.elastic.begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
+        store = PrefixStore(f"backed {world.attached}", world.store)
+        self._backup_step = BackupStep(
+            model, engine, self._guard, cut, algorithm, store, with_buffers=broadcast_buffers
+        )
+        self._catch_up = CatchUp(world, store, self._state)
+        if is_founder:
+            self._catch_up.open()
+        world.hooks = Hooks(self._before_collective, self._end, self._leave, self._final_calls.make)
+        gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
+        self._live([*self._on_model(), *gradients, *self._skipper.register()])
+
+    def _on_model(self) -> Iterator[RemovableHandle]:
+        weakly = ref(self)
+
+        def before_forward(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if (replica := weakly()) is not None:
+                replica._before_forward([*given, *named.values()])  # noqa: SLF001  # its own
+
+        yield self.model.register_forward_pre_hook(ModuleHook(before_forward), with_kwargs=True)
+        yield self.model.register_forward_hook(ModuleHook(self._state.after_forward))
+
+    @property
+    def step(self) -> int:
+        """The number of updates in the weights, or that they will have in the next forward pass of a late rank."""
+        pending = self._catch_up.pending
+        return self._backup_step.version if pending is None else pending.version
+
+    def before_giving_up(self, call: Callable[[], object]) -> None:
+        """Call `call` before `QuorumLost`, `DeadlineExceeded` or `PeerLost` ends training, to save a checkpoint.
+
+        The weights are then those of the latest whole step of this rank; a late rank has older ones than the others.
+        """
+        self._final_calls.append(call)
+
+    def drain(self) -> None:
+        """Catch up, if this rank was late; call it at the end of a step, not collective.
+
+        Before, do what your loop does at the end of a step, such as stepping a scheduler. A rank whose data ended
+        before the others' has the weights that it trained last; `consolidate` brings all to the latest.
+        """
+        self._drain()
+
+    def _drain(self, *, in_pass: bool = False, amid_step: bool = False) -> None:
+        self._state.undo(self._backup_step.version, in_pass=in_pass)
+        if self._catch_up.pending is None or (self._has_run_stale and not (in_pass or amid_step)):
+            return
+        with self._final_calls.around():
+            transfer = None
+            if in_pass or amid_step or self._is_replacement or self._state.is_intact:
+                transfer = self._catch_up.fetch(self._catch_up.pending)
+            if transfer is None:  # or the loop has other weights in for a while, and would undo it
+                self._catch_up.postpone()
+                return
+        self._state.install(transfer, in_pass=in_pass, amid_step=amid_step)
+        self._backup_step.follow(transfer.snapshot)
+        self._catch_up.pending = None
+
+    def _before_forward(self, given: Sequence[object]) -> None:
+        if self.model.training and torch.is_grad_enabled():
+            self._drain(in_pass=True)
+            is_stale = self._catch_up.pending is not None
+            if not is_stale:
+                self._state.reload()
+                if not self._guard.is_due:
+                    self._state.open(self._backup_step.snapshot(in_pass=True))
+            self._has_run_stale, self._is_replacement = is_stale, False
+            first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
+            self._samples = None if first is None or self._samples is None else self._samples + len(first)
+
+    def _on_gradient(self, name: str) -> None:
+        if not self._is_synchronous:
+            self._guard.hold_back()
+            return
+        if self._is_new_pass(f"the gradient of {name}"):
+            self._begin_pass()
+            at_end_of_backward(self._finish)
+        if not self._is_stale:
+            self._backup_step.mark(name)
+
+    def _is_new_pass(self, what: str) -> bool:
+        if self._passing is not None and self._passing != current_pass() and not self._world.closed:
+            if not self._backup_step.forget_pass():
+                raise UsageError(INTERRUPTED.format(what=what))
+            self._passing = None
+        return self._passing is None or self._passing != current_pass()
+
+    def _begin_pass(self) -> None:
+        self._is_replacement = False
+        self._passing, self._is_stale = current_pass(), self._catch_up.pending is not None
+        if not self._is_stale:
+            self._state.reload()  # again, as a compiled model calls no hooks
+            self._state.open(self._backup_step.snapshot(in_pass=True))
+            self._backup_step.begin(self._samples or None)
+
+    def _finish(self) -> None:
+        self._passing, self._samples, self._has_run_stale = None, 0, False
+        if self._is_stale:
+            self._backup_step.drop()
+            self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
+            self._stats = self._stats.plus(self.last)
+            self._drain(amid_step=True)
+            return
+        had_ended = self.last is not None and self.last.ended
+        with self._final_calls.around():
+            self.last, outcome = self._backup_step.finish()
+        self._stats = self._stats.plus(self.last)
+        if self.last.ended and not had_ended:
+            _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
+        self._skipper.renew(outcome.counts)
+        if outcome.counts:
+            self._state.keep_buffers()
+        elif outcome.is_over:
+            others = [rank for rank in outcome.members if rank != self._world.rank]  # not a process before this one
+            self._catch_up.require(self.last.step + 1, others or self._others, max(outcome.place - self._needed, 0))
+        else:
+            self._state.keep()
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        """All other ranks, beginning with the next one."""
+        return (*range(self._world.rank + 1, self._world.size), *range(self._world.rank))
+
+    def average(self) -> None:
+        """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
+        if self._is_synchronous:
+            self._begin_pass()
+            self._finish()
+
+    def _before_collective(self) -> None:
+        """Catch up, and let late ranks have this rank's state."""
+        self.drain()
+        if self._catch_up.pending is None:
+            self._state.reload()
+            self._state.open(self._backup_step.snapshot(in_pass=False), is_whole=not self._guard.is_due)
+
+    def _end(self) -> None:
+        """Answer late ranks until no rank trains any more; before the world is closed in good order."""
+        self._backup_step.abandon("the world was closed in the middle of a backward pass")
+        self._has_run_stale = False
+        with suppress(CommrtError, RuntimeError):
+            self._before_collective()
+            if self._world.elastic.finish():
+                WorldConfig.withdraw(self._world.store)
+
+    def _leave(self) -> None:
+        self._catch_up.close()
+        self._backup_step.votes.close()
+
+    def succeed(self) -> None:
+        """Take the place of a lost rank, between two collectives of the others; not collective."""
+        self._world.elastic.take_place(self._fetch_from_a_pass)
+        self._catch_up.open()
+        self._catch_up.require(self.step, self._others)  # again before the first step, whatever is loaded until then
+        self._is_replacement = True
+
+    def _fetch_from_a_pass(self) -> bool:
+        """Take the state of another rank; True if that rank was in a forward or backward pass."""
+        self._catch_up.require(0, self._others)
+        self.drain()
+        return self._state.came_from_a_pass
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""
+        if self._is_replacement:
+            _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
+            return
+        self._step_in(state)  # raises before anything has changed
+        self._forget()
+        super().load_state_dict(state)
+
+    def _forget(self) -> None:
+        self._state.shut()
+        self._state.forget()
+        self._catch_up.forget()
+
+    def _go_on_at(self, step: int) -> None:
+        self._forget()
+        self._world.elastic.go_on_at(step)
+        self._backup_step.go_on_at(step)
+        self._state.keep_buffers()
+        self._state.settle()
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return what a checkpoint needs besides the rest; catches up first, so call it before you save the model."""
+        self._has_run_stale = False  # the batch of that pass is skipped
+        self.drain()
+        if self._catch_up.pending is not None:
+            raise UsageError(
+                "this rank was late, and the others have changed their weights since: call consolidate() first"
+            )
+        return super().state_dict()
+
+    def overwrite_with_first(self) -> None:
+        """Overwrite parameters and buffers with those of the lowest rank; collective."""
+        super().overwrite_with_first()
+        self._state.settle(with_untrained=self._backup_step.version == 0)
+        self._state.keep_buffers()
+
+    def sync_buffers(self) -> None:
+        """Overwrite buffers with those of the lowest rank; collective."""
+        super().sync_buffers()
+        self._state.keep_buffers()
+
+    def consolidate(self) -> None:
+        """Make all replicas equal at the latest weights; collective.
+
+        It takes weights as they are, also where a loop has changed them outside of the optimizer's steps.
+        """
+        self._skipper.end_step()
+        self._has_run_stale = False
+        self._state.undo(self._backup_step.version, in_pass=False)
+        self._state.accept()
+        with self._world.collective("consolidate()"):
+            versions = self._world.elastic.together(
+                lambda: gather_integers(self._broadcaster, self._backup_step.version)
+            )
+            latest = max(versions.values())
+            if self._backup_step.version < latest:
+                self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])
+                self._before_collective()
+            self.sync_buffers()
+            if not super().replicas_equal():
+                _log.warning(UNEQUAL, self._world.rank, self._world.members[0])
+                self.overwrite_with_first()
+
+    @contextmanager
+    def join(self, *also: Stateful) -> Iterator[None]:
+        """Make all replicas equal at the end, as `consolidate` does; a rank that has no more data is merely absent."""
+        check_stateful(also)
+        self._owners_of_state += also
+        yield
+        self.consolidate()
+
+    def detach(self) -> None:
+        """Remove all hooks; the others go on without this rank, if there are enough. Not collective."""
+        super().detach()
+        self._world.hooks = Hooks()
+        self._state.shut()
+        self._leave()
+        self._world.elastic.end(self)
+        self._engine.release()
+
+
+def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
+    """Yield each of `batches` again and again until its gradient counted; where several make a step, all of them.
+
+    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`. It also ends the
+    repetition of a batch when too few ranks train for a step. Keeps the batches of one step in memory.
+    """
+    step: list[T] = []
+    for batch in batches:
+        waiting = deque([batch])
+        while waiting:
+            before = replica.last
+            step.append(waiting.popleft())
+            yield step[-1]
+            if (report := replica.last) is not None and report is not before:
+                if not (report.counted or report.ended):
+                    waiting.extendleft(reversed(step))
+                step = []

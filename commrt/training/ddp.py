@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A communication hook for DistributedDataParallel: DDP's buckets travel along a schedule."""
+# Annotations are objects here: DDP compares those of a hook with its own types.
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from commrt.algorithms.torus import Torus2D
+from commrt.errors import UsageError
+from commrt.runtime.collectives import check_all_reduce, check_wire
+from commrt.runtime.init import init, is_open
+from commrt.runtime.work import Work
+from commrt.runtime.world import World
+from commrt.schedule import Algorithm
+from commrt.training.hooks import at_end_of_backward, current_pass
+from commrt.transport.protocol import Tag
+
+__all__ = ["DDPState", "ddp_hook"]
+
+T = TypeVar("T")
+
+OUTSIDE = -1
+"""The number of a backward pass, where there is none."""
+
+
+@dataclass
+class DDPState:
+    """How the gradients of one DDP model travel: ``model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)``.
+
+    `algorithm` and `wire` are as for `attach`; for gossip and backup workers use `attach`, as they need more than
+    gradients. `world` is by default the one that is open when gradients leave, or `init`'s, through DDP's own group.
+    DDP must span all of its ranks, and each model needs a state of its own. Raises `UsageError` for what cannot work,
+    some of it in the first ``backward()``.
+    """
+
+    algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
+    wire: torch.dtype | None = None
+    world: World | None = None
+    step: int = field(default=-1, init=False)
+    """Of the gradients that leave; for errors and traces."""
+    number: int = field(default=0, init=False)
+    """Of the model, among those attached to the world."""
+    _used: World | None = field(default=None, init=False, repr=False)
+    _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_all_reduce(self.algorithm)
+        check_wire(self.wire)
+        if not isinstance(self.world, World | None):
+            raise UsageError(f"world={self.world!r:.80} is no world: pass what commrt.init() returned, or leave it out")
+
+    def begin(self, bucket: GradBucket) -> Work:
+        """Send `bucket` on its way."""
+        first = bucket.parameters()[0]
+        world = self._open(first)
+        if self._params and id(first) not in self._params:
+            raise UsageError("two models were given one DDPState: register each with a state of its own")
+        self.step += bucket.index() == 0
+        tag = Tag(self.step, f"{bucket.index()} of DDP model {self.number}")
+        return world.all_reduce(bucket.buffer(), algorithm=self.algorithm, wire=self.wire, async_op=True, tag=tag)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return a fresh state, for a copy of DDP's model."""
+        return type(self)(self.algorithm, self.wire, self.world)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is saved with DDP's model, without the world, which the loaded state finds anew."""
+        return {**vars(self), "world": None, "step": -1, "number": 0, "_used": None, "_params": frozenset()}
+
+    def _open(self, param: Tensor) -> World:
+        """Return the world used before; if that is closed and `world` was left out, the one that is open now."""
+        if self._used is None:
+            self._used = self._join(init() if self.world is None else self.world, param)
+        elif self._used.closed and self.world is None and is_open():
+            self._used = self._join(init(), param)
+        return self._used
+
+    def _join(self, world: World, param: Tensor) -> World:
+        _require_same_ranks(world, owner := _owner(self, param))
+        self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
+        world.attached += 1
+        self.number, self.step = world.attached, -1
+        return world
+
+
+def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
+    """Average `bucket` over all ranks of the state's world, under the rest of the backward pass; called by DDP.
+
+    ``backward()`` raises what ends a transfer. Cost: the schedule's steps and bytes, and a copy to and from a wire
+    buffer of the largest bucket's size.
+    """
+    if not isinstance(state, DDPState):
+        raise UsageError(
+            f"the hook's state is {state!r:.80}: call model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)"
+        )
+    work = state.begin(bucket)
+    if current_pass() != OUTSIDE:  # a rank that is in DDP's join() has none, and nothing else to do
+        at_end_of_backward(work.wait)  # before DDP waits, which turns any error into a RuntimeError
+    else:
+        work.wait()
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _owner(state: DDPState, param: Tensor) -> DistributedDataParallel | None:
+    """Return the model with the parameter `param` with which `state` was registered.
+
+    DDP does not tell its hook, so this asks the garbage collector, once per world. It must not list all objects: a
+    tuple in such a list could not be completed by the thread that makes it.
+    """
+    hooks = _holders(list, _holders(tuple, [state]))
+    models = _holders(DistributedDataParallel, [*hooks, *_holders(dict, hooks)])
+    owners = [one for one in models if any(state is known for _, known in getattr(one, "_comm_hooks", ()))]
+    return next((one for one in owners if any(each is param for each in one.parameters())), None)
+
+
+def _holders(kind: type[T], things: Sequence[object]) -> list[T]:
+    """Return the objects of `kind` that refer to one of `things`."""
+    return [one for one in gc.get_referrers(*things) if issubclass(type(one), kind)]
+
+
+def _require_same_ranks(world: World, model: DistributedDataParallel | None) -> None:
+    """Raise `UsageError` if gradients would be averaged over other ranks than DDP's."""
+    group = None if model is None else model.process_group
+    try:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+    except ValueError as error:
+        raise UsageError("DDP's process group was destroyed: make a new DDP model in the group there is now") from error
+    if model is not None and (rank, size) != (world.rank, world.size):
+        raise UsageError(
+            f"DDP has rank {rank} of {size}, and commrt's world rank {world.rank} of {world.size}: call "
+            "init_process_group() before commrt.init(), and make DDP over all ranks"
+        )

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with large batches: batches that grow from epoch to epoch, and a learning rate that follows.
+
+Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018. The noise of a step is about
+rate over batch, so a growing batch can replace a decay of the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from math import ceil, inf
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Sampler
+
+from commrt.errors import UsageError
+
+__all__ = ["BatchSizeControl", "Part", "Rate", "lars"]
+
+MOST_COUNT = 1_000_000_000
+Rule = Literal["keep", "sqrt", "linear"]
+RULES: Mapping[str, float] = {"keep": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""The rate grows by the batch's growth to this power."""
+
+
+class Samples(Protocol):
+    """The indices of a rank's samples in an epoch, as torch's DistributedSampler gives them."""
+
+    def __iter__(self) -> Iterator[int]: ...
+    def __len__(self) -> int: ...
+
+
+class Accumulates(Protocol):
+    """A replica, or a model wrapped in DistributedDataParallel."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Only accumulate gradients in this context."""
+        ...
+
+
+class Part(NamedTuple):
+    """A part of a batch, which goes through the model at once."""
+
+    share: float
+    """The weight of its loss: one over the number of parts."""
+    is_last: bool
+    """True if the optimizer is to step now."""
+
+
+class BatchSizeControl(Sampler[list[int]]):
+    """Batches of one rank, with a size for each epoch: a ``batch_sampler`` for a `DataLoader`.
+
+    `sizes` maps an epoch to the batch size from then on. `sampler` gives this rank's samples, as torch's
+    DistributedSampler does. A batch of more than `most` samples comes in equal parts; use each inside of `part`.
+    Samples that do not fill a batch are left out, so that all ranks make as many steps. `state_dict` has the position,
+    so a resumed run goes on in the middle of an epoch.
+
+    >>> control = BatchSizeControl(range(100), {0: 10, 2: 40}, most=20)
+    >>> len(control), control.steps
+    (10, 10)
+    >>> control.set_epoch(2)
+    >>> len(control), control.steps, next(iter(control))[:3]
+    (4, 2, [0, 1, 2])
+    """
+
+    def __init__(self, sampler: Samples, sizes: Mapping[int, int], most: int | None = None) -> None:
+        _require_sizes(sizes, most)
+        self._sampler, self._most = sampler, inf if most is None else most
+        self._sizes = dict(sorted(sizes.items()))
+        self._done = 0  # steps of this epoch
+        self._given = 0  # parts of this step
+        self.epoch = 0
+
+    @property
+    def batch(self) -> int:
+        """Samples of this rank in a step of this epoch."""
+        return self.batch_in(self.epoch)
+
+    def batch_in(self, epoch: int) -> int:
+        """Return the samples of this rank in a step of `epoch`."""
+        return next(size for since, size in reversed(self._sizes.items()) if since <= epoch)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts in which a batch comes."""
+        return max(ceil(self.batch / self._most), 1)
+
+    @property
+    def steps(self) -> int:
+        """Steps of this epoch."""
+        return self.steps_in(self.epoch)
+
+    def steps_in(self, epoch: int) -> int:
+        """Return the number of steps of `epoch`."""
+        return len(self._sampler) // self.batch_in(epoch)
+
+    def epochs_after(self, updates: int) -> float:
+        """Return the number of epochs that `updates` are.
+
+        >>> control = BatchSizeControl(range(100), {0: 10, 2: 50})
+        >>> [control.epochs_after(updates) for updates in (5, 20, 21, 26)]
+        [0.5, 2.0, 2.5, 5.0]
+        """
+        epoch, last = 0, max(self._sizes)
+        while (steps := self.steps_in(epoch)) <= updates and steps and epoch < last:
+            epoch, updates = epoch + 1, updates - steps
+        if steps:  # from the last size on, all epochs have as many
+            epoch, updates = epoch + updates // steps, updates % steps
+        return epoch + (updates / steps if steps else 0.0)
+
+    def updates_after(self, epochs: float) -> int:
+        """Return the number of updates in `epochs`.
+
+        >>> control = BatchSizeControl(range(100), {0: 10, 2: 50})
+        >>> [control.updates_after(epochs) for epochs in (0.5, 2.0, 2.5, 5.0)]
+        [5, 20, 21, 26]
+        """
+        whole, last = int(epochs), max(self._sizes)
+        later = max(whole - last, 0) * self.steps_in(last)
+        return sum(map(self.steps_in, range(min(whole, last)))) + later + round((epochs - whole) * self.steps_in(whole))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch`, unless a resumed run is in the middle of it."""
+        if epoch != self.epoch or self._done == self.steps:
+            self.epoch, self._done = epoch, 0
+        self._given = 0
+        if not self.steps:
+            raise UsageError(
+                f"a batch of {self.batch} samples in epoch {epoch}, and this rank has {len(self._sampler)}: no step "
+                "could be made; use smaller batches, or fewer ranks"
+            )
+        if callable(begin := getattr(self._sampler, "set_epoch", None)):
+            begin(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._done == self.steps:
+            raise UsageError(f"epoch {self.epoch} is done: call set_epoch() before the loader is asked for batches")
+        samples = islice(self._sampler, self._done * self.batch, self.steps * self.batch)
+        while part := list(islice(samples, self.batch // self.parts)):
+            yield part
+
+    def __len__(self) -> int:
+        return (self.steps - self._done) * self.parts
+
+    @contextmanager
+    def part(self, replica: Accumulates | None = None) -> Iterator[Part]:
+        """Wrap the forward and backward pass of one part; `replica` accumulates until the last part of a batch."""
+        is_last = self._given + 1 == self.parts
+        with nullcontext() if is_last or replica is None else replica.no_sync():
+            yield Part(1 / self.parts, is_last)
+        self._given = 0 if is_last else self._given + 1
+        self._done += is_last
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, between steps; after the last step of an epoch that is the begin of the next one."""
+        ended = self._done == self.steps
+        epoch, done = (self.epoch + 1, 0) if ended else (self.epoch, self._done)
+        return {"epoch": epoch, "done": done, "steps": self.steps_in(epoch)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to the position in `state`, before the epoch's loader is asked; nearly there with other rank counts."""
+        _require_counts(state, "a BatchSizeControl", "epoch", "done")
+        self.epoch, self._given = state["epoch"], 0
+        self._done = round(state["done"] * self.steps / state.get("steps", self.steps)) if state["done"] else 0
+        if self._done and self._done >= self.steps:
+            self.epoch, self._done = self.epoch + 1, 0
+
+
+def _is_number_of(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < MOST_COUNT  # type: ignore[operator]
+
+
+def _require_counts(state: object, whose: str, *names: str) -> None:
+    """Raise `UsageError` unless `state` has a count under each of `names`, and a positive one under steps if any."""
+    found = state if isinstance(state, Mapping) else {}
+    counts = [found.get(name) for name in names] + ([found["steps"]] if "steps" in found else [])
+    if not all(_is_number_of(count, int) for count in counts) or found.get("steps") == 0:
+        raise UsageError(f"{state!r:.200} is no state of {whose}: pass what its state_dict() returned")
+
+
+def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
+    if 0 not in sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()) or min(sizes) < 0:
+        raise UsageError(
+            f"sizes {dict(sizes)}: give a batch of one sample or more from epoch 0 on, as {{0: 16, 30: 32}}"
+        )
+    if most is None:
+        return
+    if most < 1:
+        raise UsageError(f"most={most}: at least one sample must fit into memory")
+    for size in sizes.values():
+        if size % (parts := ceil(size / most)):
+            raise UsageError(
+                f"a batch of {size} cannot come in {parts} equal parts of at most {most}: choose sizes that are a "
+                "multiple of it"
+            )
+
+
+class Rate:
+    """A learning rate for `optimizer` that rises for some epochs, then falls to 0: call `step` after each update.
+
+    It depends on the fraction of the training that is done, and sets the rate itself: use none of torch's schedulers
+    beside it. `rule` says what growing batches do to it: with ``keep`` their growth replaces a decay, with ``linear``
+    and ``sqrt`` the rate grows too. With backup workers name it in ``attach(also=[...])``, so that a late rank has the
+    rate of the others.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        control: BatchSizeControl,
+        epochs: float,
+        *,
+        warmup_epochs: float = 5.0,
+        power: float = 2.0,
+        rule: Rule = "keep",
+    ) -> None:
+        if rule not in RULES:
+            raise UsageError(f"rule={rule!r}: choose one of {', '.join(RULES)}")
+        if not 0 <= warmup_epochs < epochs < inf:
+            raise UsageError(
+                f"{warmup_epochs:g} of {epochs:g} epochs to warm up: give 0 or more, and fewer than there are"
+            )
+        self._optimizer, self._control = optimizer, control
+        self._epochs, self._warmup, self._power, self._rule = epochs, warmup_epochs, power, RULES[rule]
+        self._highest: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self._updates = 0
+        self._set()
+
+    @property
+    def factor(self) -> float:
+        """The next update's rate over the highest rate."""
+        now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
+        growth = self._control.batch_in(int(now)) / self._control.batch_in(0)
+        begun = after / self._warmup if self._warmup else 1.0
+        rest = max(self._epochs - now, 0.0) / (self._epochs - self._warmup)
+        return float(growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
+
+    def step(self) -> None:
+        """Count an update."""
+        self._updates += 1
+        self._set()
+
+    def _set(self) -> None:
+        for group, highest in zip(self._optimizer.param_groups, self._highest, strict=True):
+            group["lr"] = highest * self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the highest rates, and how much of the training is done."""
+        done = self._control.epochs_after(self._updates)
+        return {"highest": self._highest, "updates": self._updates, "epochs": done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; with another number of ranks, as far in the training after other updates."""
+        _require_counts(state, "a Rate", "updates")
+        highest, done = state.get("highest"), state.get("epochs")
+        rates = highest if isinstance(highest, list | tuple) else []
+        if len(rates) != len(self._highest) or not all(_is_number_of(one, (int, float)) for one in rates):
+            raise UsageError(
+                f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
+            )
+        if done is not None and not (isinstance(done, int | float) and 0 <= done < MOST_COUNT):
+            raise UsageError(f"a state of {done!r:.80} epochs: pass what state_dict() returned")
+        self._highest, self._updates = list(rates), state["updates"]
+        if done is not None and self._control.epochs_after(self._updates) != done:
+            self._updates = self._control.updates_after(done)
+        self._set()
+
+
+def lars(
+    model: nn.Module, lr: float, *, momentum: float = 0.9, weight_decay: float = 5e-5, trust: float = 0.01
+) -> Optimizer:
+    """Return ``pytorch-optimizer``'s LARS: a matrix moves by `trust` of its size times `lr`; vectors do not decay."""
+    try:
+        from pytorch_optimizer import LARS  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise UsageError("LARS comes with pytorch-optimizer: pip install 'commrt[recipe]'") from error
+    found: Optimizer = LARS(
+        model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust
+    )
+    return found

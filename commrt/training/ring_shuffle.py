@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass samples round a ring of ranks, so that each rank trains on all of them and none reads the whole data set.
+
+Daily et al., "GossipGraD", 2018: while a rank computes on one batch, the batch that it used before travels to the next
+rank. There it takes the place of the batch that the next rank sends on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from commrt.algorithms import halving_doubling
+from commrt.buckets.flat_buffer import FlatBuffer
+from commrt.errors import UsageError
+from commrt.runtime.elastic import LOST
+from commrt.runtime.init import current
+from commrt.runtime.world import World
+from commrt.threads.future import Future
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
+
+__all__ = ["RingShuffle"]
+
+UNDO_BATCHES = 8
+"""How many exchanged batches can be taken back; a rank may be ahead by so many of one that lost its neighbour."""
+TAG = Tag(0, "samples")
+
+
+@runtime_checkable
+class _Indexed(Protocol):
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class RingShuffle:
+    """Iterate over this rank's shard in batches; after each pass every sample has moved to the next rank.
+
+    `samples` is a map-style dataset or a list, whose items are tensors, numbers, or tuples of these. Or it is a tuple
+    of tensors [n, ...]. Or it is a ``DataLoader`` or another iterable of batches, which is read once. All samples stay
+    in memory. Apply random augmentation to the batches that you get. All ranks need the same number of samples, of the
+    same dtypes and shapes, and must take the same number of batches. After as many passes as there are ranks, each
+    rank has seen every sample.
+
+    ``for batch in ring`` is one pass. It yields tuples of tensors [batch_size, ...]; the last batch may be smaller.
+    The order follows from `seed`, the rank and the pass. A batch is sent on the communication thread while you use the
+    next one. So use the iterator on the training thread, and make the same collective calls on all ranks between two
+    batches.
+
+    With a model that gossips, the ring closes around a lost rank. The samples on that rank are lost; all others are
+    kept if no rank was more than 8 batches ahead of another.
+
+    Costs one batch sent per rank and step, and memory for two more batches. Raises `UsageError` for samples that
+    cannot be sent, `DisagreementError` if ranks have different ones.
+    """
+
+    def __init__(
+        self,
+        samples: _Indexed | Iterable[Any],
+        batch_size: int | None = None,
+        *,
+        world: World | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self._world = current() if world is None else world
+        self._fields, found = _stacked(samples)
+        self._batch_size = _positive(found if batch_size is None else batch_size)
+        self._seed, self._shuffles = seed, shuffle
+        self.passes = 0
+        """The number of whole passes so far."""
+        self._taken = 0  # batches of the running pass
+        self._used: Tensor | None = None  # the places in the shard of the latest batch, which was not sent yet
+        self._exchange = _RingExchange(self._world, self._fields)
+        kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._fields)
+        self._world.agree("RingShuffle", samples=kinds, batch_size=str(self._batch_size))
+
+    def __len__(self) -> int:
+        """Return the number of batches of a pass."""
+        return (len(self._fields[0]) + self._batch_size - 1) // self._batch_size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the remaining batches of the running pass."""
+        order = self._order()
+        while self._taken < len(self):
+            places = order[self._taken * self._batch_size : (self._taken + 1) * self._batch_size]
+            self.drain()
+            if self._used is not None and len(self._world.members) > 1:
+                self._exchange.send(self._used)
+            if self._taken == 0:
+                self.drain()  # the last batch of the pass before may bring samples of this one
+            self._taken, self._used = self._taken + 1, places
+            yield tuple(field[places] for field in self._fields)
+        self.passes, self._taken = self.passes + 1, 0
+
+    def _order(self) -> Tensor:
+        count = len(self._fields[0])
+        if not self._shuffles:
+            return torch.arange(count, device="cpu")
+        seed = np.random.SeedSequence([self._seed, self._world.rank, self.passes]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(seed[0] >> 1))
+        return torch.randperm(count, generator=generator, device="cpu")
+
+    def drain(self) -> None:
+        """Wait for the batch in flight; not collective."""
+        self._exchange.receive()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a checkpoint needs, the samples included: they have moved since the start."""
+        self.drain()
+        fields = [field.clone() for field in self._fields]
+        used = None if self._used is None else self._used.clone()
+        return {"passes": self.passes, "taken": self._taken, "used": used, "samples": fields}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved, on the same rank; all ranks must load states that were saved together."""
+        self._require_fit(state)
+        self.drain()
+        self.passes, self._taken, self._used = state["passes"], state["taken"], state.get("used")
+        for own, saved in zip(self._fields, state["samples"], strict=True):
+            own.copy_(saved)
+        self._exchange.forget()
+
+    def _require_fit(self, state: object) -> None:
+        found = state if isinstance(state, Mapping) else {}
+        samples, used = found.get("samples"), found.get("used")
+        kinds = [_kind(field) for field in samples] if isinstance(samples, list | tuple) else None
+        if kinds != [_kind(field) for field in self._fields]:
+            raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
+        counts = [found.get("passes"), found.get("taken")]
+        are_counts = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
+        places = torch.empty(0, dtype=torch.int64) if used is None else used
+        if (
+            not are_counts
+            or found["taken"] > len(self)
+            or _kind(places)[0] != torch.int64
+            or (places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(self._fields[0]))
+            or places.dim() != 1
+        ):
+            raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned")
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """Memory for one batch that is sent and one that is received, and the exchange that is bound to it."""
+
+    sent: FlatBuffer
+    received: FlatBuffer
+    parts: list[Tensor]
+    """What was received, as tensors."""
+    room: int
+    """See `Elastic.memory_epoch`."""
+    exchange: Exchange | None = None
+
+
+class _RingExchange:
+    """Send batches of a shard to the next rank, and put those of the rank before into their places.
+
+    After a loss, the first exchange of the new generation is none: the ranks compare how many batches each has
+    exchanged instead, and all go back to the lowest number. So no sample is lost but those of the lost rank.
+    """
+
+    def __init__(self, world: World, fields: Sequence[Tensor]) -> None:
+        self._world, self._fields = world, fields
+        self._generation = world.elastic.generation.number
+        self._memory: dict[int, _Memory] = {}  # by the number of samples
+        self._in_flight: tuple[Tensor, _Memory, Future[int | None]] | None = None
+        self._completed = 0  # batches exchanged since the start
+        self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)
+
+    def send(self, places: Tensor) -> None:
+        """Send the samples at `places` of the shard; no other batch may be in flight."""
+        batch, completed = [field[places] for field in self._fields], self._completed
+        memory = self._memory_for(batch)
+        memory.sent.fill(batch)
+        self._in_flight = places, memory, self._world.comm_thread.submit(lambda: self._exchange(memory, completed))
+
+    def _memory_for(self, batch: Sequence[Tensor]) -> _Memory:
+        """Return memory for `batch`: not memory that a rank of an earlier generation may still read."""
+        memory, room = self._memory.get(len(batch[0])), self._world.elastic.memory_epoch
+        if memory is None or memory.room != room:
+            sent, received = (FlatBuffer(batch, self._world.transport.allocate) for _ in range(2))
+            memory = _Memory(sent, received, [torch.empty_like(part) for part in batch], room)
+            self._memory[len(batch[0])] = memory
+        return memory
+
+    def receive(self) -> None:
+        """Wait for the batch in flight, if there is one, and put what has come into the shard."""
+        if self._in_flight is None:
+            return
+        (places, memory, answer), self._in_flight = self._in_flight, None
+        completed = answer.result()
+        if completed is None:
+            return
+        if completed > self._completed:
+            self._replaced.append((places, [field[places] for field in self._fields]))
+            memory.received.empty(memory.parts)
+            self._put(places, memory.parts)
+        while self._completed > completed and self._replaced:
+            self._put(*self._replaced.pop())
+            self._completed -= 1
+        self._completed = completed
+
+    def _put(self, places: Tensor, batch: Sequence[Tensor]) -> None:
+        for field, part in zip(self._fields, batch, strict=True):
+            field[places] = part
+
+    def forget(self) -> None:
+        """Take no batch back any more: the shard was replaced."""
+        self._replaced.clear()
+
+    def _exchange(self, memory: _Memory, completed: int) -> int | None:
+        """Return how many batches all ranks have exchanged now, or None if that is unknown; on its own thread."""
+        elastic = self._world.elastic
+        step = elastic.next_step  # a batch is sent before the weights of its step
+        elastic.next_step += 1
+        if not elastic.takes_part(step) or len(self._world.members) == 1:
+            return None
+        try:
+            if elastic.generation.number != self._generation:
+                return self._lowest(completed)
+            if memory.exchange is None:
+                memory.exchange = self._bind(memory)
+            memory.exchange(TAG)
+            if elastic.is_elastic:
+                self._world.transport.wait()
+        except LOST as failure:
+            elastic.recover(failure)
+            return None
+        return completed + 1
+
+    def _lowest(self, completed: int) -> int:
+        members = tuple(self._world.members)
+        counts = torch.zeros(self._world.size, dtype=torch.int64, device="cpu")
+        counts[self._world.rank] = completed
+        self._world.run_now(halving_doubling.all_reduce(len(members)), counts, TAG, members)
+        self._generation = self._world.elastic.generation.number
+        return int(counts[list(members)].min())
+
+    def _bind(self, memory: _Memory) -> Exchange:
+        members = self._world.members
+        place = members.index(self._world.rank)
+        after, before = members[(place + 1) % len(members)], members[place - 1]
+        group = P2PGroup([P2PMessage(after, memory.sent.flat)], [P2PMessage(before, memory.received.flat)])
+        return self._world.transport.bind(group)
+
+
+def _kind(field: object) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    return (field.dtype, tuple(field.shape)) if isinstance(field, Tensor) else (None, ())
+
+
+def _stacked(samples: _Indexed | Iterable[Any]) -> tuple[list[Tensor], int | None]:
+    """Return the fields [n, ...] of all samples, and the size of a batch if they came in batches."""
+    if isinstance(samples, list | tuple) and samples and all(isinstance(part, Tensor) for part in samples):
+        return _checked([part.clone() for part in samples]), None
+    if isinstance(samples, _Indexed) and not hasattr(samples, "batch_size") and len(samples):
+        return _checked(_parts(default_collate([samples[i] for i in range(len(samples))]))), None
+    batches = [_parts(batch) for batch in samples] if isinstance(samples, Iterable) else []
+    if not batches:
+        raise UsageError(f"a {type(samples).__name__} has no samples: pass a dataset, tensors, or a loader of batches")
+    return _checked([torch.cat(parts) for parts in zip(*batches, strict=True)]), len(batches[0][0])
+
+
+def _parts(batch: Any) -> list[Tensor]:
+    parts = list(batch) if isinstance(batch, list | tuple) else [batch]
+    if not all(isinstance(part, Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these")
+    return parts
+
+
+def _checked(fields: list[Tensor]) -> list[Tensor]:
+    lengths = {len(field) for field in fields}
+    if len(lengths) != 1 or not min(lengths):
+        raise UsageError(f"fields of {sorted(lengths)} samples: all need the same number, and at least one")
+    return fields
+
+
+def _positive(batch_size: int | None) -> int:
+    if batch_size is None or batch_size < 1:
+        raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
+    return batch_size

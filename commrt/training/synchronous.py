@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synchronous training: gradients are averaged while the backward pass still runs, and replicas stay bitwise equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from commrt.algorithms.gossip import Gossip
+from commrt.buckets.engine import BuildBuckets, Engine, Span
+from commrt.buckets.flat_buffer import FlatBuffer
+from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
+from commrt.buckets.layout import WIDTHS, Header
+from commrt.errors import UsageError
+from commrt.runtime.recording import within_range
+from commrt.threads.future import Future
+from commrt.training.admission import ParameterList, check_stateful, describe_buffers
+from commrt.training.broadcast_state import overwrite_model, overwrite_states
+from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.model_state import Stateful, unread_buffers
+from commrt.training.replica import Replica, StepReport
+from commrt.training.step_guard import StepGuard
+
+__all__ = ["SynchronousReplica"]
+
+LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
+"""In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
+
+
+class SynchronousReplica(Replica):
+    """Has the same gradients as all other replicas when ``backward()`` returns.
+
+    A step is `_begin` at the first gradient of a backward pass, `_submit` for each bucket, and `_finish` at its end.
+    After an error in between the step never ends: this rank has sent only a part of what the others wait for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        engine: Engine,
+        build_buckets: BuildBuckets,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        named = [named for bucket in engine.buckets for named in bucket.params]
+        super().__init__(model, named, engine.algorithm, engine)
+        self._engine, self._optimizers, self._build_buckets = engine, optimizers, build_buckets
+        params = [param for _, param in named]
+        self._guard = StepGuard(self._world, model, optimizers, params, partial(self._average, LATE))
+        self._alone = self._world.size == 1
+        self._joining = False  # ranks may have left, so each step begins with a roll call
+        self._parameter_list = ParameterList(model)
+        self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
+        self._order_is_observed = False
+        buffers = [*model.buffers()]
+        self._broadcasts_buffers = broadcast_buffers and not self._alone
+        self._buffer_kinds = _kinds(buffers)
+        carries = self._broadcasts_buffers and buffers
+        self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate) if carries else None
+        self._number: int | None = None  # of the backward pass whose gradients are on their way
+        self._settings = 0  # of the optimizers, as ranks compare them
+        self._roll_call: Future[None] | None = None
+        self._in_flight: list[Future[Span]] = []
+        self._live([*on_dense_gradients(self, named, SynchronousReplica._on_gradient), *self._guard.register()])
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]:
+        """The buckets, in the order in which they leave."""
+        return self._engine.buckets
+
+    def _on_gradient(self, name: str) -> None:
+        if not self._is_synchronous:
+            self._guard.hold_back()
+            return
+        if self._is_first(f"the gradient of {name}"):
+            self._begin(current_pass())
+            at_end_of_backward(self._finish)
+        self._submit(self._order.mark(name))
+
+    def average(self) -> None:
+        """Average the gradients at hand now; see `Replica.average`."""
+        if self._is_synchronous:
+            self._average(BY_HAND)
+
+    def _average(self, number: int) -> None:
+        if self._is_first("average()"):
+            self._begin(number)
+            self._finish()
+
+    def _is_first(self, what: str) -> bool:
+        """Return True if `what`, which comes from the running backward pass, is the first of a step.
+
+        Raises `UsageError` if another pass has not ended, unless nobody else waits for it.
+        """
+        if self._number == current_pass():
+            return False
+        if self._number is not None and not self._alone and not self._world.closed:
+            raise UsageError(INTERRUPTED.format(what=what))
+        return True
+
+    def _begin(self, number: int) -> None:
+        """Start the step of backward pass `number`."""
+        if self._world.joined not in (None, self):
+            raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
+        self._parameter_list.require_unchanged()
+        self._number, self._in_flight = number, []
+        self._order.arm()
+        if not self._alone:
+            self._guard.close()
+            self._settings = self._guard.settings(self._step % (1 << WIDTHS.step))
+        self._roll_call = self._engine.submit_has_data(True, self._step) if self._joining else None
+
+    def _submit(self, indices: Iterable[int]) -> None:
+        """Send the buckets at `indices` on their way."""
+        late = int(self._number == LATE)
+        for bucket in (self._engine.buckets[i] for i in indices):
+            if not self._alone:
+                header = Header(late, bucket.model, self._guard.steps, self._step, bucket.index, self._settings)
+                bucket.take(header, self._order.is_ready)
+            self._in_flight.append(self._engine.submit(bucket, self._step))
+
+    def _finish(self) -> None:
+        """Send what is left, wait for all, and give the averages to the parameters."""
+        begin_s = perf_counter()
+        self._submit(self._order.rest())
+        buffers = self._submit_buffers()  # behind the gradients: they may change until the backward pass has ended
+        if self._roll_call:
+            self._roll_call.result()  # first: if it failed, the others only know that something did
+        with within_range(self._world.recorder, "wait", step=self._step):
+            spans = tuple(answer.result() for answer in self._in_flight)
+        if not self._alone:
+            for bucket in self._engine.buckets:
+                bucket.settle()
+        if self._flat_buffers is not None:
+            self._flat_buffers.empty(buffers, unread_buffers(self.model))
+        self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)
+        self._stats = self._stats.plus(self.last)
+        self._number = None
+        self._step += 1
+        if not (self._order_is_observed or self._joining):
+            self._observe_order()
+        self._engine.capture_graphs(self._step)
+        self._guard.open()
+
+    def _submit_buffers(self) -> list[Tensor]:
+        """Send rank 0's buffers, and return this rank's."""
+        if not self._broadcasts_buffers:
+            return []
+        buffers = [*self.model.buffers()]
+        if _kinds(buffers) != self._buffer_kinds:
+            raise UsageError(
+                f"the buffers' dtypes or shapes have changed since attach(), now {describe_buffers(self.model)}: "
+                "keep them as they are, or attach with broadcast_buffers=False"
+            )
+        if self._flat_buffers is not None:
+            self._flat_buffers.fill(buffers)
+            self._in_flight.append(self._engine.submit_broadcast(self._flat_buffers.flat, self._step))
+        return buffers
+
+    def _observe_order(self) -> None:
+        """Rebuild the buckets in the order in which rank 0's gradients became ready in this pass."""
+        self._order_is_observed = True
+        place = {name: i for i, (name, _) in enumerate(self._params)}
+        seen = [place[name] for name in self._order.seen]
+        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
+        self._engine.submit_broadcast(order, self._step).result()
+        if order.tolist() != sorted(order.tolist()):
+            self._params = [self._params[i] for i in order.tolist()]
+            self._engine.replace_buckets(self._build_buckets(self._params))
+            self._engine.submit_preparation(self._step).result()
+            self._order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
+
+    @contextmanager
+    def join(self, *also: Stateful) -> Iterator[None]:
+        """Let ranks run out of data at different times; collective, around the whole loop.
+
+        A rank that leaves the context early stays until all have left. Steps average over the ranks that still have
+        data. At the end all ranks get parameters, buffers, the optimizers' state and that of `also` from a rank that
+        worked to the end. Name learning rate schedulers and a `GradScaler` in `also`: each rank's have counted as many
+        steps as it had data for.
+
+        Costs one small all-reduce per step. Inside of it only `average` works; other collective calls raise
+        `UsageError`. So does ``join()`` inside another one, or for an algorithm that cannot go on without a rank.
+        """
+        if self._world.joined is not None:
+            raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
+        self._engine.require_any_members()
+        check_stateful(also, "join()")
+        self._world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
+        self._joining, self._world.joined = True, self
+        try:
+            yield
+            self._outlast(also)
+        finally:
+            self._joining, self._world.joined = False, None
+            self._engine.forget()
+            self._engine.members = tuple(range(self._world.size))
+
+    def _outlast(self, also: Sequence[Stateful]) -> None:
+        """Answer roll calls until nobody has data, then take the state of a rank that worked to the end."""
+        last = self._engine.members
+        self._engine.submit_has_data(False, self._step).result()
+        while self._engine.members:
+            last = self._engine.members
+            self._step += 1
+            self._engine.submit_has_data(False, self._step).result()
+        first = last[0]
+        self._engine.members = (first, *(rank for rank in range(self._world.size) if rank != first))
+        overwrite_model(self._engine, self.model, self._step)
+        overwrite_states(self._engine, [*self._optimizers, *also], self._step)
+        self._guard.steps = 0
+
+    def drain(self) -> None:
+        """Do nothing: between steps no exchange is under way."""
+
+    def consolidate(self) -> None:
+        """Make all replicas equal; averaged ones are equal already, but for buffers. See `Replica.consolidate`."""
+        if isinstance(self._algorithm, Gossip):
+            super().consolidate()
+        else:
+            self.sync_buffers()
+
+    def why_not_graphs(self) -> dict[int, str]:
+        """Return why buckets were not carried by a graph; see `Replica.why_not_graphs`."""
+        return self._engine.why_not_graphs()
+
+    def detach(self) -> None:
+        """Remove every hook, and free the buckets; see `Replica.detach`."""
+        super().detach()
+        self._engine.release()
+
+
+def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(tensor.dtype, tensor.shape) for tensor in tensors]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All transports of one rank as one: the device of a group's tensors decides which transport runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from commrt.errors import Place, TransportClosed, UsageError
+from commrt.transport.protocol import (
+    CPU,
+    Exchange,
+    P2PGroup,
+    QueueingTransport,
+    Transport,
+    capture_nothing,
+    zeros,
+)
+
+__all__ = ["NullTransport", "TransportByDevice"]
+
+
+class TransportByDevice:
+    """Runs groups on `host`, or on the transport of a GPU for tensors that lie on it; a `Transport`."""
+
+    def __init__(self, host: Transport) -> None:
+        self._host = host
+        self._gpus: dict[torch.device, QueueingTransport] = {}
+        self.rank, self.ranks = host.rank, len(host.members)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """See `Transport.members`."""
+        return self._host.members
+
+    @property
+    def gpus(self) -> Sequence[torch.device]:
+        """GPUs that have a transport of their own."""
+        return tuple(self._gpus)
+
+    def replace_host(self, host: Transport) -> None:
+        """Use `host` for tensors in host memory from now on, and close its predecessor; bound groups stay bound."""
+        host.timeout_s = self.timeout_s
+        before, self._host = self._host, host
+        before.close()
+
+    def add(self, device: torch.device, transport: QueueingTransport) -> None:
+        """Use `transport` for tensors on `device` from now on."""
+        self._gpus[device] = transport
+
+    def require_no_other(self, device: torch.device) -> None:
+        """Raise `UsageError` if another GPU than `device` has a transport."""
+        for other in self._gpus:
+            if other != device:
+                raise UsageError(f"this rank exchanges on {other} already, and has one GPU: move the model to it")
+
+    def wait(self) -> None:
+        """Wait until all groups queued on GPUs are complete; raises an error that no call has raised yet."""
+        for transport in self._gpus.values():
+            transport.wait()
+
+    def reaches(self, device: torch.device) -> bool:
+        """Return True if a transport can move tensors on `device`, or none is needed."""
+        return device.type != "cuda" or device in self._gpus or self.ranks == 1
+
+    @property
+    def kind(self) -> str:
+        """See `Transport.kind`: the names of all media."""
+        return " and ".join(transport.kind for transport in self._all())
+
+    @property
+    def timeout_s(self) -> float:
+        """See `Transport.timeout_s`: the same for all transports."""
+        return self._host.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        for transport in self._all():
+            transport.timeout_s = seconds
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`."""
+        return self._of(device).allocate(numel, dtype, device)
+
+    def bind(self, group: P2PGroup) -> Exchange:
+        """See `Transport.bind`; raises `UsageError` for tensors on different devices."""
+        return self._of(_device(group)).bind(group)
+
+    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
+        """See `Transport.capture`; raises `UsageError` for tensors on different devices."""
+        return self._of(_device(group)).capture(work, group)
+
+    def _of(self, device: torch.device) -> Transport:
+        if not self.reaches(device):
+            raise UsageError(
+                f"no transport for tensors on {device} yet: call world.connect({str(device)!r}) on every rank first, "
+                "or attach() a model on that device"
+            )
+        return self._gpus.get(device, self._host)
+
+    def close(self) -> None:
+        """See `Transport.close`: closes all transports, then raises the first error."""
+        errors = []
+        for transport in self._all():
+            try:
+                transport.close()
+            except Exception as error:  # the others must be closed too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        for transport in self._all():
+            transport.abort()
+
+    def _all(self) -> tuple[Transport, ...]:
+        return (*self._gpus.values(), self._host)
+
+
+def _device(group: P2PGroup) -> torch.device:
+    devices = {message.data.device for message in (*group.sends, *group.recvs)} or {CPU}
+    if len(devices) > 1:
+        where = sorted(map(str, devices))
+        raise UsageError(f"hop {group.hop}: its tensors lie on {where}: move them to one device")
+    return devices.pop()
+
+
+class NullTransport:
+    """A `QueueingTransport` for a rank that the other ranks have not admitted yet: binding raises an error."""
+
+    kind = "nothing yet"
+    allocate = staticmethod(zeros)
+    capture = staticmethod(capture_nothing)
+
+    def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+
+    def bind(self, group: P2PGroup) -> Exchange:
+        """Raise `TransportClosed`."""
+        raise TransportClosed("the other ranks have not admitted this rank yet", Place(self.rank))
+
+    def wait(self) -> None:
+        """Return at once: nothing is queued."""
+
+    close = abort = wait

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets and shared memory between the ranks of one host: how ranks connect, and what they tell each other.
+
+To connect, each rank listens for higher ranks and calls lower ones. Addresses are random names in Linux's abstract
+namespace, so no file is left behind. They are on the store together with a password, because everybody on the host
+can read the names from ``/proc/net/unix``.
+
+Packets, which arrive whole and in order::
+
+    S number                     map my segment of this number (its descriptor comes along)
+    O (number, offset, nbytes)*  I offer these bytes
+    T count                      I have copied this many of your offers, in order
+    R nbytes                     your next offer is refused: I expect this many bytes
+    F number                     unmap my segment of this number
+
+A socket that ends means that its process ended or gave up.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from math import ceil
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from commrt.errors import DeadlineExceeded, PeerLost, Place
+from commrt.membership.store_client import parse, require
+
+__all__ = ["SEGMENT_NBYTES", "Arena", "Channel", "Offer", "Segment", "aligned", "connect", "host_identity", "packets"]
+
+RANK = struct.Struct("<I")
+PASSWORD_NBYTES = 16
+NUMBER = struct.Struct("<cQ")
+OFFER = struct.Struct("<QQQ")
+OFFERS_PER_PACKET = 1024
+PACKET_NBYTES = 1 + OFFERS_PER_PACKET * OFFER.size
+DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
+
+
+def host_identity() -> str | None:
+    """Return a text that is equal in two processes if they can share memory; None if this platform cannot.
+
+    It contains the network namespace, because abstract socket names are not visible outside of it.
+    """
+    try:
+        os.close(os.memfd_create("commrt-probe"))
+        _socket().close()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except (AttributeError, OSError):
+        return None
+
+
+def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
+    """Return a connected socket for each other member.
+
+    Raises `DeadlineExceeded` with the ranks that did not come, `PeerLost` for a rank that came and left.
+    """
+    deadline = monotonic() + timeout_s
+    lower, higher = ([peer for peer in members if peer < rank], [peer for peer in members if peer > rank])
+    sockets: dict[int, socket.socket] = {}
+    name, password = secrets.token_hex(16), secrets.token_bytes(PASSWORD_NBYTES)
+    try:
+        with _socket() as listener:
+            listener.bind(_address(name))
+            listener.listen(socket.SOMAXCONN)  # other programs may call too
+            store.set(str(rank), f"{name} {password.hex()}")
+            with suppress(RuntimeError):  # not all came in time: they are missing below
+                store.wait([str(peer) for peer in lower], timedelta(seconds=timeout_s))
+                for peer in lower:
+                    sockets[peer] = _call(store, rank, peer)
+                sockets.update(_callers(listener, password, higher, deadline))
+        if missing := [peer for peer in members if peer != rank and peer not in sockets]:
+            raise _missing(store, rank, missing, timeout_s)  # noqa: TRY301  # all sockets are closed below
+    except BaseException:
+        for end in sockets.values():
+            end.close()
+        raise
+    return sockets
+
+
+def _call(store: Store, rank: int, peer: int) -> socket.socket:
+    """Connect to a rank that listens; the kernel accepts the call even if that process is busy."""
+    name, password = parse(f"address of rank {peer}", store.get(str(peer)), _parse_address)
+    end = _socket()
+    try:
+        end.setblocking(False)  # the listener's queue has room for all ranks
+        end.connect(_address(name))
+        end.send(RANK.pack(rank) + password)
+    except OSError as error:
+        end.close()
+        what = "the peer listens no more: it failed while the world was starting; look at its own output"
+        raise PeerLost(what, Place(rank, peer)) from error
+    return end
+
+
+def _parse_address(said: bytes) -> tuple[str, bytes]:
+    name, password = said.decode().split()
+    require(len(name) == 2 * PASSWORD_NBYTES and bytes.fromhex(name))
+    return name, bytes.fromhex(password)
+
+
+def _callers(
+    listener: socket.socket, password: bytes, expected: Collection[int], deadline: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield peers as they call, until all have or the deadline is over; hang up on callers without the password."""
+    unidentified: dict[int, socket.socket] = {}
+    poller = select.poll()
+    poller.register(listener, select.POLLIN)
+    come = 0
+    while come < len(expected) and (left_s := deadline - monotonic()) > 0:
+        for fd, _ in poller.poll(ceil(left_s * 1000)):
+            if fd == listener.fileno():
+                end = listener.accept()[0]
+                end.setblocking(False)
+                unidentified[end.fileno()] = end
+                poller.register(end, select.POLLIN)
+                continue
+            end = unidentified.pop(fd)
+            poller.unregister(fd)
+            if (caller := _identify(end, password)) in expected and caller is not None:
+                come += 1
+                yield caller, end
+            else:
+                end.close()
+    for end in unidentified.values():
+        end.close()
+
+
+def _identify(end: socket.socket, password: bytes) -> int | None:
+    """Return the rank of a caller that knows the password."""
+    try:
+        said = end.recv(RANK.size + len(password))
+    except OSError:
+        return None
+    known = secrets.compare_digest(said[RANK.size :], password)
+    return int(RANK.unpack_from(said)[0]) if known else None
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _address(name: str) -> str:
+    return f"\0commrt-{name}"
+
+
+def _missing(store: Store, rank: int, missing: Sequence[int], timeout_s: float) -> DeadlineExceeded:
+    """Return the error that names the ranks of `missing` that never came; the others may only have waited for them."""
+    peers = [peer for peer in missing if not store.check([str(peer)])] or missing
+    return DeadlineExceeded(
+        f"ranks {peers} did not come within {timeout_s:g} s: start all of them, with the same world size, and look at "
+        "the output of those that are missing",
+        Place(rank, peers[0]),
+    )
+
+
+class Offer(NamedTuple):
+    """Bytes in a sender's segment that the receiver may copy."""
+
+    number: int
+    """The segment's number."""
+    offset: int
+    nbytes: int
+
+
+def packets(offers: Sequence[Offer]) -> list[bytes]:
+    """Return the packets that make `offers`."""
+    parts = (offers[at : at + OFFERS_PER_PACKET] for at in range(0, len(offers), OFFERS_PER_PACKET))
+    return [b"O" + b"".join(OFFER.pack(*offer) for offer in part) for part in parts]
+
+
+class Channel:
+    """This rank's end of the socket to one peer, with the state of both ends. No call waits."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self.fd = end.fileno()
+        self.untaken = 0
+        """Number of our offers that the peer has yet to copy."""
+        self.offers: deque[Offer] = deque()
+        """The peer's offers that we have yet to copy."""
+        self.expected_nbytes: int | None = None
+        """Size that the peer expects instead of our oldest offer, if it refused that."""
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()  # packets with descriptors, while the socket is full
+        self._announced: set[int] = set()  # numbers of our segments that the peer maps
+        self._mapped: dict[int, mmap.mmap] = {}  # the peer's segments
+
+    @property
+    def full(self) -> bool:
+        """Return True if packets wait until the socket can be written to."""
+        return bool(self._unsent)
+
+    def announce(self, segments: Iterable[Segment]) -> None:
+        """Make sure that the peer maps `segments`."""
+        for segment in segments:
+            if segment.number not in self._announced:
+                self._announced.add(segment.number)
+                self._send(NUMBER.pack(b"S", segment.number), [segment.fd])
+
+    def forget(self, number: int) -> None:
+        """Let the peer unmap our freed segment `number`."""
+        if number in self._announced:
+            self._announced.remove(number)
+            self._send(NUMBER.pack(b"F", number))
+
+    def offer(self, prepared: Iterable[bytes], count: int) -> None:
+        """Make `count` offers, `prepared` by `packets`, from segments that were announced."""
+        self.untaken += count
+        for packet in prepared:
+            self._send(packet)
+
+    def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
+        """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be unaligned."""
+        memory, numel = self._mapped[offer.number], offer.nbytes // dtype.itemsize
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offer.offset)
+
+    def acknowledge(self, count: int) -> None:
+        """Tell the peer that `count` more of its offers were copied."""
+        self._send(NUMBER.pack(b"T", count))
+
+    def refuse(self, nbytes: int) -> None:
+        """Tell the peer that `nbytes` were expected."""
+        self._send(NUMBER.pack(b"R", nbytes))
+
+    def _send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        self._unsent.append((packet, list(fds)))
+        if len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send as many packets as the socket takes."""
+        while self._unsent:
+            packet, fds = self._unsent[0]
+            try:
+                socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the peer has left; its last packets can still be read, and then the end
+            self._unsent.popleft()
+
+    def receive(self) -> bool:
+        """Read one packet if there is one; return False if no more will come."""
+        try:
+            packet, extra, _, _ = self._socket.recvmsg(PACKET_NBYTES, DESCRIPTOR_NBYTES, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, ConnectionResetError):  # a reset is reported once, before what can still be read
+            return True
+        if packet:
+            self._apply(packet, [fd for _, _, data in extra for fd in array.array("i", data)])
+        return bool(packet)
+
+    def _apply(self, packet: bytes, fds: list[int]) -> None:
+        if packet[:1] == b"O":
+            self.offers.extend(map(Offer._make, OFFER.iter_unpack(memoryview(packet)[1:])))
+            return
+        kind, number = NUMBER.unpack(packet)
+        if kind == b"T":
+            self.untaken -= number
+        elif kind == b"S":
+            try:
+                self._mapped[number] = mmap.mmap(fds[0], 0)
+            finally:
+                os.close(fds[0])
+        elif kind == b"F":
+            del self._mapped[number]
+        elif kind == b"R":
+            self.expected_nbytes = number
+
+    def shut_down(self) -> None:
+        """End the connection, even if a forked process holds the socket too; callable from any thread.
+
+        The descriptor and the mappings stay, because another thread may be about to use them.
+        """
+        with suppress(OSError):  # the peer was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and release the socket and the mappings."""
+        self.shut_down()
+        self.release()
+
+    def release(self) -> None:
+        """Release the socket and the mappings without ending the connection, as a forked child must."""
+        self._socket.close()
+        self._mapped.clear()
+
+
+SEGMENT_NBYTES = 32 << 20
+"""Least size of a segment: untouched pages cost nothing, and a process may open few files."""
+ALIGNMENT_NBYTES = 64
+"""A cache line, and the widest vector access."""
+
+
+class Segment(NamedTuple):
+    """One anonymous file, mapped in this process."""
+
+    number: int
+    """Identifies it in this process; never reused."""
+    fd: int
+    addresses: range
+    """Addresses of the mapping in this process."""
+
+
+class Arena:
+    """Allocates tensors from the segments of one rank; a segment is freed with the last tensor in it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.freed: deque[int] = deque()
+        """Numbers of freed segments; the transport takes them out and tells the peers."""
+        self._segments: dict[int, Segment] = {}
+        self._numbers = count(1)
+        self._lock = Lock()
+        self._memory: mmap.mmap | None = None  # the segment that new tensors are cut from
+        self._used = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [numel]."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            if self._memory is None or self._used + nbytes > len(self._memory):
+                self._memory, self._used = self._new_segment(nbytes), 0
+            start, self._used = self._used, aligned(self._used + nbytes)
+            return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
+
+    def find(self, data: Tensor) -> tuple[Segment, int] | None:
+        """Return the segment that holds `data` and the offset in it in bytes, or None for other memory."""
+        address = data.data_ptr()
+        segment = next((each for each in tuple(self._segments.values()) if address in each.addresses), None)
+        return None if segment is None else (segment, address - segment.addresses.start)
+
+    def close(self) -> None:
+        """Stop cutting tensors from the current segment; allocated tensors stay usable."""
+        self._memory = None
+
+    def _new_segment(self, nbytes: int) -> mmap.mmap:
+        number = next(self._numbers)
+        fd = os.memfd_create(f"commrt-{number}")
+        try:
+            os.ftruncate(fd, max(nbytes, SEGMENT_NBYTES))
+            memory = mmap.mmap(fd, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._segments[number] = Segment(number, fd, range(start, start + len(memory)))
+        # Each tensor references the mapping, so this runs when the last tensor is gone, on any thread.
+        weakref.finalize(memory, _free, number, self._segments, self.freed).atexit = False
+        return memory
+
+
+def _free(number: int, segments: dict[int, Segment], freed: deque[int]) -> None:
+    os.close(segments.pop(number).fd)
+    freed.append(number)
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes` rounded up to a multiple of `ALIGNMENT_NBYTES`."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of an NCCL communicator: CuPy's binding, how ranks create one, and how they notice that one ends.
+
+All ranks meet on the store before they call NCCL: a call that waits inside NCCL for a missing rank has no deadline and
+cannot be interrupted. Ranks that shut down leave a notice on the store, because NCCL does not tell the others.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import combinations
+from time import monotonic
+from typing import NamedTuple, Protocol, cast
+from weakref import WeakMethod, finalize
+
+import torch
+from torch.distributed import Store
+
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.membership.launcher import nccl_variable
+from commrt.membership.store_client import (
+    MALFORMED,
+    STORE_ANSWER_S,
+    call_store,
+    clone_connection,
+    parse,
+    parse_dict,
+    parse_int,
+    parse_list,
+    require,
+    run_within,
+    start_call,
+)
+from commrt.threads.future import Future
+from commrt.threads.streams import Graph, Streams
+from commrt.transport.protocol import Exchange
+
+__all__ = [
+    "Binding",
+    "Communicator",
+    "Graphs",
+    "ShutdownNotices",
+    "Watchdog",
+    "create",
+    "load",
+    "named",
+    "require_usable",
+]
+
+SHARES_GPUS = 23003
+"""The first NCCL whose ranks can share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1."""
+
+NO_ID = "none"
+"""On the store in place of a unique id that could not be made."""
+
+CHECK_INTERVAL_S = 0.05
+READ_INTERVAL_S = 0.5
+"""Between two reads of the notices: a GPU that is behind its host is not late, and all ranks read from one store."""
+
+
+class Communicator(Protocol):
+    """CuPy's ``NcclCommunicator``: one rank's end, used by one thread at a time unless a method says otherwise."""
+
+    def send(self, address: int, count: int, datatype: int, peer: int, stream: int, /) -> None:
+        """Queue a send on `stream`."""
+
+    def recv(self, address: int, count: int, datatype: int, peer: int, stream: int, /) -> None:
+        """Queue a receive on `stream`."""
+
+    def check_async_error(self) -> None:
+        """Raise the error of a call that had already returned; callable from any thread."""
+
+    def abort(self) -> None:
+        """End all queued work and free the communicator; callable from any thread. Other ranks are not told."""
+
+    def destroy(self) -> None:
+        """Free the communicator when queued work is complete; waits for the other ranks of this host."""
+
+
+class Binding(Protocol):
+    """The module ``cupy.cuda.nccl``, as far as it is used here. Versions are 10,000 * major + 100 * minor + patch."""
+
+    NCCL_INT8: int
+    available: bool
+
+    def get_build_version(self) -> int:
+        """Return the version of NCCL that CuPy was built with."""
+
+    def get_version(self) -> int:
+        """Return the version of NCCL in this process."""
+
+    def get_unique_id(self) -> bytes:
+        """Return the id of a new communicator, to be made by one rank and given to the others."""
+
+    def groupStart(self) -> None:  # noqa: N802  # as in CuPy
+        """Collect the calls of this thread."""
+
+    def groupEnd(self) -> None:  # noqa: N802  # as in CuPy
+        """Queue the collected calls; waits for peers that are used for the first time."""
+
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int, /) -> Communicator:  # noqa: N802, N803  # as in CuPy
+        """Join a communicator; returns when all its ranks have joined."""
+
+
+def load() -> Binding:
+    """Return CuPy's binding of the NCCL that torch has loaded; raises `UsageError` if it cannot be used."""
+    import torch  # noqa: F401, PLC0415  # first, or a second copy of NCCL would be loaded
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what CuPy warns of is an error below
+            from cupy.cuda import nccl  # noqa: PLC0415  # slow to import, and absent without a GPU
+    except ImportError as error:
+        raise UsageError(
+            f"GPUs exchange through CuPy, which cannot be imported ({error}): pip install cupy-cuda13x"
+        ) from error
+    binding = cast("Binding", nccl)
+    require_usable(binding)
+    return binding
+
+
+def require_usable(binding: Binding) -> None:
+    """Raise `UsageError` for an NCCL that would fail later, with an error that is harder to read."""
+    if not binding.available:
+        raise UsageError(
+            "CuPy finds no NCCL library: install the one of your torch, such as pip install nvidia-nccl-cu13"
+        )
+    if nccl_variable("COMM_BLOCKING") == "0":
+        raise UsageError(
+            "NCCL_COMM_BLOCKING=0 makes calls return before they are done, which CuPy takes for an error: unset it"
+        )
+    runtime, built = binding.get_version(), binding.get_build_version()
+    if runtime < built:
+        raise UsageError(
+            f"NCCL {named(runtime)} was loaded, and CuPy was built with {named(built)}: upgrade nvidia-nccl"
+        )
+
+
+def named(version: int) -> str:
+    """Return ``2.28.9`` for 22809."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def create(
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout_s: float,
+    device: torch.device,
+    streams: Streams,
+    binding: Binding,
+) -> Communicator:
+    """Return the communicator of `members`, on `device`.
+
+    Raises `DeadlineExceeded` with the ranks that did not come, `DisagreementError` if they run different NCCLs,
+    `UsageError` if two chose the same GPU, `TransportError` for an error of NCCL.
+    """
+    infos = _rank_infos(store, rank, members, timeout_s, _RankInfo(binding.get_version(), _gpu(device)))
+    _require_one_version(infos)
+    _require_a_gpu_each(infos)
+    unique_id = _shared_id(store, rank, members[0], timeout_s, binding)
+
+    def construct() -> Communicator:
+        streams.use()
+        return binding.NcclCommunicator(len(members), unique_id, members.index(rank))
+
+    try:
+        return run_within(timeout_s, construct)
+    except TimeoutError as error:
+        what = f"all ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
+        raise DeadlineExceeded(what, Place(rank)) from error
+    except RuntimeError as error:
+        raise TransportError(f"NCCL made no communicator ({error}): run with NCCL_DEBUG=WARN", Place(rank)) from error
+
+
+class _RankInfo(NamedTuple):
+    """What a rank tells the others before they create a communicator."""
+
+    nccl: int
+    """Version."""
+    gpu: str | None
+    """Identifies its GPU among those of all hosts."""
+
+
+def _gpu(device: torch.device) -> str | None:
+    """Return the GPU's name among all hosts; where NCCL_HOSTID is set, NCCL takes that for the host."""
+    if device.type != "cuda":
+        return None
+    return f"{nccl_variable('HOSTID') or ''} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def _rank_infos(
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, own: _RankInfo
+) -> dict[int, _RankInfo]:
+    """Write `own` to the store, and return those of all members."""
+    store.set(f"ready/{rank}", json.dumps(own))
+    keys = {peer: f"ready/{peer}" for peer in members}
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [peer for peer, key in keys.items() if not store.check([key])]
+        raise DeadlineExceeded(
+            f"ranks {missing} did not come within {timeout_s:g} s: start all of them, with the same world size, and "
+            "look at the output of those that are missing",
+            Place(rank, next(iter(missing), None)),
+        ) from error
+    return {peer: parse(key, store.get(key), _parse_info) for peer, key in keys.items()}
+
+
+def _parse_info(said: bytes) -> _RankInfo:
+    nccl, gpu = parse_list(said, 2)
+    require(isinstance(gpu, str | None))
+    return _RankInfo(parse_int(nccl), gpu)
+
+
+def _require_one_version(infos: Mapping[int, _RankInfo]) -> None:
+    first = next(iter(infos))
+    for rank, info in infos.items():
+        if info.nccl != infos[first].nccl:
+            raise DisagreementError(
+                f"rank {rank} runs NCCL {info.nccl} and rank {first} NCCL {infos[first].nccl}: install the same one "
+                "everywhere"
+            )
+
+
+def _require_a_gpu_each(infos: Mapping[int, _RankInfo]) -> None:
+    if next(iter(infos.values())).nccl >= SHARES_GPUS and nccl_variable("MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    for (one, first), (other, second) in combinations(infos.items(), 2):
+        if first.gpu is not None and first.gpu == second.gpu:
+            raise UsageError(
+                f"ranks {one} and {other} chose the same GPU, {first.gpu}: move each model to its rank's world.device "
+                "before it is attached"
+            )
+
+
+def _shared_id(store: Store, rank: int, first: int, timeout_s: float, binding: Binding) -> bytes:
+    """Return the unique id that rank `first` makes and writes to the store."""
+    if rank == first:
+        try:
+            store.set("id", _new_id(binding).hex())
+        except BaseException:
+            store.set("id", NO_ID)
+            raise
+    try:
+        store.wait(["id"], timedelta(seconds=timeout_s))
+        said = store.get("id")
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"no word from rank {first} within {timeout_s:g} s: look at its output", Place(rank, first)
+        ) from error
+    if said == NO_ID.encode():
+        raise PeerLost(f"rank {first} could not make a communicator: look at its output", Place(rank, first))
+    return parse("id", said, lambda each: bytes.fromhex(each.decode()))
+
+
+def _new_id(binding: Binding) -> bytes:
+    unique_id = binding.get_unique_id()
+    if not isinstance(unique_id, bytes):
+        raise UsageError(
+            "this CuPy is older than 14, whose ids of communicators differ: pip install 'cupy-cuda13x>=14'"
+        )
+    return unique_id
+
+
+class Watchdog:
+    """A thread that calls the method `check` every `CHECK_INTERVAL_S` until `stop`, or until its object is collected.
+
+    It calls `begin` first, once.
+    """
+
+    def __init__(self, check: Callable[[], None], begin: Callable[[], None]) -> None:
+        self._check, self._begin = WeakMethod(check), begin
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="commrt-watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        self._begin()
+        while not self._stopped.wait(CHECK_INTERVAL_S):
+            check = self._check()
+            if check is None:
+                return
+            check()
+            del check  # or its object would live until the next check
+
+    def stop(self) -> None:
+        """Start no further check; one that is running goes on."""
+        self._stopped.set()
+
+
+Counts = dict[int, int] | None
+"""Groups that a rank had begun with each peer when it closed; None for a rank that gave up."""
+
+
+class ShutdownNotices:
+    """Notices on the store of ranks that shut down their communicator, for ranks that still wait for them.
+
+    A rank that closed has done its part in all groups that it counts. A rank that gave up has not, and counts none.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = clone_connection(store), rank
+        self._known: dict[int, Counts] = {}
+        self._question: Future[dict[int, Counts]] | None = None
+        self._next_read_s = 0.0
+
+    def announce(self, counts: Mapping[int, int] | None) -> None:
+        """Tell the others that this rank shuts down; `counts` is None if it gives up. Waits for 2 s at most."""
+        said = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
+        with suppress(RuntimeError, TransportError):  # the store is gone, and the other ranks with it
+            call_store(lambda: self._store.set(f"left/{self._rank}", said), STORE_ANSWER_S)
+
+    def known(self, peers: Collection[int]) -> dict[int, Counts]:
+        """Return the notices of `peers` that have been read so far. Never waits: another thread reads the store."""
+        if self._question is None:
+            if monotonic() >= self._next_read_s:
+                self._next_read_s = monotonic() + READ_INTERVAL_S
+                self._question = start_call(lambda: self._read(peers))
+        elif self._question.done():
+            with suppress(RuntimeError, *MALFORMED):  # a malformed notice is none
+                self._known |= self._question.result()
+            self._question = None
+        return {peer: self._known[peer] for peer in peers if peer in self._known}
+
+    def _read(self, peers: Collection[int]) -> dict[int, Counts]:
+        keys = {peer: f"left/{peer}" for peer in peers}
+        return {peer: _parse_counts(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
+
+
+def _parse_counts(said: bytes) -> Counts:
+    if json.loads(said) is None:
+        return None
+    return {int(peer): parse_int(count) for peer, count in parse_dict(said).items()}
+
+
+class Graphs:
+    """CUDA graphs of one communicator, which must be dropped first: freeing the communicator waits for them."""
+
+    def __init__(self) -> None:
+        self._kept: list[Graph] = []
+
+    def keep(self, graph: Graph, replay: Exchange) -> None:
+        """Keep `graph` as long as the function `replay` exists, which replays it."""
+        self._kept.append(graph)
+        finalize(replay, self._drop, graph)
+
+    def _drop(self, graph: Graph) -> None:
+        with suppress(ValueError):  # all were dropped before
+            self._kept.remove(graph)
+            graph.reset()
+
+    def drop_all(self) -> None:
+        """Drop all graphs; none may be replayed any more."""
+        while self._kept:
+            self._kept.pop().reset()

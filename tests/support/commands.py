@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the `commrt` command, or a program of a rank, in this process."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+from typer.testing import CliRunner
+
+from commrt.cli.app import app
+from commrt.errors import UsageError
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+def told(*args):
+    """Return what the command prints as JSON."""
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*args):
+    """Return the message with which the command refuses bad input."""
+    with pytest.raises(UsageError) as refusal:
+        CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    return str(refusal.value)
+
+
+def program(_, path, options):
+    """Run the program at `path` in a rank of `commrt.testing.processes.run_processes`; return what it prints."""
+    sys.argv = [str(path), *options]
+    with redirect_stdout(StringIO()) as said:
+        runpy.run_path(str(path), run_name="__main__")
+    return said.getvalue()

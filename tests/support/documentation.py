@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages as blocks of code, and what runs them; tests/test_docs.py asks for it.
+
+How a page says what it needs, in a comment right before a block:
+
+- ``<!-- with: a model and data -->`` gives the block names of `GIVEN`, which the page takes for granted.
+- ``<!-- raises: ScheduleError -->``: the block must end in that error.
+- ``<!-- printed -->`` before a ``text`` block: the block before printed this (white space aside; ``...`` stands for
+  anything).
+- ``<!-- not run: REASON -->``: only compiled, or only looked at.
+
+``<!-- ranks: 3 -->`` anywhere in a page: its Python runs in so many processes, as under torchrun; what the first prints
+counts. Blocks of a page share their names, in order; pages share nothing. Ranks of a page share a folder, and so do
+its commands.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+import tomllib
+import traceback
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+from commrt.testing import processes
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/FINDINGS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+NOTES = ("with", "raises", "printed", "not run", "ranks")
+LANGUAGES = ("python", "sh", "toml", "text")
+LIMIT_S = 100.0
+EPOCHS = "2"
+"""Of every `commrt train`, whatever it says: 40 steps."""
+YOURS = {"train.py"}
+"""Files that stand for the reader's own."""
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+|~~~+)(?P<language>\S*)(?P<rest>.*)$")
+COMMENT = re.compile(r"^\s*<!-- (?P<word>[a-z ]+?)(?:: (?P<what>.*?))? -->$")
+RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    """Of its first line of code, counted from 1."""
+    language: str
+    body: str
+    notes: tuple[tuple[str, str], ...]
+    """What the comments before it say: (word, what)."""
+
+    @property
+    def place(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def note(self, word):
+        """What a comment says, "" if it says no more than the word, None if there is none."""
+        return dict(self.notes).get(word)
+
+    @property
+    def is_executed(self):
+        if self.language == "text":
+            return self.note("printed") is not None
+        return self.note("not run") is None
+
+
+def blocks(page):
+    """All fenced blocks of `page`; raises `ValueError` for what would escape."""
+    lines, found, number = page.read_text().split("\n"), [], 0
+    while number < len(lines):
+        fence = FENCE.match(lines[number])
+        if fence is None:
+            number += 1
+            continue
+        end = number + 1
+        while lines[end].strip() != fence["ticks"]:
+            end += 1
+        body = "\n".join(line.removeprefix(fence["indent"]) for line in lines[number + 1 : end]) + "\n"
+        block = Block(page, number + 2, fence["language"], body, tuple(_notes_above(lines, number)))
+        _require_known(block, fence["ticks"], fence["rest"])
+        found.append(block)
+        number = end + 1
+    return found
+
+
+def _notes_above(lines, number):
+    while number > 0 and (comment := COMMENT.match(lines[number - 1])):
+        yield comment["word"], comment["what"] or ""
+        number -= 1
+
+
+def _require_known(block, ticks, rest):
+    if ticks != "```" or rest.strip() or block.language not in LANGUAGES:
+        raise ValueError(f"{block.place}: a block of {ticks}{block.language}{rest}: use ``` and one of {LANGUAGES}")
+    if strange := [word for word, _ in block.notes if word not in NOTES]:
+        raise ValueError(f"{block.place}: a comment says {strange[0]!r}: known are {NOTES}")
+    if block.note("not run") == "":
+        raise ValueError(f"{block.place}: not run, and no reason is stated")
+
+
+def ranks(page):
+    """How many processes run the Python of `page`."""
+    stated = RANKS.search(page.read_text())
+    return int(stated[1]) if stated else 1
+
+
+# What pages take for granted ----------------------------------------------------------------------------------------
+
+
+def _a_model_and_data():
+    """A small network, its optimizer, and 64 samples in batches of 8."""
+    import torch  # noqa: PLC0415  # the process that runs pages has it
+    from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    loader = DataLoader(data, batch_size=8)
+    return {
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 30),
+        "loss_fn": torch.nn.functional.cross_entropy,
+        "data": data,
+        "loader": loader,
+        "batches": cycle(loader),
+    }
+
+
+def _a_model_and_data_attached():
+    """The same, as a replica of a world."""
+    import commrt  # noqa: PLC0415
+
+    given = _a_model_and_data()
+    world = commrt.init()
+    return given | {"commrt": commrt, "world": world, "replica": commrt.attach(given["model"], given["optimizer"])}
+
+
+GIVEN = {
+    "a model and data": _a_model_and_data,
+    "a model and data, attached": _a_model_and_data_attached,
+}
+
+
+# Python ---------------------------------------------------------------------------------------------------------------
+
+
+def run_python(tell, name, folder):
+    """In a process of its own, as each rank: the Python blocks of a page; (line, what it printed) for each."""
+    import torch  # noqa: PLC0415  # the process that runs pages has it
+
+    torch.set_num_threads(1)  # several ranks share the cores
+    page = Path(name)
+    module = sys.modules["page"] = ModuleType("page")
+    os.chdir(folder)
+    try:
+        return [
+            (block.line, _run_block(block, module.__dict__))
+            for block in blocks(page)
+            if block.language == "python" and block.is_executed
+        ]
+    finally:
+        os.chdir(ROOT)
+        _end_world()
+
+
+def _end_world():
+    """As the end of a program would; a process that was forked ends without that."""
+    from commrt.runtime import init  # noqa: PLC0415
+
+    if init._current is not None:
+        init._current.close()
+
+
+def _run_block(block, names):
+    if (given := block.note("with")) is not None:
+        names.update(GIVEN[given]())
+    code = compile("\n" * (block.line - 1) + block.body, str(block.page), "exec")
+    expected = block.note("raises")
+    said = io.StringIO()
+    with redirect_stdout(said):
+        try:
+            exec(code, names)  # noqa: S102  # that is the point
+        except Exception as error:
+            if type(error).__name__ != expected:
+                raise RuntimeError(f"{_where(block, error)}: {type(error).__name__}: {error}") from error
+            return f"{type(error).__name__}: {error}"
+    if expected is not None:
+        raise RuntimeError(f"{block.place}: no {expected} was raised")
+    return said.getvalue()
+
+
+def _where(block, error):
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(block.page)]
+    return f"{block.page.relative_to(ROOT)}:{lines[-1] if lines else block.line}"
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def run_commands(page):
+    """(line, what they printed) for each block of commands of `page`, run in one process and folder."""
+    if not any(block.language == "sh" and block.is_executed for block in blocks(page)):
+        return []
+    context = processes._context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_commands, args=(theirs, str(page), dict(os.environ)))
+    process.start()  # no daemon, as it starts workers
+    theirs.close()
+    try:
+        if not ours.poll(LIMIT_S):
+            raise RuntimeError(f"{page}: its commands did not end within {LIMIT_S:g} s")
+        outcome = ours.recv()
+    except EOFError:
+        raise RuntimeError(f"{page}: the process that ran its commands died") from None
+    finally:
+        process.join(timeout=2)
+        process.kill()
+        process.join()
+    if isinstance(outcome, RuntimeError):
+        raise outcome
+    return outcome
+
+
+def _run_commands(pipe: Connection, name, environment):
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            ran = [
+                (block.line, "".join(_run_lines(block)))
+                for block in blocks(Path(name))
+                if block.language == "sh" and block.is_executed
+            ]
+            os.chdir(ROOT)
+        pipe.send(ran)
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _run_lines(block):
+    for offset, line in enumerate(block.body.replace("\\\n", "").split("\n")):
+        for words in commands(line):
+            try:
+                yield run_command(words)
+            except Exception as error:
+                raise RuntimeError(f"{block.page.relative_to(ROOT)}:{block.line + offset}: {line}: {error}") from error
+
+
+def commands(line):
+    """The commands of a line, each as its words, without variables and sudo."""
+    words = shlex.split(line, comments=True)
+    while words:
+        end = words.index("&&") if "&&" in words else len(words)
+        command, words = words[:end], words[end + 1 :]
+        while command and (re.fullmatch(r"[A-Z_]+=.*", command[0]) or command[0] == "sudo"):
+            command = command[1:]
+        yield command
+
+
+def run_command(words):
+    """What it printed. Only `commrt` is run; of other commands what they name must exist."""
+    first, *rest = words
+    if first == "commrt":
+        return _run_commrt(rest)
+    if first == "make":
+        _require_all([word for word in rest if "=" not in word], _targets(), "no target of the Makefile")
+    elif first == "pip":
+        _require_extras(rest)
+    elif first in {
+        "python",
+        "python3",
+        "torchrun",
+        "mpirun",
+        "mpiexec",
+        "srun",
+        "nsys",
+        "ncu",
+        ".venv/bin/pytest",
+        "pytest",
+    }:
+        _require_files(rest)
+        if "commrt" in rest:
+            parsed(rest[rest.index("commrt") + 1 :])
+    elif first not in {"git", "cd"}:
+        raise ValueError(f"{first!r} is no command that the harness knows: teach it, or write `text`")
+    return ""
+
+
+def parsed(words, *, whole=True):
+    """Raise if `commrt` does not take these words; unless they are `whole`, arguments and values may be missing."""
+    import typer  # noqa: PLC0415
+
+    from commrt.cli.app import app  # noqa: PLC0415
+
+    group = typer.main.get_command(app)
+    if not words:
+        return
+    name, command, rest = group.resolve_command(group.make_context("commrt", list(words)), list(words))
+    try:
+        command.make_context(name, rest)
+    except Exception as error:
+        if whole or type(error).__name__ not in {"MissingParameter", "BadOptionUsage"}:
+            raise
+
+
+def _run_commrt(words):
+    from typer.testing import CliRunner  # noqa: PLC0415
+
+    from commrt.cli.app import app  # noqa: PLC0415
+
+    if words[0] == "train":
+        _train_briefly()
+        words = [*words, "--epochs", EPOCHS]  # the last one counts
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    if result.exit_code:
+        raise ValueError(f"exit code {result.exit_code}: {result.output} {result.exception or ''}")
+    return result.stdout
+
+
+@cache
+def _train_briefly():
+    """`commrt train` as documented, but one layer learns 1,280 images of noise, not a CNN 4,000 digits.
+
+    To read those takes 4 s, and an epoch about as long; that real ones are learnt is shown by tests/test_cli.py.
+    """
+    import torch  # noqa: PLC0415
+
+    from commrt.cli import dataset, train, training_job  # noqa: PLC0415
+
+    noise = torch.Generator().manual_seed(0)
+
+    def images(count):
+        return dataset.Images(
+            torch.randn(count, 1, 28, 28, generator=noise), torch.randint(0, 10, (count,), generator=noise)
+        )
+
+    def one_layer(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+
+    training_job.lenet = one_layer
+    both = images(1280), images(100)
+    for module in (dataset, train):
+        module.load = lambda: both
+    for module in (dataset, training_job, dataset):
+        module.TRAIN_IMAGES = 1280
+
+
+def _targets():
+    made = (ROOT / "Makefile").read_text()
+    return {name for line in re.findall(r"^([a-z][\w -]*):(?!=)", made, re.MULTILINE) for name in line.split()}
+
+
+def _require_extras(words):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        if asked := re.fullmatch(r"(?:\.|commrt)\[(.*)\]", word):
+            _require_all(asked[1].split(","), extras, "no extra of pyproject.toml")
+
+
+def _require_files(words):
+    files = [word.partition("::")[0] for word in words if re.fullmatch(r"(bench|tests|examples|docs)/[\w./:]+", word)]
+    files += [word for word in words if re.fullmatch(r"[\w]+\.py", word) and word not in YOURS]
+    _require_all(files, {name for name in files if (ROOT / name).exists()}, "no file here")
+
+
+def _require_all(names, known, complaint):
+    if missing := [name for name in names if name not in known]:
+        raise ValueError(f"{missing[0]!r} is {complaint}")
+
+
+# What was printed -----------------------------------------------------------------------------------------------------
+
+
+def is_like(shown, printed):
+    """True if `printed` is what is `shown`, white space aside, where ``...`` stands for anything."""
+    parts = [re.escape(" ".join(part.split())) for part in shown.split("...")]
+    return re.fullmatch(r" ?.*? ?".join(parts), " ".join(printed.split())) is not None
+
+
+def require_python(block):
+    """Of a block that is not run: raise `SyntaxError` unless it is Python."""
+    ast.parse(block.body, f"{block.page}")

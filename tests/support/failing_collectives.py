@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of tests in which a rank is late, stopped, killed or refused in a collective of all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from math import inf
+from threading import Event
+from time import monotonic
+
+import torch
+from failing_ranks import joined, model_of, one_step
+
+import commrt
+from commrt.errors import PeerLost, Place, TransportError
+from commrt.membership.store_client import call_store, clone_connection
+from commrt.runtime.collectives import Collectives
+from commrt.runtime.consistency import ConsistencyCheck
+from commrt.runtime.executor import BoundProgram
+
+
+def missing_a_call(tell, victim, timeout_s, what, is_stopped):
+    """Two sums, and between them another collective, to which `victim` comes when the others are through with it."""
+    model = model_of()
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
+    one_step(model, optimizer, world.rank, 0)
+
+    def summed(number):
+        world.all_reduce(total := torch.tensor([1.0, number]), "sum")
+        return total.tolist()
+
+    def between():
+        calls = {"sum": lambda: summed(1), "consolidate": replica.consolidate, "equal": replica.replicas_equal}
+        return calls[what]()
+
+    first = summed(0)
+    if world.rank == victim and is_stopped:
+        world.store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif world.rank == victim:
+        clone_connection(world.store).get("over")  # its lane needs the world's own
+    found = between()
+    if world.rank == min({*range(world.size)} - {victim}):
+        world.store.set("over", "")
+        if is_stopped:
+            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+    last = summed(2)
+    world.close()
+    return first, found, last
+
+
+def dying_in_a_sum(tell, algorithm, victim):
+    """`victim` is killed when it has the sum, which others lack for that, or have as well."""
+    _, optimizer, world = joined(algorithm, 4.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    run = BoundProgram.run
+
+    def run_once(program, *where):
+        run(program, *where)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    world.all_reduce(total := torch.ones(64), "sum")  # they compare what they do, once
+    if world.rank == victim:
+        BoundProgram.run = run_once
+    world.all_reduce(total.fill_(1), "sum")
+    world.close()
+    return total.unique().tolist()
+
+
+def dying_in_a_disagreement(tell, algorithm, victim, when):
+    """All claim something else; `victim` is killed when it has done `when`, a method of an owner."""
+    _, optimizer, world = joined(algorithm, 30.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    owner, name = when
+    does = getattr(owner, name)
+
+    def do_once(self, *args):
+        does(self, *args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if world.rank == victim:
+        setattr(owner, name, do_once)
+    begin_s = monotonic()
+    try:
+        world.agree("lunch", dish=f"number {world.rank}")
+    except commrt.DisagreementError as error:
+        said = str(error)
+    waited_s = monotonic() - begin_s
+    equal = world.all_equal("weights", "mark")
+    world.close()
+    return said, equal, waited_s
+
+
+def stopped_while_it_asks(tell):
+    """For longer than the limit; the answer comes a little after it woke."""
+
+    def question():
+        Event().wait(0.1)  # until it is waited for; too early, and this passes for no reason
+        latest_s, looked_s = inf, monotonic()
+        tell(os.getpid())
+        while looked_s < latest_s:  # until it has been stopped
+            latest_s = looked_s + 0.5
+            Event().wait(0.01)
+            looked_s = monotonic()
+        Event().wait(0.2)
+        return "an answer"
+
+    return call_store(question, 0.8)
+
+
+def stopped_in_a_question(tell, victim, timeout_s):
+    """While a step's question to the store is on its way, for longer than the store may take."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    clerk = replica._backup_step.votes._store_thread
+    answer = clerk._answer
+
+    def stopped(wish):
+        clerk._answer = answer
+        tell(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        Event().wait(0.5)  # those who look after it look first
+        return answer(wish)
+
+    if world.rank == victim:
+        clerk._answer = stopped
+    one_step(model, optimizer, world.rank, 1)
+    if world.rank == victim:
+        world.store.set("awake", "")
+    clone_connection(world.store).get("awake")
+    replica.consolidate()
+    equal = replica.replicas_equal()
+    world.close()
+    return equal
+
+
+def another_call(tell, timeout_s):
+    """Rank 1 makes another call than the others, who have come to theirs; what each makes of it, and how late."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    store, around = clone_connection(world.store), world.hooks
+
+    def come():
+        around.before_collective()
+        store.set("come", "")
+
+    if world.rank == 0:
+        world.hooks = replace(around, before_collective=come)
+    begin_s = monotonic()
+    with world:
+        try:
+            if world.rank == 1:
+                store.get("come")
+                world.all_reduce(torch.ones(2))
+            replica.consolidate()
+        except commrt.DisagreementError as error:
+            return str(error), monotonic() - begin_s, replica.replicas_equal()
+    return None
+
+
+def connecting_in_vain(tell, timeout_s, times):
+    """Rank 3 dies, and rank 1 cannot connect anew so many `times`; what each makes of a step after it."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    elastic, left = world.elastic, iter(range(times))
+    connect = elastic._reconnector.means.connect
+
+    def unlucky(*where):
+        if next(left, None) is not None:
+            raise TransportError("not all 3 ranks connected")
+        return connect(*where)
+
+    if world.rank == 1:
+        elastic._reconnector.means = elastic._reconnector.means._replace(connect=unlucky)
+    if world.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for step in (1, 2):
+        one_step(model, optimizer, world.rank, step)
+    found = replica.replicas_equal()
+    world.close()
+    return found
+
+
+def late_beside_a_stopped_one(tell, timeout_s):
+    """Rank 0 is late in a step, and the first of those whose weights it needs is stopped; the others wait for it."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    store = clone_connection(world.store)
+    if world.rank == 0:
+        store.get("stopped")
+    one_step(model, optimizer, world.rank, 0)
+    if world.rank == 1:
+        store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    one_step(model, optimizer, world.rank, 1)
+    counted = replica.last.counted
+    replica.consolidate()
+    if world.rank == 2:
+        os.kill(int(store.get("stopped")), signal.SIGCONT)
+    last = replica.replicas_equal()
+    world.close()
+    return counted, last
+
+
+def refused_as_one_dies(tell):
+    """All sum tensors of different sizes; rank 3 dies as it has learned that, and rank 1 does not learn it.
+
+    What each makes of that, and of the next call.
+    """
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), 4.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    gather = ConsistencyCheck._gather
+
+    def odd(comparison, *what):
+        ConsistencyCheck._gather = gather
+        found = gather(comparison, *what)
+        if world.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise PeerLost("the last message was lost", Place(1, 3)) if found else AssertionError
+
+    if world.rank in (1, 3):
+        ConsistencyCheck._gather = odd
+    try:
+        found = world.all_reduce(torch.ones(64 * (1 + world.rank)), "sum")
+    except commrt.CommrtError as error:
+        found = type(error).__name__
+    last = replica.replicas_equal()
+    world.close()
+    return found, last
+
+
+def refused_by_one(tell, timeout_s):
+    """An algorithm that rank 1 cannot use, as it finds when all sum with it; what each makes of that, and of the next.
+
+    It has looked ahead, and seen nothing.
+    """
+    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
+    schedule, looks, heard = Collectives._schedule, [], []
+
+    def odd(*what):
+        looks.append(what)
+        if len(looks) == 2:
+            raise commrt.UsageError("no schedule of so many ranks")
+        return schedule(*what)
+
+    if world.rank == 1:
+        Collectives._schedule = odd
+    for _ in range(2):
+        try:
+            heard.append(world.all_reduce(torch.ones(2), "sum").is_completed())
+        except commrt.CommrtError as error:
+            heard.append(type(error).__name__)
+    world.close()
+    return heard

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of tests in which a rank is killed, stopped, absent or different."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms import ring
+from commrt.membership.liveness import LivenessListener
+
+STRIKE = 5
+"""The step at which something happens."""
+
+
+def model_of(widths=(16, 64, 64, 64, 4)):
+    torch.manual_seed(0)
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def joined(algorithm, timeout_s, model):
+    """Attached, with a deadline for the steps alone: starting may take its time."""
+    torch.set_num_threads(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = commrt.init(timeout_s, start_timeout_s=60)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=0.01)
+    return replica, optimizer, world
+
+
+def one_step(model, optimizer, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def struck_in_mid_step(tell, algorithm, victim, timeout_s):
+    """In step STRIKE, when its last layers' gradients have left, the victim asks to be struck."""
+    model = model_of()
+    _, optimizer, world = joined(algorithm, timeout_s, model)
+
+    def wait_for_the_blow(_):
+        if world.rank == victim and step == STRIKE:
+            tell("mid-step")
+            while True:
+                signal.pause()
+
+    model[2].weight.register_hook(wait_for_the_blow)
+    for step in range(STRIKE + 3):  # read by the hook
+        one_step(model, optimizer, world.rank, step)
+    return "finished"
+
+
+def out_of_data(tell, early, stays, timeout_s):
+    """Rank `early` has data for STRIKE steps, the others for more, and nobody uses join."""
+    model = model_of()
+    _, optimizer, world = joined(commrt.Torus2D(), timeout_s, model)
+    for step in range(STRIKE if world.rank == early else STRIKE + 3):
+        one_step(model, optimizer, world.rank, step)
+    if stays:
+        tell("stays")
+        while True:
+            signal.pause()
+    return "finished"
+
+
+def uneven_data_with_join(tell, steps):
+    """Rank r has data for ``steps[r]`` steps."""
+    model = model_of()
+    replica, optimizer, world = joined(commrt.Torus2D(), 20, model)
+    with replica.join():
+        for step in range(steps[world.rank]):
+            one_step(model, optimizer, world.rank, step)
+    equal, step = replica.replicas_equal(), replica.step
+    world.close()
+    return equal, step
+
+
+def other_layout(tell, odd_one, what):
+    """Rank `odd_one` comes with something else than the others."""
+    torch.set_num_threads(1)
+    odd = int(os.environ["RANK"]) == odd_one
+    if what == "world size" and odd:
+        os.environ["WORLD_SIZE"] = "7"
+    world = commrt.init(10)
+    widths = (16, 64, 32, 64, 4) if what == "layers" and odd else (16, 64, 64, 64, 4)
+    model = model_of(widths)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
+    wire = torch.bfloat16 if what == "wire" and odd else None
+    cap = 1.0 if what == "bucket size" and odd else 0.01
+    commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=cap)
+    return "attached"
+
+
+def leaves_with_an_error(tell):
+    """Rank 1 leaves its world by an exception of its own, and lives on."""
+    world = commrt.init(200)
+    with suppress(KeyError), world:
+        if world.rank == 1:
+            raise KeyError("of the user's own")
+        world.run(ring.all_reduce(world.size), torch.ones(8))
+    tell("stays")
+    while True:
+        signal.pause()
+
+
+def nobody_else(tell, timeout_s):
+    """Only rank 0 comes to the world."""
+    if int(os.environ["RANK"]) == 0:
+        commrt.init(start_timeout_s=timeout_s)
+    return "finished"
+
+
+def ringing(tell):
+    """A process with a doorbell, and a child that outlives it, as a DataLoader's worker does for a while."""
+    bell = LivenessListener("127.0.0.1")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    tell((bell.address, child))
+    signal.pause()
+
+
+STEPS = 30
+"""Steps of a gossiping casualty."""
+
+
+def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
+    """Trains, saying each step, then makes replicas equal; how it ended. Waits for `awaited` to be evicted."""
+    model = model_of()
+    replica, optimizer, world = joined(algorithm, timeout_s, model)
+    with world:
+        try:
+            for step in range(STEPS):
+                tell(step)
+                one_step(model, optimizer, world.rank, step)
+        except commrt.Evicted:
+            world.store.set("evicted", "")
+            raise
+        if world.rank in pauses:
+            tell("consolidating")
+            signal.pause()
+        replica.consolidate()
+        if awaited is not None:
+            tell("done")
+            world.store.wait(["evicted"])
+        return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, batches and steps that tests of gossip share."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+import commrt
+
+PATIENT_S = 20.0
+STEPS = 7
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+with torch.random.fork_rng():
+    MODELS = [made(seed) for seed in range(9)]
+
+
+def model_of(seed=0):
+    return deepcopy(MODELS[seed])
+
+
+def batch(step, rank):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def local_step(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    model(batch(step, rank)).square().sum().backward()
+    optimizer.step()
+
+
+def optimizer_of(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def params(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def trained(world, algorithm, *, steps=STEPS, first=0, cap_mb=1e-4, wire=None, lr=0.1):
+    model = model_of()
+    optimizer = optimizer_of(model, lr)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=cap_mb, wire=wire)
+    for step in range(first, first + steps):
+        local_step(model, optimizer, step, world.rank)
+    replica.drain()
+    return params(model), replica
+
+
+def sources(algorithm, step, ranks):
+    """Of each rank, the one that it hears from."""
+    (hop,) = algorithm.schedule(step, ranks).steps()
+    return dict(zip(hop.dst.tolist(), hop.src.tolist(), strict=True))
+
+
+def simulated(algorithm, ranks, steps=STEPS):
+    """The same in one process: local steps, then messages, each applied when it is as late as it may be."""
+    models = [model_of() for _ in range(ranks)]
+    optimizers = [optimizer_of(model) for model in models]
+    under_way = []
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            local_step(model, optimizer, step, rank)
+        under_way.append((sources(algorithm, step, ranks), [params(model) for model in models]))
+        if len(under_way) > algorithm.staleness:
+            mixed(models, algorithm.share, *under_way.pop(0))
+    for message in under_way:
+        mixed(models, algorithm.share, *message)
+    return [params(model) for model in models]
+
+
+@torch.no_grad()
+def mixed(models, share, source, sent):
+    for rank, model in enumerate(models):
+        for own, theirs, ours in zip(model.parameters(), sent[source[rank]], sent[rank], strict=True):
+            own.copy_(own + share * (theirs - ours))
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def means(outcomes):
+    """Parameters of all ranks, before and after."""
+    return [[before[0] for before, _ in outcomes], [after[0] for _, after in outcomes]]

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes in which ranks meet, fork and are interrupted, of test_rendezvous, test_world and others."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from threading import Event
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore
+
+import commrt
+from commrt.algorithms import ring
+from commrt.cli import training_job
+from commrt.membership.launcher import LOOPBACK
+from commrt.runtime import connection, init
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+
+NOW = Tag(0, "test")
+CHILD_LIMIT_S = 10.0
+
+
+def ask_a_struck_holder(tell, timeout_s):
+    """Rank 0, which holds the store, asks to be struck while the others wait for its answer."""
+    world = commrt.init(timeout_s, start_timeout_s=60)
+    world.agree("breakfast", where="here")  # all are connected
+    if world.rank == 0:
+        tell("strike me")
+        while True:
+            signal.pause()
+    world.agree("lunch", where="here")
+    return "agreed"
+
+
+def ask_with_one_absent(tell, timeouts_s):
+    """Who has no deadline stays away from the question; the others differ in their patience."""
+    rank = int(os.environ["RANK"])
+    world = commrt.init(timeouts_s[rank], start_timeout_s=60)
+    if timeouts_s[rank] is not None:
+        world.agree("lunch", where="here")
+    else:
+        tell("absent")
+        while True:
+            signal.pause()
+
+
+def ddp_with_one_absent(tell, timeout_s):
+    """The last rank joins DDP's group and does nothing in it."""
+    with commrt.init(timeout_s, start_timeout_s=60) as world, training_job.ddp_group(world):
+        if world.rank == world.size - 1:
+            tell("absent")
+            while True:
+                signal.pause()
+        dist.all_reduce(torch.ones(1))
+
+
+def several_worlds(tell, times):
+    """One world after the other in the same processes."""
+    seen = []
+    for number in range(times):
+        with commrt.init(30) as world:
+            world.agree("number", number=str(number))
+            seen.append((world.rank, world.size))
+    return seen
+
+
+@contextmanager
+def default_group():
+    """torch.distributed's, where the launcher says."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    try:
+        dist.all_reduce(torch.ones(1))
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def worlds_and_groups(tell, path, *order):
+    """Worlds and torch.distributed's groups at one port, each opened inside the one before; "end" ends all."""
+    launchers, ends = [], FileStore(path, 2)  # torch's own groups need ranks that wait for each other in between, too
+    with ExitStack() as opened:
+        for number, what in enumerate(order):
+            if what == "group":
+                opened.enter_context(default_group())
+            elif what == "world":
+                world = opened.enter_context(commrt.init(20, start_timeout_s=20))
+                world.agree("the same place")
+                launchers.append(world.launcher)
+            else:
+                opened.close()
+                ends.set(f"{number}/{os.environ['RANK']}", "")
+                ends.wait([f"{number}/{rank}" for rank in range(2)])
+    return launchers
+
+
+def interrupted_in_a_transfer(tell, victim, absent):
+    """The victim waits for one that sends nothing, the others for the victim, which asks to be interrupted."""
+    with commrt.init(300) as world:
+        world.agree("ready", for_what="transfers")
+        if world.rank == absent:
+            tell("absent")
+            while True:
+                signal.pause()
+        if world.rank == victim:
+            tell("interrupt me")
+        pair = (absent, victim) if world.rank == victim else (victim, world.rank)
+        world.comm_thread.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()
+
+
+def interrupted_in_an_agreement(tell, victim, absent):
+    """The absent one stays away from a question, and interrupts the victim once that has come to it."""
+    with commrt.init(300) as world:
+        world.store.set(f"pid/{world.rank}", str(os.getpid()))
+        world.agree("ready", for_what="questions")
+        if world.rank == absent:
+            world.store.wait([f"agreement 0.2/here/{victim}"])
+            os.kill(int(world.store.get(f"pid/{victim}")), signal.SIGINT)
+            tell("absent")
+            while True:
+                signal.pause()
+        world.agree("lunch", where="here")
+
+
+def in_a_child(body):
+    """What `body` returns in a forked child, or "hung"."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(theirs, json.dumps(body()).encode())
+        os._exit(0)
+    os.close(theirs)
+    try:
+        said = os.read(ours, 65536) if select.select([ours], [], [], CHILD_LIMIT_S)[0] else b'"hung"'
+        return json.loads(said or b'"died"')
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def attempt(use):
+    try:
+        use()
+    except commrt.CommrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def child_uses_the_world(tell):
+    """Children of every rank try all that a world offers; then the parents go on with it."""
+    torch.set_num_threads(1)
+    schedule, buffer, go_on = ring.all_reduce(2), torch.ones(4), Event()
+    with commrt.init(30) as world:
+        world.run(schedule, buffer)
+        pending = world.comm_thread.submit(go_on.wait)
+        uses = {
+            "run": lambda: world.run(schedule, buffer),
+            "agree": lambda: world.agree("lunch"),
+            "submit": lambda: world.comm_thread.submit(int),
+            "pending": pending.result,
+            "current": init.current,
+            "init": commrt.init,
+            "close": world.close,
+            "abort": lambda: world.abort(OSError("of the child")),
+            "transport": world.transport.close,
+            "exit": atexit._run_exitfuncs,
+        }
+        answers = {name: in_a_child(lambda use=use: attempt(use)) for name, use in uses.items()}
+        go_on.set()
+        world.agree("dinner")
+        reported = world.store.check([f"report/{world.rank}"])
+        world.run(schedule, buffer)  # after which rank 0 may end, and the store with it
+        return answers, buffer.tolist(), reported
+
+
+def child_opens_a_world_of_its_own(tell, port):
+    """The children of all ranks meet at another port; None for a world of one each."""
+    torch.set_num_threads(1)
+
+    def join():
+        if port is None:
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        else:
+            os.environ["MASTER_PORT"] = str(port)
+        with commrt.init(8) as world:
+            buffer = torch.ones(4)
+            world.run(ring.all_reduce(world.size), buffer)
+            world.agree("the end")
+            return world.size, buffer.tolist()
+
+    with commrt.init(30) as world:
+        answer = in_a_child(join)
+        world.agree("the end")
+        return answer
+
+
+def child_of_a_running_group(tell):
+    """The parent is in a torch.distributed group, with no world yet; then it opens one."""
+    dist.init_process_group("gloo")
+    try:
+        answer = in_a_child(lambda: attempt(commrt.init))
+        with commrt.init(30) as world:
+            world.agree("the end")
+        return answer
+    finally:
+        dist.destroy_process_group()
+
+
+def child_frees_a_gloo_transport(tell):
+    """A child drops the last reference to connected sockets; then the parent exchanges on them."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        pair = list(pool.map(lambda rank: GlooTransport(store, rank, range(2), 30.0, LOOPBACK), range(2)))
+
+    def free():
+        pair.clear()
+        return gc.collect() >= 0
+
+    answer = in_a_child(free)
+    worlds = [commrt.World(transport, store) for transport in pair]
+    buffers = [torch.ones(4) for _ in pair]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda world, buffer: world.run(ring.all_reduce(2), buffer), worlds, buffers))
+    return answer, buffers[0].tolist()
+
+
+def forks_and_waits(tell, timeout_s):
+    """Rank 0 waits for rank 1, which has a child, as a DataLoader's workers are, and asks to be killed."""
+    torch.set_num_threads(1)
+    with commrt.init(timeout_s) as world:
+        if world.rank == 1:
+            child = os.fork()
+            if child:
+                tell(child)
+            while True:
+                signal.pause()
+        world.transport.bind(P2PGroup([], [P2PMessage(1, torch.empty(5))]))(Tag(0, 0))
+
+
+def on_hosts(tell, hosts):
+    """The transport that was chosen if rank r is on host ``hosts[r]``; a dash for one that cannot share."""
+    here = hosts[int(os.environ["RANK"])]
+    connection.host_identity = lambda: None if here == "-" else here
+    with commrt.init(30) as world:
+        world.agree("all are here")
+        return world.transport.kind

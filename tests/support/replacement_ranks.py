@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of test_replacement: another process takes the place of a dead rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+from threading import Event
+
+import torch
+
+import commrt
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from striking import backward, drained, network
+
+
+def _backed(world, backups):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return commrt.attach(model, optimizer, commrt.BackupWorkers(backups), world=world, bucket_cap_mb=0.01), optimizer
+
+
+def _step(replica, optimizer, rank, version, most_s=0.04):
+    Event().wait(Random(f"{rank} {version}").uniform(0, most_s))
+    backward(replica.model, rank, version)
+    optimizer.step()
+
+
+def epochs(tell, dies_at, timeout_s=8.0):
+    """So many batches for each rank, then a call of all, so that ranks come to it from different steps; one dies."""
+    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        replica, optimizer = _backed(world, 1)
+        for epoch in range(3):
+            for batch in range(12):
+                replica.drain()
+                if (world.rank, epoch, batch) == (2, 1, dies_at):
+                    tell("kill")
+                    Event().wait(60.0)
+                _step(replica, optimizer, world.rank, replica.step)
+            replica.replicas_equal()
+        return world.members
+
+
+def ends_early(tell, batches, timeout_s=2.0):
+    """Rank 0, which holds the store, has few batches; the others take many times the deadline."""
+    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        replica, optimizer = _backed(world, 1)
+        for number in range(5 if world.rank == 0 else batches):
+            replica.drain()
+            _step(replica, optimizer, world.rank, number, most_s=0.2)
+        return replica.step
+
+
+def calls_at(tell, goals, timeout_s=8.0):
+    """A call of all after so many updates; a successor makes those that come after the step it begins with."""
+    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
+        replica, optimizer = _backed(world, 1)
+        made, equal = replica.step if world.is_successor else 0, []
+        for goal in (goal for goal in goals if goal > made):
+            while (version := drained(replica).step) < goal:
+                if world.rank == 2 and not world.is_successor and version >= goals[0] - 2:
+                    tell("replace")
+                    Event().wait(60.0)
+                _step(replica, optimizer, world.rank, version)
+            equal.append((goal, replica.replicas_equal()))
+        return equal

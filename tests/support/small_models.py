@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models, data and gradients that tests of attached models share."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+ONE_SEED_AT_A_TIME = Lock()
+"""Threads share torch's generator."""
+
+
+def seeded(make):
+    with ONE_SEED_AT_A_TIME:
+        torch.manual_seed(0)
+        return make()
+
+
+def net(*extra):
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *extra, nn.Linear(8, 3)))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(rank, step=0):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+
+
+def backward(model, rank, step=0):
+    x, y = data(rank, step)
+    cross_entropy(model(x), y).backward()
+
+
+def gradients(model):
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def local_gradients(model, rank):
+    alone = net(*list(model)[2:-1])
+    alone.load_state_dict(model.state_dict())
+    backward(alone, rank)
+    return gradients(alone)
+
+
+def backward_often(model, rank):
+    """8 bits are equal by chance once in 256 steps."""
+    for step in range(4):
+        backward(model, rank, step)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+def zero(param):
+    param.grad = None

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients held back by no_sync(), and optimizers that step with a closure."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from small_models import backward, local_gradients, net, sgd
+
+import commrt
+from commrt.errors import DisagreementError, UsageError
+from commrt.testing.ranks import run_ranks
+
+
+def test_step_refuses_gradients_that_no_sync_held_back():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        with pytest.raises(UsageError, match="never averaged: the last backward pass"):
+            optimizer.step()
+        backward(model, world.rank)
+        optimizer.step()
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(6):
+            with nullcontext() if step % 2 else replica.no_sync():
+                replica.average() if world.rank == 1 and step in (2, 5) else backward(model, world.rank, step)
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
+
+
+def test_a_closure_that_only_accumulates_is_noticed():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+
+        def closure():
+            with replica.no_sync():
+                backward(model, world.rank)
+
+        with pytest.raises(UsageError, match=r"never averaged: the last backward pass of an accumulation must be"):
+            optimizer.step(closure)
+        return all(map(torch.equal, model.parameters(), net().parameters()))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_no_closure_may_be_said_as_none():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for how in (optimizer.step, lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, world.rank)
+            how()
+        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
+
+    assert run_ranks(3, body) == [(True, [1.0])] * 3
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
+def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_before_the_step(by_name):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        before = [param.clone() for param in model.parameters()]
+
+        def closure():
+            for param, grad in zip(model.parameters(), local_gradients(model, world.rank), strict=True):
+                param.grad = grad
+
+        with pytest.raises(UsageError, match=r"a closure that made gradients which were never averaged: call loss"):
+            optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert all(map(torch.equal, model.parameters(), before))
+        optimizer.step(lambda: (closure(), replica.average()))
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_closure_may_hold_the_last_pass_of_an_accumulation():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank, 0)
+        optimizer.step(lambda: backward(model, world.rank, 1))
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 1)] * 2
+
+
+def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        assert optimizer.step(lambda: 7) == 7
+        optimizer.zero_grad()
+        optimizer.step(lambda: None)  # all ranks leave this batch out
+        return replica.replicas_equal(), [param.grad for param in model.parameters()]
+
+    assert run_ranks(2, body) == [(True, [None] * 4)] * 2
+
+
+def test_a_rank_whose_closure_leaves_the_batch_out_alone_is_told_on_every_rank():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step(lambda: None if world.rank == 1 else backward(model, world.rank))
+
+    run_ranks(2, body)
+
+
+def test_a_closure_that_is_not_called_does_not_hide_gradients_that_were_held_back():
+    class Deaf(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad)
+
+    def body(world):
+        model = net()
+        optimizer = Deaf(model.parameters(), lr=0.1)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        with pytest.raises(UsageError, match="parameters have changed already: load a checkpoint"):
+            optimizer.step(lambda: None)
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        optimizer.zero_grad()
+        optimizer.step()
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zeros"])
+def test_averages_that_were_zeroed_unused_do_not_count_as_this_steps(to_none):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        for _ in range(2):
+            backward(model, world.rank)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        backward(model, world.rank)
+        optimizer.zero_grad(set_to_none=to_none)  # all ranks leave this step out
+        before = model[0].weight.clone()
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step() if world.rank == 1 else backward(model, world.rank)
+        return torch.equal(model[0].weight, before)
+
+    assert run_ranks(2, body) == [True, True]

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attach() takes and refuses, and several models in one world."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import backward, data, gradients, halving, net, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms import ring
+from commrt.errors import DisagreementError, UsageError
+from commrt.testing.ranks import run_ranks
+
+
+@pytest.mark.parametrize("what", ["layers", "algorithm", "wire", "buckets", "broadcast_buffers"])
+def test_a_rank_that_attaches_something_else_is_named_on_every_rank(what):
+    def body(world):
+        odd = world.rank == 2
+        model = net(*[nn.Linear(8, 8)] * (what == "layers" and odd))
+        options = {"wire": torch.float16 if what == "wire" and odd else None}
+        options["bucket_cap_mb"] = 1e-4 if what == "buckets" and odd else 25
+        options["broadcast_buffers"] = not (what == "broadcast_buffers" and odd)
+        algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
+        field = "buckets" if what in ("layers", "wire") else what
+        with pytest.raises(DisagreementError, match=f"rank 2 disagrees with rank 0 about {field}: "):
+            commrt.attach(model, sgd(model), algorithm, world=world, **options)
+
+    run_ranks(3, body)
+
+
+def half_on_meta():
+    model = net()
+    model[0].to("meta")
+    return model
+
+
+def frozen():
+    return net().requires_grad_(requires_grad=False)
+
+
+def with_buffer(buffer):
+    model = net()
+    model.register_buffer("odd", buffer)
+    return model
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return net()
+
+
+def complex_weights():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (frozen, {}, "no parameter that requires a gradient"),
+        (nn.Module, {}, "no parameter that requires a gradient"),
+        (half_on_meta, {}, "on different devices .* move the model to one device"),
+        (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
+        (complex_weights, {}, r"weight has gradients of dtype torch\.complex64: those of torch\.float64, "),
+        (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
+        (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
+        (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
+        (net, {"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be a positive number"),
+        (lambda: net(nn.LazyLinear(8)), {}, r"2\.weight has no shape yet: run one batch"),
+        (lambda: with_buffer(torch.ones(1).expand(5)), {}, r"odd is expanded, .* use its \.clone\(\)"),
+        (lambda: with_buffer(torch.eye(3).to_sparse()), {}, r"odd has layout torch\.sparse_coo"),
+        (lambda: with_buffer(torch.ones(3, device="meta")), {}, r"odd on meta\): move the model to one device"),
+        (made_in_inference_mode, {}, r"0\.weight was made under torch\.inference_mode"),
+        (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says):
+    def body(world):
+        with pytest.raises(UsageError, match=says):
+            commrt.attach(make(), world=world, **options)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda model: {"optimizer": commrt.Ring()}, r"a Ring was given as the optimizer: .* by its name \(algorithm="),
+        (lambda model: {"optimizer": model.parameters()}, "a Parameter was given as the optimizer: pass a torch"),
+        (lambda model: {"optimizer": halving(sgd(model))}, "a LambdaLR was given as the optimizer"),
+        (
+            lambda model: {"algorithm": "ring"},
+            r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring",
+        ),
+        (lambda model: {"algorithm": commrt.Ring}, r"algorithm=<class .*Ring'> makes no schedules: pass an object"),
+        (lambda model: {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a positive number"),
+        (lambda model: {"world": 1}, r"world=1 is no world: pass what commrt\.init\(\) returned"),
+        (lambda model: {"model": sgd(model)}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused_with_a_sentence(given, says):
+    def body(world):
+        model = net()
+        with pytest.raises(UsageError, match=says):
+            commrt.attach(**{"model": model, "world": world, **given(model)})
+        return world.attached
+
+    assert run_ranks(1, body) == [0]
+
+
+@pytest.mark.parametrize("again", [lambda model: model, lambda model: model[0], nn.Sequential], ids=range(3))
+def test_a_parameter_is_attached_once_alone_or_inside_another_module(again):
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        with pytest.raises(UsageError, match="weight is attached already"):
+            commrt.attach(again(model), world=world)
+
+    run_ranks(2, body)
+
+
+def test_attach_without_a_world_says_so():
+    with pytest.raises(UsageError, match=r"call commrt\.init\(\) first"):
+        commrt.attach(net())
+
+
+def test_models_whose_backward_passes_differ_in_order_are_told_apart():
+    def body(world):
+        models = [net(), net()]
+        for model in models:
+            commrt.attach(model, sgd(model), world=world)
+        with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
+            backward(models[world.rank], world.rank)
+
+    run_ranks(2, body)
+
+
+def test_two_models_in_one_order_keep_their_own_means():
+    def body(world):
+        models = [net(), net(nn.Linear(8, 8))]
+        for model in models:
+            commrt.attach(model, sgd(model), world=world)
+        for step in range(3):
+            for model in models:
+                backward(model, world.rank, step)
+        return [gradients(model) for model in models]
+
+    first, second = run_ranks(2, body)
+    for ours, theirs in zip(first, second, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_one_optimizer_may_step_two_attached_models():
+    def body(world):
+        models = [net(), net(nn.Linear(8, 8))]
+        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+        replicas = [commrt.attach(model, optimizer, world=world) for model in models]
+        for model in models:
+            backward(model, world.rank)
+        optimizer.step()
+        return [replica.replicas_equal() for replica in replicas]
+
+    assert run_ranks(2, body) == [[True, True]] * 2
+
+
+def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        optimizer = sgd(model)
+        inputs = [data(world.rank, step) for step in range(3)]
+        with torch.device("meta"):
+            replica = commrt.attach(model, optimizer, world=world)
+            with replica.join(torch.amp.GradScaler("cpu")):
+                for x, y in inputs[world.rank :]:
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            world.run(ring.all_reduce(2), inputs[0][0].view(-1))
+            return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
+
+
+def test_attach_in_inference_mode_is_refused():
+    def body(world):
+        with torch.inference_mode(), pytest.raises(UsageError, match="call it outside"):
+            commrt.attach(net(), world=world)
+
+    run_ranks(1, body)
+
+
+def test_only_one_model_of_a_world_can_be_joined_and_the_others_wait():
+    def body(world):
+        first, second = net(), net()
+        replicas = [commrt.attach(model, world=world) for model in (first, second)]
+        with replicas[0].join():
+            with pytest.raises(UsageError, match=r"one model of a world can be joined"), replicas[1].join():
+                pass
+            with pytest.raises(UsageError, match=r"another model of this world is in join\(\)"):
+                backward(second, world.rank)
+        with replicas[1].join():
+            backward(second, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_many_models_of_a_world_are_told_apart():
+    def body(world):
+        models = [net() for _ in range(18)]
+        for model in models:
+            commrt.attach(model, world=world)
+        with pytest.raises(DisagreementError, match="in different orders"):
+            backward(models[1 if world.rank else 17], world.rank)
+
+    run_ranks(2, body)

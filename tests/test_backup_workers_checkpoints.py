@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints and consolidate() with backup workers."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from time import monotonic
+
+import pytest
+from late_ranks import AT, LATE, MODEL, Loop, all_are_equal, at, backward, batch, sgd, to_the_late_step, weights
+
+import commrt
+from commrt.errors import UsageError
+from commrt.testing.ranks import run_ranks
+
+
+def test_a_checkpoint_is_gone_on_from_with_old_numbers():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+
+        def train(steps):
+            while at(replica) < steps:
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+
+        train(3)
+        replica.consolidate()
+        saved = deepcopy((model.state_dict(), optimizer.state_dict())), replica.state_dict()
+        train(6)
+        replica.consolidate()
+        (weights, state), kept = saved
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        replica.load_state_dict(kept)
+        again = replica.step
+        train(kept["step"] + 3)
+        return again, kept["step"], replica.replicas_equal()
+
+    for again, saved, equal in run_ranks(3, body):
+        assert again == saved
+        assert equal
+
+
+def test_who_has_other_weights_in_takes_none_that_would_be_put_away_again():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        if world.rank == LATE:
+            kept = deepcopy(model.state_dict())
+            for param in model.parameters():
+                param.data.zero_()
+            with pytest.raises(UsageError, match=r"consolidate\(\) first"):
+                replica.state_dict()
+            model.load_state_dict(kept)
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return weights(model)
+
+    assert all_are_equal(Loop().run(body))
+
+
+def test_a_late_rank_that_skips_a_batch_after_its_forward_pass_can_be_saved():
+    """Nobody could give it newer weights before that pass."""
+
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        fetch = replica._catch_up.fetch
+        replica._catch_up.fetch = lambda due: setattr(replica._catch_up, "fetch", fetch)
+        model(batch(world.rank, replica.step))
+        model.eval()
+        saved = replica.state_dict()["step"]
+        model.train()
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return saved, weights(model)
+
+    ends = Loop().run(body)
+    assert ends[LATE][0] == max(saved for saved, _ in ends)
+    assert all_are_equal([found for _, found in ends])
+
+
+def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+
+        def step():
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            for param in model.parameters():
+                param.data.clamp_(-0.1, 0.1)
+            loop.progress.tell(replica._backup_step.version)
+
+        while at(replica) < AT:
+            step()
+        loop.wait(world, replica)
+        step()
+        return replica.replicas_equal(), replica.state_dict()["step"]
+
+    assert Loop().run(body) == [(True, AT + 1)] * 4
+
+
+def test_a_checkpoint_is_what_all_have_whatever_each_had_before():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        first = deepcopy((model.state_dict(), optimizer.state_dict(), replica.state_dict()))
+        step = to_the_late_step(loop, world, replica, optimizer)
+        if world.rank == 0:  # a batch more than the others: nobody uses it
+            step()
+        model.load_state_dict(first[0])
+        optimizer.load_state_dict(first[1])
+        replica.load_state_dict(first[2])
+        assert replica.replicas_equal()
+        while at(replica) < AT:
+            step()
+        replica.consolidate()
+        momenta = [optimizer.state[param]["momentum_buffer"].clone() for param in model.parameters()]
+        return [*weights(model), *momenta]
+
+    assert all_are_equal(Loop().run(body))
+
+
+def test_who_was_late_when_the_others_left_their_last_update_out_is_not_stuck():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < AT:
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        loop.wait(world, replica)
+        backward(model, world.rank, replica.step)  # and no step: its norm is too large
+        loop.progress.tell(replica._backup_step.version)
+        begin_s = monotonic()
+        equal = replica.replicas_equal()
+        took_s = monotonic() - begin_s
+        while at(replica) < loop.steps:
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        replica.consolidate()
+        return equal, took_s, weights(model)
+
+    ends = Loop().run(body)
+    assert all(took_s < 10 for _, took_s, _ in ends)  # of 20 until the deadline
+    assert all_are_equal([found for _, _, found in ends])
+
+
+def test_a_step_with_gradients_from_before_consolidate_is_refused():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world)
+        backward(model, world.rank, 0)
+        replica.consolidate()
+        with pytest.raises(UsageError, match="with gradients from before consolidate"):
+            optimizer.step()
+        backward(model, world.rank, 1)
+        optimizer.step()
+        return replica.replicas_equal()
+
+    assert all(run_ranks(2, body))

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup workers in collectives of all ranks, at the end of data, and when ranks die."""
+
+from __future__ import annotations
+
+import threading
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from late_ranks import (
+    LATE,
+    LIMIT_S,
+    MODEL,
+    NORMED,
+    Loop,
+    Progress,
+    all_are_equal,
+    at,
+    backward,
+    batch,
+    sgd,
+    to_the_late_step,
+    weights,
+)
+
+import commrt
+from commrt.errors import DeadlineExceeded, Place, QuorumLost
+from commrt.testing.ranks import run_ranks
+from commrt.training.broadcast_state import gather_integers
+
+
+def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
+    def body(world):
+        model = deepcopy(NORMED)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler])
+        for _ in range(3):
+            for _ in range(9 if world.rank == LATE else 4):
+                optimizer.zero_grad()
+                model(batch(world.rank, replica.step).float()).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+            assert replica.replicas_equal()
+        return scheduler.last_epoch, replica.step
+
+    for epochs, step in run_ranks(4, body):
+        assert epochs == step
+
+
+def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, commrt.BackupWorkers(0, early=True), world=world, bucket_cap_mb=1e-4)
+
+        def fail(_):
+            raise OnPurposeError
+
+        model[0].weight.register_hook(fail)
+        with pytest.raises(OnPurposeError):
+            backward(model, world.rank, 0)
+        world.close()
+        return True
+
+    assert all(run_ranks(2, body))
+
+
+@pytest.mark.parametrize("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)], ids=str)
+def test_ranks_that_run_out_of_data_are_absent_and_nobody_waits_for_them(batches):
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        for _ in range(batches[world.rank]):
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        replica.consolidate()
+        return replica.step, replica.replicas_equal(), replica.last
+
+    ends = run_ranks(4, body)
+    assert {step for step, _, _ in ends} == {ends[0][0]}
+    most = max(step for step in range(max(batches) + 1) if sum(min(each, step) for each in batches) >= 3 * step)
+    assert most >= ends[0][0] >= min(batches)  # each counts once in a step at most
+    assert all(equal for _, equal, _ in ends)
+    assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
+
+
+def test_a_second_epoch_after_what_all_do_together_needs_no_special_call():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        for epoch in range(3):
+            for _ in range(4 + (world.rank + epoch) % 3):
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+            score = torch.ones(8)
+            world.run(commrt.Ring().schedule(0, world.size), score)
+            assert score[0] == world.size
+        replica.consolidate()
+        return replica.replicas_equal()
+
+    assert all(run_ranks(4, body))
+
+
+def test_nobody_waits_for_a_silent_rank_to_fill_a_step_while_others_wait_in_a_call_of_all():
+    progress, all_are_dropped = Progress(), threading.Event()
+
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        if world.rank == LATE:
+            progress.wait_for(1)
+        for _ in range(20 if world.rank == LATE else 1):
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        if world.rank == LATE:
+            all_are_dropped.set()
+        progress.tell(1)
+        if world.rank == 1:
+            all_are_dropped.wait(LIMIT_S)  # silent: it says that it trains
+        replica.consolidate()
+        return replica.step, replica.replicas_equal()
+
+    assert run_ranks(3, body, timeout_s=4.0) == [(1, True)] * 3
+
+
+@pytest.mark.parametrize("timeout_s", [0.8, 4.0])
+def test_a_late_rank_that_the_others_wait_for_in_a_call_of_all_comes_to_it_however_short_their_deadline_is(timeout_s):
+    progress = Progress()
+
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        if world.rank == LATE:
+            progress.wait_for(2)
+        for _ in range(2):  # the late rank's second batch is of a step that nobody else comes to
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        progress.tell(2)
+        replica.consolidate()
+        return replica.step, replica.replicas_equal()
+
+    assert run_ranks(4, body, timeout_s=timeout_s) == [(2, True)] * 4
+
+
+class OnPurposeError(Exception):
+    """What ends a rank in these tests."""
+
+
+def left_to_die(world, algorithm, dying, gone, steps, saved):
+    """Trains; a rank dies at the first step of its own that is not before `dying[rank]`, and nobody is further then."""
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
+    while at(replica) < steps:
+        if replica.step >= dying.get(world.rank, steps):
+            raise OnPurposeError
+        backward(model, world.rank, replica.step)  # its forward pass gives weights to those who are late
+        for rank in dying:
+            assert replica.step <= dying[rank] or gone[rank].wait(30), f"rank {rank} did not die"
+        optimizer.step()
+    return replica.replicas_equal(), [loss.rank for loss in replica.lost]
+
+
+def outcomes(ranks, algorithm, dying, saved):
+    """What each rank returned or raised in nine steps."""
+    gone = {rank: threading.Event() for rank in dying}
+
+    def one(world):
+        try:
+            return left_to_die(world, algorithm, dying, gone, 9, saved)
+        except Exception as error:  # what it is, the test looks at
+            world.abort(error)
+            gone.get(world.rank, threading.Event()).set()
+            return error
+
+    return run_ranks(ranks, one)
+
+
+@pytest.mark.parametrize("backups", [1, 2])
+def test_as_many_ranks_as_there_are_backups_may_die(backups):
+    dying = {1: 3, 4: 5} if backups == 2 else {1: 3}
+    ends = outcomes(5, commrt.BackupWorkers(backups), dying, [])
+    for rank, end in enumerate(ends):
+        if rank in dying:
+            assert isinstance(end, OnPurposeError)
+        else:
+            assert end == (True, sorted(dying))
+
+
+def test_one_more_that_dies_ends_all_with_a_checkpoint_and_an_error_that_says_who():
+    saved = []
+    ends = outcomes(5, commrt.BackupWorkers(1), {1: 3, 4: 5}, saved)
+    for rank in (0, 2, 3):
+        assert isinstance(ends[rank], commrt.TransportError)
+        assert isinstance(ends[rank], QuorumLost) or isinstance(ends[rank].__cause__, QuorumLost)
+    assert sorted(rank for rank, _ in saved) == [0, 2, 3]
+    assert {step for _, step in saved} == {5}
+
+
+def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_good_order():
+    all_are_done = threading.Barrier(4)
+
+    def body(world):
+        model = deepcopy(MODEL)
+        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        if world.rank > 1:
+            replica.detach()
+        all_are_done.wait()
+        if world.rank < 2:
+            world.elastic.recover_now(commrt.PeerLost("made up", Place(world.rank)))
+        return tuple(world.members)
+
+    assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]
+
+
+def test_a_call_of_all_to_which_the_others_do_not_come_ends_at_its_deadline_though_they_live():
+    is_over = threading.Event()
+
+    def body(world):
+        model = deepcopy(MODEL)
+        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        if world.rank:
+            return is_over.wait(30)
+        with pytest.raises(DeadlineExceeded):
+            replica.replicas_equal()
+        is_over.set()
+        world.abort(DeadlineExceeded("the test is over"))
+        return True
+
+    assert all(run_ranks(3, body, timeout_s=0.5))
+
+
+def test_weights_that_are_others_for_a_while_go_to_nobody_in_a_call_of_all():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        kept = deepcopy(model.state_dict())
+        for param in model.parameters():
+            param.data.zero_()
+        world.run(commrt.Ring().schedule(0, world.size), torch.ones(8))
+        model.load_state_dict(kept)
+        was_behind = replica.step > replica._backup_step.version
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return was_behind, weights(model)
+
+    ends = Loop().run(body)
+    assert [was_behind for was_behind, _ in ends] == [rank == LATE for rank in range(4)]
+    assert all_are_equal([found for _, found in ends])
+    assert all(tensor.any() for tensor in ends[LATE][1])
+
+
+def test_a_call_of_all_between_forward_and_backward_takes_from_nobody_the_weights_that_backward_needs():
+    """Nobody could give the late one newer weights before its forward pass; they are there when all come together."""
+
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        fetch = replica._catch_up.fetch
+        replica._catch_up.fetch = lambda due: setattr(replica._catch_up, "fetch", fetch)
+        loss = model(batch(world.rank, replica.step)).square().mean()
+        world.all_reduce(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+        was_counted = replica.last.counted
+        while at(replica) < loop.steps:
+            step()
+        replica.consolidate()
+        return was_counted, weights(model)
+
+    ends = Loop().run(body)
+    assert not ends[LATE][0]
+    assert all_are_equal([found for _, found in ends])
+
+
+def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
+    """A rank may come back before the answer is read."""
+    before, now = (0, 1, 2), [(0, 1, 2)]
+
+    def run_now(schedule, flat, tag, members):
+        assert members == before
+        for rank, number in ((1, 5.0), (2, 7.0)):
+            flat[rank] += number / 3
+            flat[4 + rank] += 1 / 3
+        now[0] = (0, 1, 2, 3)
+
+    elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
+    world = SimpleNamespace(size=4, rank=0, run_now=run_now, elastic=elastic)
+
+    class Lane:
+        members = property(lambda _: now[0])
+
+    lane = Lane()
+    lane.world = world
+    assert gather_integers(lane, 12) == {0: 12, 1: 5, 2: 7}

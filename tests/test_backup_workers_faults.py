@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup workers in real processes that are slow, stopped, or killed, at every place of a step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from failing_collectives import (
+    another_call,
+    connecting_in_vain,
+    dying_in_a_disagreement,
+    dying_in_a_sum,
+    late_beside_a_stopped_one,
+    missing_a_call,
+    refused_as_one_dies,
+    refused_by_one,
+)
+
+import commrt
+from commrt.membership.barrier import Barrier
+from commrt.runtime.executor import BoundProgram
+from commrt.testing.processes import run_processes
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from striking import Blow, Course, reference_holds, struck
+
+INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
+AT, STEPS = 4, 40
+pytestmark = pytest.mark.processes
+
+
+def survivors(ends, dead):
+    return [end for rank, end in enumerate(ends) if rank not in dead]
+
+
+PLACES = [
+    ("slow", "backward"),
+    ("stop", "backward"),
+    ("stop", "reducing"),
+    ("kill", "backward"),
+    ("kill", "counted"),
+    ("kill", "reducing"),
+    ("kill", "through"),
+]
+CASES = [*((*place, "torus") for place in PLACES), ("kill", "counted", "ring"), ("kill", "reducing", "ring")]
+"""All of them with both: ``python bench/striking.py --pairs``."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "where", "inner"), CASES)
+def test_one_of_four_is_struck_and_no_step_is_lost_or_done_twice(kind, where, inner):
+    ends = struck(4, commrt.BackupWorkers(1, INNER[inner]), [Blow(2, AT, where, kind)])
+    alive = survivors(ends, [2] if kind == "kill" else [])
+    assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
+    reference_holds(alive, needed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Blow(2, AT, "counted", "kill"), Blow(4, AT, "reducing", "kill")),
+        (Blow(2, AT, "backward", "stop"), Blow(4, AT, "reducing", "kill")),
+        (Blow(2, AT, "backward", "kill"), Blow(4, AT + 1, "through", "kill")),
+    ],
+    ids=str,
+)
+def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
+    ends = struck(6, commrt.BackupWorkers(2), [first, second], stop_s=4.0)
+    alive = survivors(ends, [blow.rank for blow in (first, second) if blow.kind == "kill"])
+    assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
+    reference_holds(alive, needed=4)
+
+
+def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
+    course = Course(STEPS, most_s=0.2)  # longer than weights are fetched: or who is late once stays so
+    ends = struck(5, commrt.BackupWorkers(2), [], course)
+    assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
+    reference_holds(ends, needed=3)
+    assert len({members for end in ends for members in end.value["used"].values()}) > 3
+
+
+def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
+    blows = [Blow(1, AT, "backward", "kill"), Blow(2, AT, "counted", "kill")]
+    ends = struck(4, commrt.BackupWorkers(1), blows)
+    for end in (ends[0], ends[3]):
+        assert end.error is not None
+        assert "gradients make a step" in end.error
+        assert any(message[0] == "giving up" for message in end.messages)
+
+
+def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
+    ends = struck(4, commrt.BackupWorkers(1), [Blow(0, AT, "backward", "kill")])
+    for end in ends[1:]:
+        assert end.error is not None
+        assert "the process that holds the store" in end.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["sum", "consolidate", "equal"])
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "busy"])
+def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_others_complete_it(what, is_stopped):
+    ends = run_processes(4, missing_a_call, 2, 2.0, what, is_stopped)
+    assert [end.error for end in survivors(ends, {2})] == [None] * 3
+    found = {"sum": [3.0, 3.0], "consolidate": None, "equal": True}[what]
+    assert [end.value for end in survivors(ends, {2})] == [([4.0, 0.0], found, [3.0, 6.0])] * 3
+    assert ends[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
+
+
+@pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
+def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
+    ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
+    assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
+
+
+def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_world_goes_on():
+    ends = run_processes(4, another_call, 4.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    for said, waited_s, is_equal in (end.value for end in ends):
+        assert "make the same collective calls in the same order on all ranks" in said
+        assert waited_s < 4
+        assert is_equal
+
+
+def test_a_death_as_all_refuse_a_sum_leaves_the_others_refusing_it_and_the_world_going_on():
+    ends = survivors(run_processes(4, refused_as_one_dies, limit_s=60), {3})
+    assert [(end.error, end.value) for end in ends] == [(None, ("DisagreementError", True))] * 3
+
+
+def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_goes_on():
+    ends = run_processes(4, refused_by_one, 10.0, limit_s=60)
+    assert [end.error for end in ends] == [None] * 4
+    firsts = ["UsageError" if end.rank == 1 else "DisagreementError" for end in ends]
+    assert [end.value for end in ends] == [[first, True] for first in firsts]
+
+
+def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():
+    ends = run_processes(4, late_beside_a_stopped_one, 2.0, limit_s=60)
+    assert [end.value for end in survivors(ends, {1})] == [(True, True)] * 3, [end.error for end in ends]
+    assert ends[1].error.startswith("Evicted")
+
+
+@pytest.mark.parametrize("times", [1, 9], ids=["once", "again and again"])
+def test_connections_that_are_not_made_are_made_with_those_who_come_the_next_time(times):
+    ends = survivors(run_processes(4, connecting_in_vain, 4.0, times, limit_s=60), {3})
+    if times == 1:
+        assert [(end.error, end.value) for end in ends] == [(None, True)] * 3
+    else:
+        assert "not all 3 ranks connected" in ends[1].error
+
+
+@pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
+@pytest.mark.parametrize("when", [(BoundProgram, "run"), (Barrier, "vote")], ids=["it knows that", "all know how"])
+def test_a_death_as_ranks_disagree_leaves_the_others_disagreeing_and_the_world_going_on(algorithm, when):
+    for end in survivors(run_processes(4, dying_in_a_disagreement, algorithm, 2, when, limit_s=60), {2}):
+        assert end.error is None
+        said, equal, waited_s = end.value
+        assert said.startswith("lunch: rank 1 disagrees with rank 0 about dish: 'number 1' against 'number 0'. Start")
+        assert equal
+        assert waited_s < 15  # half of the deadline

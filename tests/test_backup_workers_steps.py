@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with backup workers: exactly N gradients count in a step, and replicas stay equal."""
+
+from __future__ import annotations
+
+import threading
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from late_ranks import AT, LATE, MODEL, NORMED, Loop, Progress, at, backward, batch, check, sgd, trained
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import commrt
+from commrt.errors import UsageError
+from commrt.membership import quorum_vote
+from commrt.testing.ranks import run_ranks
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(st.data())
+def test_whoever_is_late_exactly_n_gradients_of_the_right_weights_count_and_all_end_equal(data):
+    ranks = data.draw(st.integers(3, 7))
+    backups = data.draw(st.integers(1, (ranks - 1) // 2))
+    steps, early = data.draw(st.integers(1, 40)), data.draw(st.booleans())
+    inner = data.draw(st.sampled_from([commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling()]))
+    places = st.tuples(st.integers(0, ranks - 1), st.integers(0, steps - 1))
+    late = data.draw(st.dictionaries(places, st.integers(1, 9), max_size=30))
+    progress, may = Progress(), threading.Semaphore(backups)
+
+    def lateness(rank, version):
+        """As drawn, but never more than there are backups at once."""
+        if (rank, version) not in late or not may.acquire(blocking=False):
+            return
+        progress.wait_for(min(version + late[rank, version], steps))
+        may.release()
+        return
+
+    algorithm = commrt.BackupWorkers(backups, inner, early)
+    check(run_ranks(ranks, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, ranks - backups)
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_without_backups_the_result_is_that_of_plain_averaging_bit_for_bit(ranks, early, options):
+    def one(world, algorithm):
+        model = deepcopy(NORMED)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, algorithm, world=world, **{"bucket_cap_mb": 1e-4, **options})
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch(world.rank, step).float()).square().mean().backward()
+            optimizer.step()
+        return [tensor.clone() for tensor in model.state_dict().values()]
+
+    inner = commrt.Torus2D()
+    plain = run_ranks(ranks, lambda world: one(world, inner))
+    backed = run_ranks(ranks, lambda world: one(world, commrt.BackupWorkers(0, inner, early)))
+    for ours, theirs in zip(backed, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_late_gradient_is_zeroed_its_step_changes_nothing_and_the_report_says_so():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        seen = None
+        while at(replica) < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            if world.rank == LATE and replica.last.step == AT:
+                before = [param.detach().clone() for param in model.parameters()]
+                zeros = all(not param.grad.any() for param in model.parameters())
+                optimizer.step()
+                same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                seen = replica.last, zeros, same, all(param.grad is not None for param in model.parameters())
+            else:
+                optimizer.step()
+            loop.progress.tell(replica._backup_step.version)
+            if seen is None and replica.last.step == AT:
+                seen = replica.last
+        return seen, replica.stats()
+
+    ends = Loop().run(body)
+    (late, zeros, same, kept), stats = ends[LATE]
+    assert zeros, "a gradient that came too late was left"
+    assert same, "a gradient that came too late was stepped with"
+    assert kept, "who looks at gradients finds None"
+    assert (late.counted, late.members, late.dropped) == (False, (0, 1, 3), (LATE,))
+    assert late.late_s > 0
+    assert late.samples == 12
+    assert stats.counted < stats.steps
+    assert stats.late_s >= late.late_s
+    counted, _ = ends[0]
+    assert (counted.counted, counted.members, counted.dropped, counted.late_s) == (True, (0, 1, 3), (LATE,), 0.0)
+
+
+def test_a_grad_scaler_that_met_an_infinity_while_a_rank_was_late_is_the_same_everywhere():
+    def body(loop, world):
+        model = deepcopy(MODEL).float()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scaler])
+        scales = {}
+        while at(replica) < loop.steps:
+            version = replica.step
+            loop.wait(world, replica)
+            optimizer.zero_grad()
+            loss = model(batch(world.rank, version).float()).square().mean()
+            scale = scaler.get_scale()
+            scaler.scale(loss * (float("inf") if version == AT else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if replica.last.counted:
+                scales[version] = scale
+            loop.progress.tell(replica._backup_step.version)
+        return scales, replica.replicas_equal()
+
+    ends = Loop(late_by=1).run(body)
+    for scales, equal in ends:
+        assert equal
+        assert all(scales[version] == ends[0][0].get(version, scales[version]) for version in scales)
+
+
+def test_a_rank_reads_its_step_anywhere_and_its_own_schedulers_count_once():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[average])
+        while replica.step < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            assert replica.step >= replica.last.step
+            optimizer.step()
+            assert replica.step >= replica.last.step
+            average.update_parameters(model)
+            loop.progress.tell(replica._backup_step.version)
+        replica.drain()
+        return int(average.n_averaged), replica.step
+
+    for averaged, step in Loop(late_by=3).run(body):
+        assert averaged == step == 8
+
+
+def test_a_rank_that_was_away_for_longer_than_the_store_remembers_comes_back(monkeypatch):
+    monkeypatch.setattr(quorum_vote, "KEPT_STEPS", 4)
+    monkeypatch.setattr(quorum_vote, "DELETED_STEPS", 2)
+    steps = 40
+    progress = Progress()
+    ends = run_ranks(
+        4,
+        lambda world: trained(
+            world, commrt.BackupWorkers(1), steps, progress, lambda rank, v: 30 if (rank, v) == (LATE, AT) else None
+        ),
+    )
+    check(ends, steps, 3)
+
+
+def test_gradients_that_were_accumulated_are_dropped_or_counted_together():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        counts = {}
+        while (version := at(replica)) < loop.steps:
+            optimizer.zero_grad()
+            with replica.no_sync():
+                model(batch(world.rank, version)).square().mean().backward()
+            loop.wait(world, replica)
+            model(batch(world.rank + 50, version)).square().mean().backward()
+            optimizer.step()
+            counts[replica.last.step] = replica.last.samples
+            loop.progress.tell(replica._backup_step.version)
+        return counts, replica.replicas_equal()
+
+    for counts, equal in Loop().run(body):
+        assert equal
+        assert set(counts.values()) == {24}
+
+
+def test_a_batch_that_was_dropped_is_given_out_again_until_it_counts():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        counted, given_out = [], []
+        for number in commrt.reissued(range(6), replica):
+            given_out.append(number)
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            loop.progress.tell(replica._backup_step.version)
+            if replica.last.counted:
+                counted.append(number)
+        return counted, given_out, replica.last.ended
+
+    for counted, given_out, ended in Loop().run(body):
+        assert counted == list(range(len(counted)))
+        assert ended or counted == list(range(6))
+        assert len(given_out) >= len(counted)
+
+
+def test_batches_of_one_accumulation_are_given_out_again_together():
+    class Reported:
+        last = None
+
+    replica, seen = Reported(), []
+    fates = iter([True, False, True])
+    for number, each in enumerate(commrt.reissued("abcd", replica)):
+        seen.append(each)
+        if number % 2:
+            replica.last = commrt.StepReport(0, (), 0.0, (), counted=next(fates, True))
+    assert "".join(seen) == "abcdcd"
+
+
+def test_one_rank_alone_is_legal():
+    with commrt.init() as world:
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        backward(model, 0, 0)
+        optimizer.step()
+        assert replica.step == 1
+        replica.close()
+
+
+@pytest.mark.parametrize(("ranks", "backups", "most"), [(2, 1, 0), (3, 2, 1), (4, 2, 1), (5, 3, 2)], ids=str)
+def test_as_many_backups_as_members_are_refused(ranks, backups, most):
+    with pytest.raises(UsageError, match=f"take at most {most}"):
+        run_ranks(
+            ranks, lambda world: commrt.attach(m := deepcopy(MODEL), sgd(m), commrt.BackupWorkers(backups), world=world)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: commrt.BackupWorkers(-1), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(1.5), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(True), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(1, commrt.Gossip()), "no all-reduce"),
+        (lambda: commrt.BackupWorkers(1, commrt.BackupWorkers(1)), "no all-reduce"),
+        (lambda: commrt.BackupWorkers(1, commrt.Ring), "makes no schedules"),
+    ],
+)
+def test_backup_workers_that_cannot_work_are_refused(make, what):
+    with pytest.raises(UsageError, match=what):
+        make()
+
+
+def test_without_an_optimizer_there_is_nothing_to_catch_up_with():
+    with pytest.raises(UsageError, match="needs the optimizers"):
+        run_ranks(3, lambda world: commrt.attach(deepcopy(MODEL), None, commrt.BackupWorkers(1), world=world))
+
+
+@pytest.mark.parametrize("first", [commrt.BackupWorkers(1), commrt.Ring(), commrt.Gossip()], ids=str)
+def test_another_model_in_the_same_world_is_refused(first):
+    def body(world):
+        one, other = deepcopy(MODEL), deepcopy(MODEL)
+        replica = commrt.attach(one, sgd(one), first, world=world)
+        second = commrt.Ring() if isinstance(first, commrt.BackupWorkers) else commrt.BackupWorkers(1)
+        with pytest.raises(UsageError, match=r"another model|attached to this world"):
+            commrt.attach(other, sgd(other), second, world=world)
+        replica.detach()
+        return True
+
+    assert all(run_ranks(3, body))
+
+
+def test_a_closure_is_refused():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        with pytest.raises(UsageError, match="closure"):
+            optimizer.step(lambda: 0.0)
+        return True
+
+    assert all(run_ranks(3, body))

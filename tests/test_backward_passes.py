@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward passes that are missing, interrupted, repeated or stepped in the middle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import backward, data, gradients, local_gradients, net, sgd, zero
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.errors import DisagreementError, TransportClosed, TransportError, UsageError
+from commrt.testing.faults import fail_at, with_faults
+from commrt.testing.ranks import run_ranks
+
+
+def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_clipped():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(4):
+            optimizer.zero_grad()
+            if (world.rank, step) in [(0, 1), (2, 1), (1, 3)]:
+                replica.average()
+            else:
+                backward(model, world.rank, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        return replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0
+
+    assert run_ranks(3, body) == [(True, 4, True)] * 3
+
+
+def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        before = model[0].weight.clone()
+        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+            optimizer.step() if world.rank == 1 else backward(model, world.rank)
+        return torch.equal(model[0].weight, before)
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_a_scaler_skips_the_step_on_all_ranks_or_none():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = data(world.rank, step)
+            loss = cross_entropy(model(x), y) * (float("inf") if (world.rank, step) == (1, 2) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        return replica.replicas_equal(), scaler.get_scale()
+
+    assert run_ranks(2, body) == [(True, 2.0)] * 2
+
+
+@pytest.mark.parametrize("bucket", [0, 1])
+def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_after(bucket):
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-4)
+        for step in range(2):
+            backward(model, world.rank, step)
+            optimizer.step()
+        with pytest.raises(TransportError) as caught:
+            backward(model, world.rank, 2)
+        with pytest.raises(TransportClosed, match="an earlier transfer failed"):
+            backward(model, world.rank, 3)
+        return caught.value
+
+    errors = run_ranks(3, body, wrap=with_faults(fail_at(rank=1, step=2, bucket=bucket)))
+    assert [(e.place.rank, e.place.step, e.place.bucket) for e in errors] == [(r, 2, bucket) for r in range(3)]
+    assert all("an injected failure" in str(error) for error in errors)
+
+
+def test_an_interrupted_backward_pass_is_not_continued_silently():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world, bucket_cap_mb=1e-9)
+
+        def interrupt(_):
+            raise KeyError("of the user's own")
+
+        handle = model[0].weight.register_hook(interrupt)
+        with pytest.raises(KeyError):
+            backward(model, world.rank)
+        handle.remove()
+        world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
+        world.agree("all are here")
+        with pytest.raises(UsageError, match="inside or after one that did not end"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
+        optimizer.zero_grad()
+        backward(model, 0) if world.rank == 0 else replica.average()
+        optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 2)] * 2
+
+
+def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        handle = model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, 0)
+        handle.remove()
+        model.zero_grad()
+        backward(model, 0)
+        return gradients(model), replica.step
+
+    found, step = run_ranks(1, body)[0]
+    assert step == 1
+    assert all(map(torch.equal, found, local_gradients(net(), 0)))
+
+
+def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused():
+    def body(world):
+        model = net()
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        commrt.attach(model, list(optimizers.values()), world=world)
+        for param, optimizer in optimizers.items():
+            param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+        with pytest.raises(UsageError, match=r"while gradients are being averaged: step after backward"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us():
+    def body(world):
+        model = net()
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        commrt.attach(model, list(optimizers.values()), world=world)
+        for param, optimizer in optimizers.items():
+            param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+            param.register_post_accumulate_grad_hook(zero)
+        backward(model, 0)
+        return [param.detach().clone() for param in model.parameters()]
+
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    backward(plain, 0)
+    optimizer.step()
+    assert all(map(torch.equal, run_ranks(1, body)[0], plain.parameters()))
+
+
+def test_a_step_after_an_interrupted_backward_pass_is_refused():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-9)
+        model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, world.rank)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        if world.rank == 0:
+            backward(model, 0)
+            with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+                backward(model, 0, 1)
+        else:
+            backward(model, 1)
+            optimizer.step()
+            with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+                backward(model, 1, 1)
+
+    run_ranks(2, body)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers such as statistics of batch norm are those of rank 0 after each step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import backward, data, gradients, net, seeded, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import commrt
+from commrt.errors import UsageError
+from commrt.testing.ranks import run_ranks
+
+
+def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_works():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        x, y = data(world.rank)
+        loss = cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        return replica.replicas_equal(), model[2].running_mean.clone(), model[2].num_batches_tracked.item()
+
+    results = run_ranks(3, body)
+    alone = net(nn.BatchNorm1d(8))
+    alone(data(0)[0])
+    for equal, mean, batches in results:
+        assert equal
+        assert batches == 1
+        torch.testing.assert_close(mean, alone[2].running_mean)
+
+
+class Gathering(nn.Module):
+    """Multiplies its weight by all that it has been given so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, more):
+        self.total = self.total + more
+        return (self.weight * self.total).sum()
+
+
+def test_a_graph_that_needs_the_buffers_that_were_overwritten_ends_in_an_error():
+    def body(world):
+        model = Gathering()
+        commrt.attach(model, world=world)
+        first, second = model(1.0 + world.rank), model(10.0 * (1 + world.rank))
+        first.backward()
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                second.backward()
+        return model.total.tolist()
+
+    assert run_ranks(2, body) == [[11.0] * 3] * 2
+
+
+def test_a_graph_may_run_again_where_overwriting_changed_nothing():
+    def body(world):
+        model = Gathering()
+        replica = commrt.attach(model, world=world)
+        loss = model(2.0)
+        loss.backward(retain_graph=True)
+        replica.sync_buffers()
+        loss.backward()
+        return model.weight.grad.tolist()
+
+    assert run_ranks(2, body) == [[4.0] * 3] * 2
+
+
+def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        commrt.attach(model, world=world)
+        x, y = data(world.rank)
+        trained = cross_entropy(model(x), y)
+        model.eval()
+        read = cross_entropy(model(x), y)
+        trained.backward()
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                read.backward()
+
+    run_ranks(2, body)
+
+
+def test_buffers_can_be_left_alone_and_made_equal_on_request():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        replica = commrt.attach(model, sgd(model), world=world, broadcast_buffers=False)
+        backward(model, world.rank)
+        before = replica.replicas_equal()
+        replica.sync_buffers()
+        return before, replica.replicas_equal()
+
+    assert run_ranks(2, body) == [(False, True)] * 2
+
+
+def test_activation_checkpointing_works_without_reentrance_and_is_refused_with_it():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world)
+        x, y = data(world.rank)
+        cross_entropy(model[2](checkpoint(model[:2], x, use_reentrant=False)), y).backward()
+        averaged = gradients(model)
+        with pytest.raises(UsageError, match="use_reentrant=False"):
+            cross_entropy(model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)), y).backward()
+        return averaged
+
+    results = run_ranks(2, body)
+    assert all(map(torch.equal, *results))
+
+
+def test_a_buffer_that_changed_its_dtype_is_refused():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        commrt.attach(model, sgd(model), world=world)
+        model[2].num_batches_tracked = model[2].num_batches_tracked.int()
+        with pytest.raises(UsageError, match=r"have changed since attach\(\), now .*num_batches_tracked torch\.int32"):
+            model(data(world.rank)[0]).sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_that_change_during_the_backward_pass_keep_their_changes(ranks):
+    def body(world):
+        model = net()
+        model.register_buffer("passes", torch.zeros(()))
+        replica = commrt.attach(model, world=world)
+        model[0].weight.register_hook(lambda _: model.passes.add_(1) and None)
+        for step in range(3):
+            backward(model, world.rank, step)
+        return model.passes.item(), replica.replicas_equal()
+
+    assert run_ranks(ranks, body) == [(3.0, True)] * ranks
+
+
+def test_batch_norm_under_checkpointing_ends_as_in_a_plain_process():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+    def body(world):
+        model = seeded(Net)
+        if world is not None:
+            commrt.attach(model, world=world)
+        for step in range(3):
+            backward(model, 0, step)
+        return [buffer.clone() for buffer in model.buffers()]
+
+    alone = body(None)
+    assert alone[-1] == 6  # a step counts twice: in the forward pass, and when it is run again
+    assert all(all(map(torch.equal, alone, ours)) for ours in run_ranks(2, body))

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A late rank takes weights, buffers, schedulers and optimizers from the others."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from late_ranks import (
+    AT,
+    LATE,
+    LIMIT_S,
+    MODEL,
+    NORMED,
+    Loop,
+    all_are_equal,
+    at,
+    backward,
+    batch,
+    sgd,
+    to_the_late_step,
+    weights,
+)
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import commrt
+from commrt.errors import DisagreementError, UsageError
+from commrt.testing.ranks import run_ranks
+from commrt.training.catch_up import CatchUp
+
+
+def test_who_catches_up_takes_schedulers_averages_of_weights_and_buffers_along():
+    def body(loop, world):
+        model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler, average])
+        while at(replica) < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            average.update_parameters(model)
+            scheduler.step()
+            loop.progress.tell(replica._backup_step.version)
+        replica.drain()
+        kept = [tensor.clone() for tensor in (*average.state_dict().values(), *model.state_dict().values())]
+        return scheduler.last_epoch, scheduler.get_last_lr(), kept, replica.last.step
+
+    ends = Loop(late_by=4).run(body)
+    for epoch, rates, kept, _ in ends:
+        assert epoch == 8
+        assert rates == ends[0][1]
+        assert all(torch.equal(a, b) for a, b in zip(kept, ends[0][2], strict=True))
+
+
+@pytest.mark.parametrize("at_the_top", [False, True])
+def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
+        try:
+            while at(replica) < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
+                if at_the_top and replica.step:
+                    scheduler.step()
+                loop.wait(world, replica)
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+                if not at_the_top:
+                    scheduler.step()
+                loop.progress.tell(replica._backup_step.version)
+        finally:
+            loop.progress.tell(20)
+        return scheduler.last_epoch + at_the_top
+
+    assert Loop(3, late_by=3).run(body)[1:] == [20, 20]
+
+
+def test_a_forward_pass_between_backward_and_step_gives_nobody_weights_of_another_version():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        backward(model, world.rank, 0)
+        with torch.no_grad():
+            model(batch(world.rank, 0))
+        counted, early = replica.last.counted, replica._state.give(1, 0.0)
+        optimizer.step()
+        model(batch(world.rank, 1))
+        return counted, early is not None, replica._state.give(1, 0.0) is not None
+
+    for counted, early, then in run_ranks(4, body):
+        assert then
+        assert not (counted and early)
+
+
+def test_a_scheduler_that_was_not_named_is_found_out():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        try:
+            while at(replica) < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
+                loop.wait(world, replica)
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+                scheduler.step()
+                loop.progress.tell(replica._backup_step.version)
+        finally:
+            loop.progress.tell(20)  # nobody need wait for who has failed
+
+    with pytest.raises(DisagreementError, match="settings"):
+        Loop(3, late_by=3).run(body)
+
+
+def test_buffers_that_are_not_broadcast_are_taken_as_the_donor_has_them():
+    def body(loop, world):
+        model = deepcopy(NORMED)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, broadcast_buffers=False)
+        loop.train(world, replica, optimizer)
+        return int(model[1].num_batches_tracked)
+
+    assert all(tracked >= 8 for tracked in Loop(late_by=4).run(body))
+
+
+def test_evaluating_with_other_weights_gives_them_to_nobody():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            loop.progress.tell(replica._backup_step.version)
+            kept = deepcopy(model.state_dict())
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+                model.eval()
+                model(batch(0, 0))
+                model.train()
+            model.load_state_dict(kept)
+        return replica.replicas_equal()
+
+    assert all(Loop().run(body))
+
+
+def test_optimizers_keep_the_dtype_of_what_they_remember():
+    class Master(torch.optim.SGD):
+        """With weights in double precision beside."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                master = self.state[param].setdefault("master", param.detach().double())
+                if param.grad is not None:
+                    master -= 0.01 * param.grad.double()
+                    param.copy_(master)
+
+    def body(loop, world):
+        model = deepcopy(MODEL).float()
+        optimizer = Master(model.parameters())
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        loop.train(world, replica, optimizer)
+        return {state["master"].dtype for state in optimizer.state.values()}
+
+    assert all(dtypes == {torch.float64} for dtypes in Loop().run(body))
+
+
+def test_state_that_others_could_not_load_is_refused_at_once():
+    class Random:
+        def state_dict(self):
+            return {"state": torch.nn.Linear}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    def body(world):
+        model = deepcopy(MODEL)
+        commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world, also=[Random()])
+
+    with pytest.raises(UsageError, match="cannot be sent to other ranks"):
+        run_ranks(3, body)
+
+
+class Renormed(nn.Linear):
+    """Writes to its weights in every forward pass."""
+
+    def forward(self, x):
+        self.weight.data.renorm_(2, 0, 0.3)
+        return super().forward(x)
+
+
+def test_weights_that_a_forward_pass_changes_are_given_and_consolidated():
+    def body(loop, world):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(Renormed(5, 6), nn.Tanh(), Renormed(6, 2)).double()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        step = to_the_late_step(loop, world, replica, optimizer)
+        while at(replica) < loop.steps:
+            step()
+        if world.rank == 1:
+            model(batch(0, 0))
+        replica.consolidate()
+        return weights(model)
+
+    assert all_are_equal(Loop().run(body))
+
+
+def test_weights_that_are_moved_between_two_passes_of_a_step_go_to_nobody():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            if world.rank == LATE and replica.step == 0:  # later another may be late too, and find no whole weights
+                loop.progress.wait_for(1)
+            with replica.no_sync():
+                backward(model, world.rank, replica.step)
+            where = weights(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(param.grad, alpha=0.1)
+            backward(model, world.rank, replica.step)
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), where, strict=True):
+                    param.copy_(value)
+            optimizer.step()
+            loop.progress.tell(replica._backup_step.version)
+        replica.consolidate()
+        return replica.stats().counted, weights(model)
+
+    ends = Loop().run(body)
+    assert ends[LATE][0] < 8
+    assert all_are_equal([found for _, found in ends])
+
+
+class Parts(nn.ModuleList):
+    """What is called is not the module that was attached."""
+
+    def __init__(self):
+        super().__init__(deepcopy(MODEL))
+        self.call = [nn.Sequential(*self)]
+
+
+def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_once():
+    def body(loop, world):
+        model = Parts()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
+        while replica.step < loop.steps:
+            if world.rank == LATE and replica.step == 0:  # later another may be late too, and wait for these to train
+                loop.late_is_there.set()
+                loop.progress.wait_for(loop.late_by)
+            elif replica.step == 0:
+                assert loop.late_is_there.wait(LIMIT_S)
+            model.zero_grad()
+            model.call[0](batch(world.rank, replica.step)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            loop.progress.tell(replica._backup_step.version)
+        replica.consolidate()
+        return scheduler.last_epoch, optimizer.param_groups[0]["lr"], weights(model)
+
+    ends = Loop(3, late_by=2).run(body)
+    assert {epoch for epoch, _, _ in ends} == {ends[0][0]}
+    assert {rate for _, rate, _ in ends} == {ends[0][1]}
+    assert all_are_equal([found for _, _, found in ends])
+
+
+def test_a_layer_that_is_frozen_on_the_way_is_handed_on_as_it_is():
+    def body(loop, world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        while at(replica) < loop.steps:
+            if replica.step >= AT - 1:
+                model[0].requires_grad_(requires_grad=False)
+            loop.wait(world, replica)
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            loop.progress.tell(replica._backup_step.version)
+        replica.consolidate()
+        return weights(model)
+
+    assert all_are_equal(Loop(late_by=3).run(body))
+
+
+def test_what_goes_along_must_be_a_list():
+    def body(world):
+        model = deepcopy(MODEL)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with pytest.raises(UsageError, match=r"attach\(also=\) takes a list, not a ExponentialLR: put it into one"):
+            commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world, also=scheduler)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_whose_sources_never_help_it_is_told_what_to_do():
+    world = SimpleNamespace(rank=2, timeout_s=60.0, elastic=SimpleNamespace(host="127.0.0.1"))
+    catch_up = CatchUp(world, None, None)
+    catch_up.close()
+    catch_up.require(3, [0, 1], turn=1)
+    catch_up.postpone()
+    world.timeout_s = -1e9  # it has been asked again, and the deadline is over
+    catch_up._asked_s = float("inf")
+    with pytest.raises(UsageError, match=r"rank 2 was late, .* Call consolidate\(\) on all ranks before"):
+        catch_up.postpone()

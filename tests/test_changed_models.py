@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model or gradient that changed after attach() is refused before anything is overwritten."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_models import backward, data, gradients, net, sgd, zero
+from torch import nn
+from torch.nn.functional import embedding
+
+import commrt
+from commrt.errors import CommrtError, UsageError
+from commrt.testing.ranks import run_ranks
+
+
+def test_a_layer_unfrozen_after_attach_is_refused():
+    def body(world):
+        model = net()
+        model[0].requires_grad_(requires_grad=False)
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        model[0].requires_grad_(requires_grad=True)
+        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was frozen and is not any more"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(10, 3))
+
+    def forward(self, index):
+        return embedding(index, self.table, sparse=True)
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    def body(world):
+        model = Lookup()
+        commrt.attach(model, world=world)
+        with pytest.raises(UsageError, match=r"the gradient of table is torch\.sparse_coo"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world)
+        model[2].weight.data = torch.randn(5, 8)
+        model[2].bias.data = torch.randn(5)
+        with pytest.raises(UsageError, match=r"the gradient of 2\.bias is float32\[5\], but was float32\[3\] when"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def transposed(model):
+    model[0].weight.grad = torch.randn(model[0].weight.shape[::-1]).t()
+
+
+def expanded(model):
+    model[0].weight.grad = torch.ones(1).expand(model[0].weight.shape)
+
+
+def in_one_place(model):
+    memory = torch.randn(model[0].weight.numel() + 1)
+    model[0].weight.grad = memory[:-1].view(model[0].weight.shape)
+    model[0].bias.grad = memory[-1 - model[0].bias.numel() : -1]
+
+
+def inferred(model):
+    with torch.inference_mode():
+        model[0].bias.grad = torch.ones(model[0].bias.shape)
+
+
+def wider(model):
+    model[0].bias.grad = None
+    model[0].bias.grad_dtype = torch.float64
+    model[0].bias.grad = torch.ones(model[0].bias.shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (transposed, r"0\.weight lies in memory with strides \(1, 8\), and autograd makes it with \(6, 1\)"),
+        (expanded, r"0\.weight lies in memory with strides \(0, 0\)"),
+        (in_one_place, r"0\.(weight|bias) and 0\.(weight|bias) share memory"),
+        (inferred, r"0\.bias was made under torch\.inference_mode"),
+        (wider, r"0\.bias is float64\[8\], but was float32\[8\]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(spoil, what):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        spoil(model)
+        before = gradients(model)
+        with pytest.raises(UsageError, match=what):
+            replica.average()
+        assert all(map(torch.equal, gradients(model), before))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["views", "detached views"])
+def test_gradients_of_different_buckets_that_share_memory_are_refused(detached):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
+        assert len(replica.buckets) > 2
+        with replica.no_sync():
+            backward(model, world.rank)
+        memory = torch.randn(2 * model[0].weight.numel())
+        model[0].weight.grad = memory[: model[0].weight.numel()].view(model[0].weight.shape)
+        shared = memory[-1 - model[-1].bias.numel() - model[0].weight.numel() :][: model[-1].bias.numel()]
+        model[-1].bias.grad = shared.detach() if detached else shared
+        with pytest.raises(UsageError, match=r"(weight|bias) and .*\.(weight|bias) share memory"):
+            replica.average()
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_moved_to_where_others_were_are_apart():
+    def body(world):
+        model = net(nn.Linear(8, 8), nn.Linear(8, 8))
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
+        for _ in range(3):
+            with replica.no_sync():
+                backward(model, world.rank)
+            model[2].weight.grad, model[3].weight.grad = model[3].weight.grad, model[2].weight.grad
+            replica.average()
+
+    run_ranks(2, body)
+
+
+def test_a_model_that_moved_to_another_device_is_refused():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with replica.no_sync():
+            backward(model, world.rank)
+        model.to("meta")
+        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced"):
+            replica.average()
+
+    run_ranks(2, body)
+
+
+def replace(param):
+    param.grad = param.grad.clone()
+
+
+def double(param):
+    param.grad.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "cap_mb"),
+    [(zero, 1e-9), (replace, 1e-9), (double, 1e-9), (zero, 25.0)],
+    ids=["removed", "replaced", "written to", "removed before its bucket left"],
+)
+def test_a_gradient_that_somebody_changes_while_it_is_averaged_is_noticed(change, cap_mb):
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world, bucket_cap_mb=cap_mb)
+        model[2].weight.register_post_accumulate_grad_hook(change)
+        with pytest.raises(
+            CommrtError, match=r"the gradient of 2\.weight was changed, replaced or removed while"
+        ) as caught:
+            backward(model, world.rank)
+        return caught.type
+
+    assert UsageError in run_ranks(2, body)  # from the first; the other may have lost its peer, and repeats the reason
+
+
+def swap_layer(model):
+    model[0] = nn.Linear(6, 8)
+
+
+def reparametrize(model):
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def grow(model):
+    model.append(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("change", [swap_layer, reparametrize, grow])
+def test_a_model_that_changed_since_attach_is_refused(change):
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        change(model)
+        with pytest.raises(UsageError, match=r"the model has changed since attach\(\), .*: detach\(\) and attach\(\)"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def add_criterion(model):
+    model.criterion = nn.CrossEntropyLoss()
+
+
+def swap_activation(model):
+    model[1] = nn.ReLU()
+
+
+def drop_activation(model):
+    del model[1]
+
+
+@pytest.mark.parametrize("change", [add_criterion, swap_activation, drop_activation])
+def test_modules_without_parameters_may_come_and_go(change):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        change(model)
+        for _ in range(2):
+            model[0](data(world.rank)[0]).sum().backward()
+        grow(model)
+        with pytest.raises(UsageError, match=r"changed since attach\(\), \d\.weight was added"):
+            model[0](data(world.rank)[0]).sum().backward()
+        return replica.step
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        backward(model, world.rank)
+        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced or removed"):
+            optimizer.step()
+
+    run_ranks(2, body)

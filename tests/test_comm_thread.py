@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every task of a communication thread is answered, whatever happens to the thread meanwhile."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from interrupts import interposed
+
+from commrt.errors import DeadlineExceeded, Place, TransportClosed
+from commrt.threads.comm_thread import CommThread, RecoveredError
+
+LIMIT_S = 20.0
+
+
+def ignore(failure):
+    pass
+
+
+def test_a_task_is_answered_or_refused_wherever_in_its_submission_the_thread_closes():
+    refused = 0
+    for at in count():
+        thread, futures = CommThread(ignore), []
+
+        def submit(thread=thread, futures=futures):
+            futures.append(thread.submit(lambda: "done"))
+
+        try:
+            closed = interposed(submit, at, thread.close)
+        except TransportClosed:
+            closed = True
+        thread.close()
+        for future in futures:
+            error = future.exception(LIMIT_S)
+            assert error is None or isinstance(error, TransportClosed)
+            refused += error is not None
+        if not closed:
+            break
+    assert at > 10
+    assert refused > 10
+    assert futures[0].result() == "done"
+
+
+def test_what_follows_a_failure_says_what_that_was_and_where():
+    place = Place(rank=0, peer=1, step=7, bucket=2, hop=3, nbytes=40)
+
+    def fail():
+        raise DeadlineExceeded("no future from ranks [1]", place)
+
+    def learn(failure):
+        failure.elsewhere = "Rank 1 saw OSError: the data set is gone"
+
+    thread = CommThread(learn)
+    first, second = thread.submit(fail), thread.submit(int)
+    error = second.exception(LIMIT_S)
+    assert isinstance(error, TransportClosed)
+    assert error.place == place
+    assert error.__cause__ is first.exception(LIMIT_S)
+    assert str(error) == (
+        "an earlier transfer failed, so this one was not started: call init() for a new world. "
+        "It was DeadlineExceeded: no future from ranks [1] [rank 0, peer 1, step 7, bucket 2, hop 3, nbytes 40]. "
+        "Rank 1 saw OSError: the data set is gone"
+    )
+    with pytest.raises(TransportClosed, match=r"It was DeadlineExceeded: no future from ranks \[1\] \[rank 0, peer 1"):
+        thread.require_working()
+    thread.close()
+
+
+def test_a_thread_that_was_given_up_starts_no_more_tasks_and_says_why():
+    thread = CommThread(ignore)
+    assert thread.give_up(KeyboardInterrupt())
+    assert not thread.give_up(OSError("later"))
+    error = thread.submit(int).exception(LIMIT_S)
+    assert str(error) == "this world was given up: call init() for a new one. It was KeyboardInterrupt"
+    thread.close()
+    assert not thread.give_up(OSError("later"))
+
+
+def test_a_task_may_fail_and_let_the_thread_go_on():
+    def fail():
+        raise RecoveredError(DeadlineExceeded("a rank was late"))
+
+    failures = []
+    thread = CommThread(failures.append)
+    first, second = thread.submit(fail), thread.submit(int)
+    with pytest.raises(DeadlineExceeded, match="a rank was late"):
+        first.result(LIMIT_S)
+    assert second.result(LIMIT_S) == 0
+    assert (failures, thread.failure) == ([], None)
+    thread.close()
+
+
+def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
+    def tell(failure):
+        raise OSError("no store")
+
+    thread = CommThread(tell)
+    first, second = thread.submit(lambda: 1 // 0), thread.submit(int)
+    error = first.exception(LIMIT_S)
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
+    assert isinstance(second.exception(LIMIT_S), TransportClosed)
+    thread.close()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deadline does not count the time in which this process was stopped: not for the store, and not for other ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Timer
+
+import pytest
+from failing_collectives import stopped_in_a_question, stopped_while_it_asks
+from torch.distributed import HashStore
+
+from commrt.membership import barrier, membership
+from commrt.membership.barrier import Barrier
+from commrt.membership.generations import Generation
+from commrt.membership.membership import Membership
+from commrt.testing.processes import run_processes
+from commrt.threads import deadline
+from commrt.threads.deadline import Deadline
+
+
+def test_all_waiting_counts_between_frequent_polls(monkeypatch):
+    monkeypatch.setattr(deadline, "monotonic", iter([0.0, 1.0, 2.5, 4.5, 8.0]).__next__)
+    waits = Deadline(8.0)
+    assert [waits.waited_s for _ in range(3)] == [1.0, 2.5, 4.5]
+    assert waits.left_s == 8.0 - 4.5 - 2.0
+
+
+def test_a_stop_counts_as_a_quarter_of_the_limit(monkeypatch):
+    monkeypatch.setattr(deadline, "monotonic", iter([0.0, 1.0, 1000.0, 1001.0]).__next__)
+    waits = Deadline(8.0)
+    assert [waits.left_s for _ in range(3)] == [7.0, 5.0, 4.0]
+
+
+def test_work_that_may_take_long_between_two_polls_counts(monkeypatch):
+    monkeypatch.setattr(deadline, "monotonic", iter([0.0, 5.0, 1000.0]).__next__)
+    waits = Deadline(8.0, between_s=6.0)
+    assert [waits.left_s for _ in range(2)] == [3.0, -3.0]
+
+
+@pytest.mark.processes
+def test_a_process_that_is_stopped_beyond_its_limit_gets_an_answer_that_comes_soon_after():
+    def stop(_, pid, process):
+        os.kill(pid, signal.SIGSTOP)
+        Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    (end,) = run_processes(1, stopped_while_it_asks, on_message=stop)
+    assert (end.error, end.value) == (None, "an answer")
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_stopped_in_a_step_is_late_and_does_not_take_the_store_for_silent():
+    def wake(_, pid, process):
+        Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    ends = run_processes(4, stopped_in_a_question, 2, 1.0, on_message=wake)
+    assert [(end.error, end.value) for end in ends] == [(None, True)] * 4
+
+
+@pytest.mark.parametrize(
+    "come",
+    [
+        pytest.param(lambda member: Barrier(member).arrive("lunch", 4, pytest.fail), id="a collective"),
+        pytest.param(lambda member: member.roll_call(4, int), id="a roll call"),
+    ],
+)
+def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(monkeypatch, come):
+    looked = Event()
+
+    class Stopped(Deadline):
+        """Of a process that was stopped before it looked for the first time."""
+
+        def __init__(self, limit_s):
+            super().__init__(limit_s)
+            self._polled_s -= 1000.0
+
+        @property
+        def waited_s(self):
+            waited_s = super().waited_s
+            looked.set()
+            return waited_s
+
+    for module in (barrier, membership):
+        monkeypatch.setattr(module, "Deadline", Stopped)
+    store, founders = HashStore(), Generation(0, {0: 0, 1: 0})
+    members = [Membership(store, rank, founders, lambda: 20.0, host="127.0.0.1") for rank in range(2)]
+    for member in members:
+        member.found()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(come, members[0])
+        assert looked.wait(20.0)
+        second = pool.submit(come, members[1])
+        first.result(30.0)
+        second.result(30.0)
+    assert [member.current().ranks for member in members] == [(0, 1)] * 2
+    for member in members:
+        member.depart("it ends")
+        member.close()

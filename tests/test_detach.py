@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What detach(), dropping, copying and failed attaching leave behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from threading import Event
+
+import pytest
+import torch
+from small_models import backward, data, gradients, local_gradients, net, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms import ring
+from commrt.errors import TransportClosed, TransportError
+from commrt.testing.faults import fail_at, with_faults
+from commrt.testing.ranks import local_worlds, run_ranks
+
+
+def test_detach_gives_back_a_plain_model_that_can_be_attached_again():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        replica.detach()
+        replica.close()
+        backward(model, world.rank)
+        plain = gradients(model)
+        model.zero_grad()
+        commrt.attach(model, sgd(model), world=world)
+        backward(model, world.rank)
+        return plain, gradients(model)
+
+    results = run_ranks(2, body)
+    for rank, (plain, averaged) in enumerate(results):
+        assert all(map(torch.equal, plain, local_gradients(net(), rank)))
+        assert all(map(torch.equal, averaged, results[0][1]))
+
+
+def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-9)
+        detached = Event()
+        world.comm_thread.submit(lambda: detached.wait(10))
+        model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, world.rank)
+        replica.detach()
+        detached.set()
+        world.run(ring.all_reduce(2), torch.ones(2))  # all that was submitted before has run
+        return gradients(model[2])
+
+    first, second = run_ranks(2, body)
+    assert all(map(torch.equal, first, second))
+
+
+def test_backward_after_the_world_was_closed_says_so():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world)
+        world.close()
+        with pytest.raises(TransportClosed, match=r"the world was closed, .* call init\(\)"):
+            backward(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_an_attach_that_failed_leaves_a_plain_model():
+    def body(world):
+        model = net()
+        with pytest.raises(TransportError):
+            commrt.attach(model, sgd(model), world=world)
+        backward(model, world.rank)
+        return gradients(model)
+
+    for rank, found in enumerate(run_ranks(2, body, wrap=with_faults(fail_at(bucket="state")))):
+        assert all(map(torch.equal, found, local_gradients(net(), rank)))
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["replica kept", "replica dropped"])
+def test_a_model_that_is_dropped_is_freed_without_detach(keep):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        backward(model, world.rank)
+        return weakref.ref(model), weakref.ref(replica), replica if keep else None
+
+    with local_worlds(1)[0] as world:
+        model, replica, kept = body(world)
+        gc.collect()
+        assert (model() is not None) == keep
+        del kept
+        gc.collect()
+        assert model() is None
+        assert replica() is None
+
+
+def test_hooks_live_as_long_as_any_part_of_the_model():
+    def body(world):
+        parts = [nn.Linear(6, 8), nn.Linear(8, 3)]
+        commrt.attach(nn.ModuleList(parts), world=world)
+        gc.collect()
+        x, y = data(world.rank)
+        cross_entropy(parts[1](parts[0](x)), y).backward()
+        return [param.grad for part in parts for param in part.parameters()]
+
+    assert all(map(torch.equal, *run_ranks(2, body)))
+
+
+def test_copies_and_pickles_of_an_attached_model_are_plain():
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]  # noqa: S301  # its own
+        for other in copies:
+            backward(other, world.rank)
+        return [gradients(other) for other in copies]
+
+    for rank, found in enumerate(run_ranks(2, body)):
+        for own in found:
+            assert all(map(torch.equal, own, local_gradients(net(), rank)))
+
+
+def test_detaching_frees_the_buckets_without_the_garbage_collector():
+    def body(world):
+        gc.collect()
+        gc.disable()
+        try:
+            model = net()
+            replica = commrt.attach(model, world=world)
+            backward(model, 0)
+            wires = [weakref.ref(bucket.wire) for bucket in replica.buckets]
+            replica.detach()
+            return [wire() is None for wire in wires]
+        finally:
+            gc.enable()
+
+    assert run_ranks(1, body) == [[True]]

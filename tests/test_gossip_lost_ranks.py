@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gossip goes on without whom it loses: by death, by an end of its own, one or several, at any instant."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from time import monotonic
+
+import failing_ranks
+import pytest
+import torch
+from gossip_models import batch, local_step, model_of, optimizer_of, params, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commrt
+from commrt.algorithms.gossip import Gossip
+from commrt.errors import UsageError
+from commrt.runtime import connection
+from commrt.testing.processes import run_processes
+from commrt.testing.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+import learning
+import losing
+
+PATIENT_S = 30.0
+STEPS = 16
+
+
+def attached(world, algorithm=None, seed=0):
+    model = model_of(seed)
+    optimizer = optimizer_of(model)
+    return commrt.attach(model, optimizer, algorithm or Gossip(), world=world, bucket_cap_mb=1e-4), optimizer
+
+
+def trained(world, algorithm, ends):
+    """Steps until this rank's end; whom it heard in each, and what it holds."""
+    replica, optimizer = attached(world, algorithm)
+    heard = []
+    for step in range(ends.get(world.rank, STEPS)):
+        local_step(replica.model, optimizer, step, world.rank)
+        replica.drain()
+        heard.append(replica.last.heard)
+    return replica, heard
+
+
+def finished(world, algorithm, ends):
+    """As `trained`; those who worked to the end become equal."""
+    replica, heard = trained(world, algorithm, ends)
+    if world.rank not in ends:
+        replica.consolidate()
+    return replica, heard, params(replica.model), tuple(world.members)
+
+
+def sources(algorithm, step, members, rank):
+    """Those that `rank` hears from."""
+    steps = algorithm.among(len(members)).schedule(step, len(members)).steps()
+    pairs = (pair for each in steps for pair in zip(each.src.tolist(), each.dst.tolist(), strict=True))
+    return {members[src] for src, dst in pairs if members[dst] == rank}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_those_who_are_left_go_on_among_themselves(staleness, data):
+    ranks = data.draw(st.integers(2, 7), "ranks")
+    gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1), "gone")
+    ends = {rank: data.draw(st.integers(0, STEPS - 1), f"end of {rank}") for rank in sorted(gone)}
+    algorithm = Gossip(staleness=staleness)
+    outcomes = run_ranks(ranks, lambda world: finished(world, algorithm, ends), timeout_s=PATIENT_S)
+    stay = [rank for rank in range(ranks) if rank not in gone]
+    assert all(same(outcomes[rank][2], outcomes[stay[0]][2]) for rank in stay)
+    for rank in stay:
+        replica, heard, _, members = outcomes[rank]
+        assert members == tuple(stay)
+        assert {loss.rank for loss in replica.lost} == gone
+        resumed = max(loss.step for loss in replica.lost)
+        for step in range(resumed, STEPS):
+            assert heard[step] == sources(algorithm, step, stay, rank)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"),
+    [
+        pytest.param(Gossip("hypercube"), 4, id="a hypercube that has lost its shape"),
+        pytest.param(Gossip(within=2), 6, id="rows of which one has a gap"),
+        pytest.param(Gossip(within=2), 2, id="one row"),
+        pytest.param(Gossip(rotate=False), 5, id="no rotation"),
+    ],
+)
+def test_what_a_topology_cannot_do_with_those_who_are_left_another_one_does(algorithm, ranks):
+    outcomes = run_ranks(ranks, lambda world: finished(world, algorithm, {1: 3}), timeout_s=PATIENT_S)
+    stay = [rank for rank in range(ranks) if rank != 1]
+    assert all(same(outcomes[rank][2], outcomes[0][2]) for rank in stay)
+    replica, heard, *_ = outcomes[0]
+    assert [heard[step] for step in range(replica.lost[0].step, STEPS)] == [
+        sources(algorithm, step, stay, 0) for step in range(replica.lost[0].step, STEPS)
+    ]
+
+
+def test_the_loss_is_told_once_in_a_sentence(caplog):
+    with caplog.at_level(logging.WARNING, "commrt"):
+        outcomes = run_ranks(3, lambda world: finished(world, Gossip(), {1: 4}), timeout_s=PATIENT_S)
+    (loss,) = outcomes[0][0].lost
+    told = f"commrt: rank 1 is lost from step {loss.step} on: it closed its world; 2 ranks go on"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
+def test_who_fails_says_so_to_those_who_go_on():
+    def body(world):
+        if world.rank == 2:
+            trained(world, Gossip(), {2: 4})
+            raise OSError("the disk is full")
+        return finished(world, Gossip(), {})[0].lost
+
+    seen = []
+    with pytest.raises(OSError, match="the disk is full"):
+        run_ranks(3, lambda world: seen.append(body(world)), timeout_s=PATIENT_S)
+    assert {losses[0].why for losses in seen} == {"it gave up: the disk is full"}
+
+
+def test_who_detaches_its_model_is_not_waited_for():
+    def body(world):
+        replica, *_ = finished(world, Gossip(), {2: 4})
+        if world.rank == 2:
+            replica.detach()
+            done.wait(PATIENT_S)
+        elif world.rank == 1:
+            done.set()
+        return replica.lost
+
+    done = threading.Event()
+    first, _, last = run_ranks(3, body, timeout_s=1.0)
+    assert [loss.why for loss in first] == ["it detached its model"]
+    assert not last
+
+
+def test_a_rank_may_be_lost_in_join_and_all_who_are_left_end_equal():
+    def body(world):
+        replica, optimizer = attached(world)
+        with replica.join():
+            for step in range((3, 6, 9, 12)[world.rank]):
+                if (world.rank, step) == (1, 5):
+                    raise OSError("the disk is full")
+                local_step(replica.model, optimizer, step, world.rank)
+        return params(replica.model), replica.step, world.members
+
+    seen = []
+    with pytest.raises(OSError, match="the disk is full"):
+        run_ranks(4, lambda world: seen.append(body(world)), timeout_s=PATIENT_S)
+    assert len(seen) == 3
+    assert all(same(found, seen[0][0]) for found, *_ in seen)
+    assert {(step, tuple(members)) for _, step, members in seen} == {(12, (0, 2, 3))}
+
+
+def test_the_only_rank_that_still_had_data_may_be_lost():
+    def body(world):
+        replica, optimizer = attached(world)
+        with replica.join():
+            for step in range(9 if world.rank == 1 else 3):
+                if (world.rank, step) == (1, 7):
+                    raise OSError("the disk is full")
+                local_step(replica.model, optimizer, step, world.rank)
+        return params(replica.model), [loss.rank for loss in replica.lost]
+
+    seen, begin_s = [], monotonic()
+    with pytest.raises(OSError, match="the disk is full"):
+        run_ranks(3, lambda world: seen.append(body(world)), timeout_s=PATIENT_S)
+    assert monotonic() - begin_s < PATIENT_S / 2
+    assert len(seen) == 2
+    assert same(seen[0][0], seen[1][0])
+    assert [lost for _, lost in seen] == [[1], [1]]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@given(data=st.data())
+@settings(max_examples=8)
+def test_a_ring_of_samples_closes_around_a_lost_rank_and_loses_what_that_held_and_nothing_else(staleness, data):
+    ranks, kept = data.draw(st.integers(3, 6), "ranks"), 8
+    gone, last = data.draw(st.integers(0, ranks - 1), "gone"), data.draw(st.integers(0, 11), "last step")
+
+    def body(world):
+        replica, optimizer = attached(world, Gossip(staleness=staleness))
+        ring = commrt.RingShuffle((torch.arange(kept) + kept * world.rank,), batch_size=2, world=world)
+        steps = 0
+        for _ in range(6):
+            for step, _ in enumerate(ring):
+                if world.rank == gone and steps == last:
+                    return None
+                local_step(replica.model, optimizer, step, world.rank)
+                steps += 1
+        ring.drain()
+        return ring.state_dict()["samples"][0].tolist()
+
+    held = [samples for samples in run_ranks(ranks, body, timeout_s=PATIENT_S) if samples is not None]
+    left = [sample for samples in held for sample in samples]
+    assert len(held) == ranks - 1
+    assert len(left) == len(set(left)) == kept * (ranks - 1)
+
+
+def test_after_a_loss_a_checkpoint_is_loaded_by_those_who_are_left():
+    def body(world):
+        replica, *_ = finished(world, Gossip(), {1: 4})
+        if world.rank == 1:
+            return None
+        state = replica.state_dict() | {"step": 2}
+        replica.load_state_dict(state)
+        before = replica.step
+        replica.average()
+        replica.drain()
+        return before, replica.last.heard
+
+    found = run_ranks(3, body, timeout_s=PATIENT_S)
+    assert found == [(2, {2}), None, (2, {0})]
+
+
+def test_other_algorithms_end_with_a_lost_rank_as_before():
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        commrt.attach(model, optimizer, Gossip(payload="gradients"), world=world)
+        for step in range(1 if world.rank == 1 else 5):
+            local_step(model, optimizer, step, world.rank)
+
+    with pytest.raises(commrt.PeerLost):
+        run_ranks(3, body, timeout_s=PATIENT_S)
+
+
+def test_two_models_that_gossip_in_one_world_end_with_a_lost_rank():
+    def body(world):
+        models = [model_of(), model_of(1)]
+        optimizers = [optimizer_of(model) for model in models]
+        replicas = [commrt.attach(*pair, Gossip(), world=world) for pair in zip(models, optimizers, strict=True)]
+        for step in range(1 if world.rank == 1 else 5):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                local_step(model, optimizer, step, world.rank)
+        return replicas
+
+    with pytest.raises(commrt.PeerLost):
+        run_ranks(3, body, timeout_s=PATIENT_S)
+
+
+def test_models_that_were_dropped_do_not_count_whoever_collected_them():
+    def body(world):
+        for _ in range(3):
+            replica, optimizer = attached(world)
+            local_step(replica.model, optimizer, 0, world.rank)
+            replica.drain()
+            del replica, optimizer
+            if world.rank == 0:
+                gc.collect()
+        return finished(world, Gossip(), {1: 4})[0].lost
+
+    first, _, last = run_ranks(3, body, timeout_s=PATIENT_S)
+    assert [loss.rank for loss in first] == [loss.rank for loss in last] == [1]
+
+
+def test_two_models_are_too_many_also_when_one_was_detached():
+    def body(world):
+        (replica, optimizer), (other, _) = attached(world), attached(world, seed=1)
+        other.detach()
+        for step in range(1 if world.rank == 1 else 5):
+            local_step(replica.model, optimizer, step, world.rank)
+        replica.drain()
+
+    with pytest.raises(commrt.PeerLost):
+        run_ranks(3, body, timeout_s=PATIENT_S)
+
+
+def test_who_is_left_alone_goes_on_passing_samples_to_itself():
+    def body(world):
+        replica, optimizer = attached(world)
+        ring = commrt.RingShuffle((torch.arange(8) + 8 * world.rank,), batch_size=2, world=world)
+        for _ in range(1 if world.rank else 3):
+            for step, _ in enumerate(ring):
+                local_step(replica.model, optimizer, step, world.rank)
+        replica.consolidate() if world.rank == 0 else None
+        return sorted(ring.state_dict()["samples"][0].tolist())
+
+    alone, *_ = run_ranks(3, body, timeout_s=PATIENT_S)
+    assert len(alone) == 8
+
+
+@pytest.mark.parametrize("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
+def test_a_loss_that_nobody_has_noticed_yet_does_not_end_what_all_do_together(what):
+    def body(world):
+        replica, optimizer = attached(world)
+        local_step(replica.model, optimizer, 0, world.rank)
+        replica.drain()
+        if what == "all_reduce":
+            world.all_reduce(torch.ones(3), "sum")
+        if world.rank == 1:
+            return None
+        if what == "join":
+            with replica.join():
+                local_step(replica.model, optimizer, 1, world.rank)
+        elif what == "load_state_dict":
+            replica.load_state_dict(replica.state_dict())
+        elif what == "all_reduce":
+            tensor, before = torch.full((3,), float(world.rank)), {**world._collectives._memory}
+            assert world.all_reduce(tensor, "sum", async_op=True).is_completed()
+            assert tensor.tolist() == [2.0] * 3
+            after = world._collectives._memory  # a broken peer may read what was there before
+            assert {one.data_ptr() for one in before.values()}.isdisjoint(one.data_ptr() for one in after.values())
+        else:
+            getattr(replica, what)()
+        return tuple(world.members)
+
+    assert run_ranks(3, body, timeout_s=PATIENT_S) == [(0, 2), None, (0, 2)]
+
+
+def test_what_all_do_together_is_refused_inside_join():
+    def body(world):
+        replica, _ = attached(world)
+        with replica.join():
+            for refused in (replica.consolidate, replica.disagreement, replica.replicas_equal):
+                with pytest.raises(UsageError, match=r"inside join\(\)"):
+                    refused()
+
+    run_ranks(2, body, timeout_s=PATIENT_S)
+
+
+def test_a_step_that_no_optimizer_took_is_exchanged_before_replicas_become_equal():
+    def body(world):
+        replica, optimizer = attached(world)
+        for step in range(3):
+            optimizer.zero_grad()
+            replica.model(batch(step, world.rank)).square().sum().backward()
+            if (world.rank, step) != (1, 2):  # as a GradScaler does
+                optimizer.step()
+        replica.consolidate()
+        return replica.step, params(replica.model)
+
+    (first, ours), (second, theirs) = run_ranks(2, body, timeout_s=PATIENT_S)
+    assert (first, second) == (3, 3)
+    assert same(ours, theirs)
+
+
+def test_after_a_loss_only_gossip_of_weights_can_be_attached():
+    def body(world):
+        replica, *_ = finished(world, Gossip(), {1: 4})
+        if world.rank != 1:
+            replica.detach()
+            for algorithm in (commrt.Torus2D(), Gossip(payload="gradients")):
+                with pytest.raises(UsageError, match=r"rank 1 is lost from step .* only gossip of weights goes on"):
+                    attached(world, algorithm)
+            again, optimizer = attached(world, Gossip("hypercube"))
+            local_step(again.model, optimizer, 0, world.rank)
+            again.consolidate()
+            return params(again.model)
+        return None
+
+    first, _, *others = run_ranks(4, body, timeout_s=PATIENT_S)
+    assert all(same(first, other) for other in others)
+
+
+# processes
+
+
+@pytest.fixture(params=["shared", "gloo", "both"])
+def transport(request, monkeypatch):
+    if request.param == "both":
+        monkeypatch.setattr(connection, "host_identity", lambda: f"host {int(os.environ['RANK']) // 2}")
+    else:
+        monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
+
+
+def struck(victims, pauses=()):
+    """How four ranks end if some are killed when they say what `victims` has for them."""
+
+    def on_message(rank, message, process):
+        if killed := victims.get(rank) == message:
+            process.kill()
+        return killed
+
+    return run_processes(4, failing_ranks.gossiping, Gossip(staleness=1), 60.0, pauses, on_message=on_message)
+
+
+def assert_they_went_on(outcomes, lost):
+    stay = [rank for rank in range(4) if rank not in lost]
+    for rank in stay:
+        assert outcomes[rank].error is None
+        assert outcomes[rank].value == (True, sorted(lost), stay)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize(
+    "victims",
+    [{3: 7}, {1: 9, 2: 9}, {1: 8, 3: 11}, {3: failing_ranks.STEPS - 1}],
+    ids=["one", "two at once", "one after the other", "in the last step"],
+)
+def test_killed_processes_are_named_and_the_others_finish_long_before_a_deadline(victims):
+    outcomes = struck(victims)
+    assert_they_went_on(outcomes, victims)
+    assert max(outcome.seconds for outcome in outcomes) < PATIENT_S
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("transport")
+def test_a_process_killed_while_replicas_become_equal_is_left_out():
+    assert_they_went_on(struck({2: "consolidating"}, pauses=[2]), {2: None})
+
+
+@pytest.mark.processes
+def test_a_process_that_is_stopped_for_longer_than_the_timeout_is_evicted():
+    def on_message(rank, message, process):
+        processes[rank] = process
+        if (rank, message) == (2, 7):
+            os.kill(process.pid, signal.SIGSTOP)
+        elif (rank, message) == (0, "done"):
+            os.kill(processes[2].pid, signal.SIGCONT)
+
+    processes = {}
+    outcomes = run_processes(4, failing_ranks.gossiping, Gossip(), 2.0, (), 2, on_message=on_message)
+    assert_they_went_on(outcomes, {2: None})
+    assert outcomes[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
+
+
+@pytest.mark.processes
+def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
+    outcomes = struck({0: 7})
+    for outcome in outcomes[1:]:
+        assert "the process that holds the store" in outcome.error
+        assert outcome.seconds < PATIENT_S
+
+
+@pytest.mark.processes
+def test_a_death_costs_little_accuracy():
+    steps = 240
+    alive = learning.simulated("gossip, weights", losing.RANKS, 0, learning.load(), steps)
+    struck = losing.trained("gossip", 0, steps, kills=True)
+    assert struck.lost[0].startswith("rank 3 is lost from step ")
+    assert struck.accuracy > alive.accuracy - 0.02  # a standard error on 1,000 images is 0.008

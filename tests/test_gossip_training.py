@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by gossip: the bits of a simulation in one process, and the mean is kept."""
+
+from __future__ import annotations
+
+import io
+import threading
+from copy import deepcopy
+
+import pytest
+import torch
+from gossip_models import (
+    PATIENT_S,
+    STEPS,
+    batch,
+    local_step,
+    means,
+    model_of,
+    optimizer_of,
+    params,
+    same,
+    simulated,
+    sources,
+    trained,
+)
+from torch import nn
+
+import commrt
+from commrt.algorithms.gossip import Gossip
+from commrt.errors import DisagreementError, UsageError
+from commrt.testing.ranks import run_ranks
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
+def test_training_gives_the_bits_of_the_simulation(ranks, staleness):
+    algorithm = Gossip(staleness=staleness)
+    found = run_ranks(ranks, lambda world: trained(world, algorithm)[0])
+    assert all(map(same, found, simulated(algorithm, ranks)))
+
+
+def test_one_rank_trains_as_if_alone():
+    ((found, replica),) = run_ranks(1, lambda world: trained(world, Gossip()))
+    model = model_of()
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        local_step(model, optimizer, step, 0)
+    assert same(found, params(model))
+    assert replica.step == STEPS
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_however_many_bundles_there_are_partners_and_bits_are_the_same(staleness):
+    def body(world, cap_mb):
+        found, replica = trained(world, Gossip(staleness=staleness), cap_mb=cap_mb)
+        return found, len(replica.buckets)
+
+    outcomes = [run_ranks(4, lambda world, cap_mb=cap_mb: body(world, cap_mb)) for cap_mb in (25, 2e-4, 1e-6)]
+    counts = [first[1] for first, *_ in outcomes]
+    assert counts == sorted(set(counts))
+    assert counts[0] == 1
+    for others in outcomes[1:]:
+        assert all(same(a, b) for (a, _), (b, _) in zip(outcomes[0], others, strict=True))
+
+
+def test_gossip_of_rows_makes_rows_equal_and_all_near_each_other():
+    found = run_ranks(6, lambda world: (trained(world, Gossip(within=2))[0], world.rank))
+    by_rank = {rank: bits for bits, rank in found}
+    pairs = [zip(by_rank[2 * row], by_rank[2 * row + 1], strict=True) for row in range(3)]
+    assert all(torch.allclose(a, b, atol=1e-6) for pair in pairs for a, b in pair)
+    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(by_rank[0], by_rank[2], strict=True))
+
+
+def apart(world, algorithm, wire, rounds=6):
+    """Replicas that begin far from each other and learn nothing; means and disagreements before and after."""
+    model = model_of()
+    replica = commrt.attach(model, None, algorithm, world=world, wire=wire, bucket_cap_mb=1e-4)
+    with torch.no_grad():
+        for param, other in zip(model.parameters(), model_of(1 + world.rank).parameters(), strict=True):
+            param.copy_(other)
+    before = params(model), replica.disagreement()
+    for _ in range(rounds):
+        replica.average()
+    replica.drain()
+    return before, (params(model), replica.disagreement())
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
+    outcomes = run_ranks(4, lambda world: apart(world, Gossip(staleness=staleness), wire))
+    before, after = ([torch.stack(parts).mean(0) for parts in zip(*bits, strict=True)] for bits in means(outcomes))
+    for was, now in zip(before, after, strict=True):
+        assert torch.allclose(was, now, rtol=0, atol=3e-7)
+    for (_, apart_before), (_, apart_after) in outcomes:
+        assert apart_after < apart_before / 3
+
+
+def test_two_ranks_with_late_messages_settle():
+    outcomes = run_ranks(2, lambda world: apart(world, Gossip(staleness=1), None, rounds=30))
+    assert max(disagreement for _, (_, disagreement) in outcomes) < 1e-4
+
+
+def test_after_a_period_without_learning_four_ranks_agree():
+    outcomes = run_ranks(4, lambda world: apart(world, Gossip(), None, rounds=2))
+    assert max(disagreement for _, (_, disagreement) in outcomes) < 1e-6
+
+
+def test_consolidating_makes_replicas_equal_at_their_mean():
+    def body(world):
+        found, replica = trained(world, Gossip())
+        replica.consolidate()
+        return found, params(replica.model), replica.replicas_equal(), replica.disagreement()
+
+    outcomes = run_ranks(3, body)
+    for i in range(len(outcomes[0][0])):
+        mean = torch.stack([before[i] for before, *_ in outcomes]).mean(0)
+        assert all(torch.allclose(after[i], mean, atol=1e-7) for _, after, *_ in outcomes)
+    assert all(equal and disagreement < 1e-6 for *_, equal, disagreement in outcomes)
+
+
+def test_a_checkpoint_taken_in_between_goes_on_with_the_bits_of_the_unbroken_run():
+    def broken(world):
+        _, replica = trained(world, Gossip(), steps=3)
+        file = io.BytesIO()
+        torch.save([replica.model.state_dict(), replica.state_dict()], file)
+        momentum = deepcopy(optimizer_state(replica))
+        replica.detach()
+        model = model_of(5)
+        optimizer = optimizer_of(model)
+        again = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
+        saved, state = torch.load(io.BytesIO(file.getvalue()))
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(momentum)
+        again.load_state_dict(state)
+        for step in range(3, STEPS):
+            local_step(model, optimizer, step, world.rank)
+        again.drain()
+        return params(model)
+
+    unbroken = run_ranks(4, lambda world: trained(world, Gossip())[0])
+    assert all(map(same, run_ranks(4, broken), unbroken))
+
+
+def optimizer_state(replica):
+    return replica._optimizers[0].state_dict()
+
+
+def test_buffers_are_averaged_and_counters_stay():
+    def body(world):
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+        optimizer = optimizer_of(model)
+        replica = commrt.attach(model, optimizer, Gossip(rotate=False), world=world)
+        for step in range(4):
+            local_step(model, optimizer, step, world.rank)
+        replica.drain()
+        norm = model[1]
+        return norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.item()
+
+    (mean, var, count), (other_mean, other_var, other_count) = run_ranks(2, body)
+    assert torch.allclose(mean, other_mean, atol=1e-6)
+    assert torch.allclose(var, other_var, atol=1e-6)
+    assert (count, other_count) == (4, 4)
+
+
+def test_a_late_partner_is_not_waited_for_with_staleness_1():
+    """Rank 1 stops after its second step until rank 0 has begun its fourth, which is one ahead of what it heard."""
+    ahead, ranks = threading.Event(), 2
+
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        replica = commrt.attach(model, optimizer, Gossip(staleness=1), world=world)
+        for step in range(5):
+            local_step(model, optimizer, step, world.rank)
+            if world.rank == 0 and step == 2:
+                ahead.set()
+            if world.rank == 1 and step == 1:
+                assert ahead.wait(PATIENT_S)
+        replica.drain()
+        return replica.step
+
+    assert run_ranks(ranks, body) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wire", "words"),
+    [
+        (Gossip(within=2), torch.bfloat16, "leave wire out"),
+        (Gossip(within=3), None, "within=3 does not divide 4 ranks"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_attach(algorithm, wire, words):
+    with pytest.raises(UsageError, match=words):
+        run_ranks(4, lambda world: commrt.attach(model_of(), None, algorithm, world=world, wire=wire))
+
+
+def test_ranks_with_different_seeds_are_told_so():
+    with pytest.raises(DisagreementError, match="algorithm"):
+        run_ranks(2, lambda world: commrt.attach(model_of(), None, Gossip(seed=world.rank), world=world))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
+    algorithm = Gossip(payload="gradients")
+
+    def body(world):
+        model = model_of()
+        replica = commrt.attach(model, None, algorithm, world=world, bucket_cap_mb=1e-4)
+        for step in range(3):
+            model.zero_grad()
+            model(batch(step, world.rank)).square().sum().backward()
+        return [param.grad.clone() for param in model.parameters()], replica.step
+
+    def alone(rank):
+        model = model_of()
+        model(batch(2, rank)).square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    source = sources(algorithm, 2, ranks) if ranks > 1 else {0: 0}
+    for rank, (found, step) in enumerate(run_ranks(ranks, body)):
+        assert step == 3
+        for grad, own, theirs in zip(found, alone(rank), alone(source[rank]), strict=True):
+            assert torch.allclose(grad, (own + theirs) / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_the_report_says_what_a_step_cost():
+    def body(world):
+        _, replica = trained(world, Gossip())
+        return replica.last, replica.stats(), len(replica.buckets)
+
+    for last, stats, bundles in run_ranks(2, body):
+        assert [span.bucket for span in last.spans][-bundles:] == [*range(bundles)]
+        assert stats.nbytes_sent > 0
+        assert last.exposed_s >= 0

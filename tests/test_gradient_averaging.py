@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients are means over ranks, whatever their layout, dtype or order."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from small_models import backward, data, gradients, local_gradients, net, seeded, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms import ring
+from commrt.buckets.engine import KEPT
+from commrt.errors import UsageError
+from commrt.kernels.layout import layout_of
+from commrt.testing.ranks import run_ranks
+
+
+@pytest.mark.parametrize("cap_mb", [25.0, 1e-4, 1e-9], ids=["one bucket", "three buckets", "a bucket per tensor"])
+def test_gradients_are_the_mean_over_ranks(cap_mb):
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world, bucket_cap_mb=cap_mb)
+        backward(model, world.rank)
+        return gradients(model)
+
+    ours = run_ranks(3, body)
+    expected = [sum(parts) / 3 for parts in zip(*(local_gradients(net(), rank) for rank in range(3)), strict=True)]
+    for mine in ours:
+        for got, want in zip(mine, expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_one_rank_changes_nothing_even_with_a_narrow_wire():
+    def body(world):
+        model = net()
+        commrt.attach(model, sgd(model), world=world, wire=torch.bfloat16)
+        backward(model, 0)
+        return gradients(model)
+
+    assert all(map(torch.equal, run_ranks(1, body)[0], local_gradients(net(), 0)))
+
+
+def test_the_busiest_rank_sends_what_the_proof_says():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        backward(model, world.rank)
+        return replica.last.nbytes_sent
+
+    elements = layout_of([param.numel() for param in net().parameters()]).numel
+    sent = run_ranks(4, body)
+    assert sum(sent) == 2 * 3 * elements * 4
+    assert max(sent) <= 2 * 3 / 4 * elements * 4 + 4 * 16 * 4  # chunks are even to within a granule
+
+
+def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_one():
+    def body(world):
+        model = net()
+        model.nobody, model.somebody = nn.Linear(8, 8), nn.Linear(6, 3)
+        commrt.attach(model, sgd(model), world=world)
+        x, y = data(world.rank)
+        out = model[2](model[1](model[0](x)))
+        if world.rank == 1:
+            out = out + model.somebody(x)
+        cross_entropy(out, y).backward()
+        return model.nobody.weight.grad, model.somebody.weight.grad
+
+    results = run_ranks(3, body)
+    assert [nobody for nobody, _ in results] == [None] * 3
+    assert all(torch.equal(somebody, results[1][1]) for _, somebody in results)
+    assert results[0][1].abs().sum() > 0
+
+
+def test_gradients_made_by_hand_are_averaged_when_all_ranks_step():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, world.rank)
+        optimizer.step()
+        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
+
+    assert run_ranks(3, body) == [(True, [1.0])] * 3
+
+
+def test_gradients_that_are_views_stay_views():
+    def body(world):
+        model = net()
+        flat = torch.zeros(sum(param.numel() for param in model.parameters()))
+        offset = 0
+        for param in model.parameters():
+            param.grad = flat[offset : offset + param.numel()].view_as(param)
+            offset += param.numel()
+        commrt.attach(model, sgd(model), world=world)
+        backward(model, world.rank)
+        return flat
+
+    flats = run_ranks(2, body)
+    pairs = zip(local_gradients(net(), 0), local_gradients(net(), 1), strict=True)
+    expected = torch.cat([((a + b) / 2).flatten() for a, b in pairs])
+    for flat in flats:
+        torch.testing.assert_close(flat, expected)
+
+
+def test_any_memory_format_is_averaged_by_position():
+    def body(world):
+        model = seeded(lambda: nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+        commrt.attach(model, sgd(model), world=world)
+        images = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        model(images[world.rank].to(memory_format=torch.channels_last)).square().mean().backward()
+        alone = nn.Conv2d(3, 4, 3)
+        alone.load_state_dict(model.state_dict())
+        total = torch.zeros_like(alone.weight)
+        for image in images:
+            total += torch.autograd.grad(alone(image).square().mean(), alone.weight)[0] / 2
+        torch.testing.assert_close(model.weight.grad, total)
+
+    run_ranks(2, body)
+
+
+def test_parameters_of_several_dtypes_travel_in_their_own_buckets():
+    def body(world):
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()])
+        replica = commrt.attach(model, sgd(model), world=world)
+        x = torch.full((1, 4), float(world.rank + 1))
+        sum(part(x.to(part.weight.dtype)).double().sum() for part in model).backward()
+        assert len(replica.last.spans) == 3
+        return [part.weight.grad[0, 0].item() for part in model]
+
+    assert run_ranks(2, body) == [[1.5, 1.5, 1.5]] * 2
+
+
+def test_gradients_travel_in_the_dtype_in_which_they_are_made():
+    def body(world):
+        model = net().bfloat16()
+        model.somebody = nn.Linear(6, 3, dtype=torch.bfloat16)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32
+            param.register_hook(lambda grad: grad.float() * 1.001)  # no longer a bfloat16
+        replica = commrt.attach(model, world=world)
+        x, y = data(0)
+        out = model[2](model[1](model[0](x.bfloat16())))
+        if world.rank:
+            out = out + model.somebody(x.bfloat16())
+        cross_entropy(out, y).backward()
+        return replica.buckets[0].wire.dtype, gradients(model)
+
+    (wire, ours), (_, theirs) = run_ranks(2, body)
+    assert wire == torch.float32
+    assert all(map(torch.equal, ours, theirs))
+    for grad in ours:
+        assert grad.dtype == torch.float32
+        assert not torch.equal(grad.bfloat16().float(), grad)
+
+
+def test_gradients_of_two_dtypes_travel_apart_even_if_their_parameters_have_one():
+    def body(world):
+        model = net()
+        model[0].weight.grad_dtype = torch.float64
+        model[0].weight.register_hook(lambda grad: grad.double())
+        replica = commrt.attach(model, world=world)
+        backward(model, world.rank)
+        return [bucket.wire.dtype for bucket in replica.buckets], model[0].weight.grad
+
+    (dtypes, ours), (_, theirs) = run_ranks(2, body)
+    assert sorted(dtypes, key=str) == [torch.float32, torch.float64]
+    assert torch.equal(ours, theirs)
+
+
+def test_a_narrow_wire_is_chosen_by_the_gradients_dtype():
+    def body(world):
+        model = net()
+        for param in model.parameters():
+            param.grad_dtype = torch.bfloat16
+        replica = commrt.attach(model, world=world, wire=torch.float16)
+        return replica.buckets[0].wire.dtype
+
+    assert run_ranks(1, body) == [torch.bfloat16]
+
+
+def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence():
+    def body(world):
+        with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
+            world.run(commrt.Ring(), torch.ones(2))
+        with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
+            world.run(ring.all_reduce(1), [1, 2])
+
+    run_ranks(1, body)
+
+
+def test_strides_of_axes_with_one_element_do_not_matter():
+    def body(world):
+        model = seeded(lambda: nn.Conv2d(1, 4, 3))
+        replica = commrt.attach(model, world=world)
+        model.weight.grad = torch.full((4, 9), float(world.rank)).as_strided((4, 1, 3, 3), (9, 1, 3, 1))
+        model.bias.grad = torch.ones(4)
+        replica.average()
+        return model.weight.grad.unique().tolist()
+
+    assert run_ranks(2, body) == [[0.5], [0.5]]
+
+
+def test_gradients_that_are_zero_everywhere_are_stepped_with():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        for factor in (1.0, 0.0, 0.0, 1.0):
+            optimizer.zero_grad(set_to_none=False)
+            (model(data(world.rank)[0]).sum() * factor).backward()
+            optimizer.step()
+        return replica.replicas_equal()
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+class Backwards(nn.Module):
+    """Layers that are registered in another order than they are used in."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+        self.middle = nn.Linear(8, 8)
+        self.first = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def test_buckets_follow_the_order_of_use_after_the_first_step():
+    def body(world):
+        model = seeded(Backwards)
+        replica = commrt.attach(model, sgd(model), world=world, bucket_cap_mb=1e-4)
+        layouts = []
+        for step in range(3):
+            layouts.append([{name.split(".")[0] for name in bucket.names} for bucket in replica.buckets])
+            backward(model, world.rank, step)
+        return layouts, gradients(model)
+
+    (layouts, ours), (theirs, others) = run_ranks(2, body)
+    assert layouts == theirs
+    assert layouts[0] == [{"first"}, {"middle"}, {"last"}]
+    assert layouts[1] == layouts[2] == [{"last"}, {"middle"}, {"first"}]
+    assert all(map(torch.equal, ours, others))
+
+
+class Restless:
+    """An algorithm that makes a new schedule each time."""
+
+    def schedule(self, step, ranks):
+        return ring.all_reduce(ranks).named(f"ring of step {step}")
+
+
+def test_programs_of_schedules_that_never_come_back_are_forgotten():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, algorithm=Restless(), world=world)
+        for step in range(2 * KEPT):
+            backward(model, world.rank, step)
+        return replica._engine._bound.cache_info().currsize
+
+    assert run_ranks(2, body) == [KEPT, KEPT]
+
+
+def test_a_schedule_of_fewer_ranks_says_who_is_left_out():
+    def body(world):
+        with pytest.raises(UsageError, match=r"of 2 ranks and the world has 3: .* schedule\.over"):
+            world.run(ring.all_reduce(2), torch.ones(4))
+        buffer = torch.ones(4)
+        if world.rank != 1:
+            world.run(ring.all_reduce(2).over([0, 2], world=3), buffer)
+        return buffer[0].item()
+
+    assert run_ranks(3, body) == [2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_equal_replicas_disagree_by_nothing(ranks):
+    def body(world):
+        return commrt.attach(net(), world=world).disagreement()
+
+    assert run_ranks(ranks, body) == [0.0] * ranks
+
+
+def test_gradients_on_their_way_are_not_kept_after_the_step():
+    def body(world):
+        model = net()
+        commrt.attach(model, world=world)
+        backward(model, world.rank)
+        kept = weakref.ref(model[0].weight.grad)
+        model.zero_grad()
+        return kept() is None
+
+    assert run_ranks(2, body) == [True, True]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers, their settings and the step number stay equal on all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from small_models import backward, backward_often, data, net, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.errors import DisagreementError, UsageError
+from commrt.testing.ranks import run_ranks
+
+
+def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        backward(model, world.rank)
+        state = replica.state_dict()
+        replica.load_state_dict({"step": 41})
+        with pytest.raises(DisagreementError, match="about step"):
+            replica.load_state_dict({"step": world.rank})
+        with pytest.raises(UsageError, match="without a step number"):
+            replica.load_state_dict({})
+        return state, replica.step
+
+    assert run_ranks(2, body) == [({"step": 1, "algorithm": repr(commrt.Torus2D())}, 41)] * 2
+
+
+@pytest.mark.parametrize("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)], ids=repr)
+def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
+    def body(world):
+        with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
+            commrt.attach(net(), world=world).load_state_dict(state)
+
+    run_ranks(1, body)
+
+
+def test_an_optimizer_that_steps_what_nobody_averages_is_refused():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        commrt.attach(model, optimizer, world=world)
+        stranger = nn.Linear(8, 3)
+        optimizer.add_param_group({"params": stranger.parameters()})
+        x, y = data(world.rank)
+        hidden = model[1](model[0](x))
+        cross_entropy(model[2](hidden) + stranger(hidden), y).backward()
+        with pytest.raises(UsageError, match=r"the optimizer steps a parameter of shape \[3, 8\], which"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_batch():
+    def body(world):
+        model = net()
+        optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
+        replica = commrt.attach(model, optimizers, world=world)
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            backward(model, world.rank, step) if (world.rank, step) != (1, 2) else replica.average()
+            for optimizer in optimizers:
+                optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 4)] * 2
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    def body(world):
+        with pytest.raises(UsageError, match="the SGD steps no parameter of the model"):
+            commrt.attach(net(), sgd(net()), world=world)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("what", ["lr", "type", "state"])
+def test_optimizers_that_differ_are_named_on_every_rank(what):
+    def body(world):
+        odd = world.rank == 1
+        model = net()
+        kind = torch.optim.Adam if what == "type" and odd else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.2 if what == "lr" and odd else 0.1)
+        if what == "state" and odd:
+            backward(model, 0)
+            optimizer.step()
+        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about optimizer: "):
+            commrt.attach(model, optimizer, world=world)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(kind):
+    def body(world):
+        model = net()
+        optimizer = kind(model.parameters(), 0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        optimizer.step(lambda: backward(model, world.rank) or torch.ones(()))
+        optimizer.zero_grad()
+        replica = commrt.attach(model, optimizer, world=world)
+        for step in range(3):
+            optimizer.step(lambda s=step: backward(model, world.rank, s) or torch.ones(()))
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def raise_rate(optimizer, world):
+    optimizer.param_groups[0]["lr"] *= 1 + world.rank
+
+
+def raise_rate_in_a_tensor(optimizer, world):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1 + world.rank)
+
+
+def move_betas(optimizer, world):
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 - 0.01 * world.rank)
+
+
+def turn(optimizer, world):
+    optimizer.param_groups[0]["maximize"] = world.rank == 1
+
+
+@pytest.mark.parametrize("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
+def test_settings_that_come_to_differ_are_noticed_before_the_next_step(change):
+    def body(world):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        commrt.attach(model, optimizer, world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        change(optimizer, world)
+        with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
+            backward_often(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_settings_that_are_equal_in_value_are_equal_in_any_form():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = commrt.attach(model, optimizer, world=world)
+        group = optimizer.param_groups[0]
+        for step in range(3):
+            group["lr"] = (1, np.float32(1), torch.tensor(1.0))[(world.rank + step) % 3]
+            group["note"] = f"of rank {world.rank}"
+            optimizer.param_groups[0] = group = dict(sorted(group.items(), reverse=world.rank == 1))
+            backward(model, world.rank, step)
+        return replica.step
+
+    assert run_ranks(3, body) == [3, 3, 3]

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process takes the place of a dead rank while the others train, or is told in words why it cannot."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import replacement_ranks
+import torch
+from torch.distributed import HashStore
+
+import commrt
+from commrt.errors import DisagreementError, TransportClosed, UsageError
+from commrt.membership.agreement import WorldConfig
+from commrt.runtime.world import World
+from commrt.testing.processes import RESTART, run_processes
+from commrt.transport.by_device import NullTransport
+from commrt.transport.protocol import P2PGroup, P2PMessage
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from churning import sail
+from striking import Blow, reference_holds, struck
+
+AT = 4
+CONFIG = WorldConfig(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
+
+
+def vacant():
+    return World(NullTransport(2, range(4), 5.0), HashStore(), config=CONFIG)
+
+
+def test_a_configuration_is_found_as_it_was_published_and_not_after_it_was_withdrawn():
+    store = HashStore()
+    assert WorldConfig.read(store) is None
+    CONFIG.publish(store)
+    assert WorldConfig.read(store) == CONFIG
+    WorldConfig.withdraw(store)
+    with pytest.raises(UsageError, match="comes to a world whose training has ended"):
+        WorldConfig.read(store)
+
+
+def test_whoever_comes_from_anywhere_is_welcome_where_ranks_use_a_network():
+    replace(CONFIG, host=None).require_place(2, 4, "elsewhere")
+    CONFIG.require_place(2, 4, "here")
+
+
+@pytest.mark.parametrize(
+    ("size", "host", "kind", "says"),
+    [
+        (5, "here", DisagreementError, "with a world of 5 ranks, and 4 ranks train already: set the launcher"),
+        (4, "elsewhere", UsageError, "through shared memory: start it there"),
+        (4, None, UsageError, "through shared memory: start it there"),
+    ],
+)
+def test_who_cannot_take_the_place_is_told_why(size, host, kind, says):
+    with pytest.raises(kind, match=says):
+        CONFIG.require_place(2, size, host)
+
+
+def test_who_insists_on_another_transport_is_refused_and_not_those_who_train():
+    with pytest.raises(DisagreementError, match="COMMRT_TRANSPORT=gloo, and the others train with unset"):
+        CONFIG.require_place(2, 4, "here", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("model", "claim", "kind", "says"),
+    [
+        (
+            2,
+            CONFIG.claim,
+            UsageError,
+            "number 1, and this process.* attaches its number",
+        ),
+        (1, {"algorithm": "ring", "buffers": "none"}, DisagreementError, "in algorithm: 'ring' against 'backup'"),
+        (1, {"algorithm": "backup"}, DisagreementError, "in buffers: 'nothing' against 'none'"),
+        (1, {**CONFIG.claim, "more": "x"}, DisagreementError, "in more: 'x' against 'nothing'"),
+    ],
+)
+def test_who_brings_another_model_is_told_what_differs(model, claim, kind, says):
+    with pytest.raises(kind, match=says):
+        CONFIG.require_same(2, model, claim)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda world: world.agree("anything"),
+        lambda world: world.run(commrt.Ring().schedule(0, 4), torch.zeros(8)),
+        lambda world: commrt.attach(torch.nn.Linear(2, 2), world=world),
+        lambda world: commrt.attach(torch.nn.Linear(2, 2), algorithm=commrt.Gossip(), world=world),
+        lambda world: commrt.RingShuffle([torch.zeros(8)], 2, world=world),
+    ],
+)
+def test_until_it_is_let_in_nothing_can_be_done_with_the_others(call):
+    with (
+        vacant() as world,
+        pytest.raises(UsageError, match="takes the place of rank 2, which is gone, while the others"),
+    ):
+        call(world)
+
+
+def test_another_model_than_theirs_is_refused_before_anybody_is_called():
+    model = torch.nn.Linear(2, 2)
+    with vacant() as world, pytest.raises(DisagreementError, match="differs from the others in"):
+        commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
+
+
+def test_nothing_travels_before_it_is_let_in():
+    transport = NullTransport(2, range(4), 5.0)
+    assert transport.allocate(3, torch.float32).tolist() == [0.0] * 3
+    with pytest.raises(TransportClosed, match="have not admitted this rank yet"):
+        transport.bind(P2PGroup([P2PMessage(0, torch.zeros(1))], []))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["backward", "reducing"])
+def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weights_of_the_others(where):
+    ends = struck(4, commrt.BackupWorkers(1), [Blow(2, AT, where, "replace")])
+    assert [end.error for end in ends] == [None] * 4
+    reference_holds(ends, needed=3)
+    assert all(end.value["equal"] and not end.value["lost"] for end in ends)
+    assert any(2 in members and step > AT for step, members in ends[2].value["used"].items())
+
+
+@pytest.mark.processes
+def test_deaths_upon_deaths_of_two_at_once_and_a_successor_for_each_cost_no_step():
+    voyage = sail(6, 2, deaths=5)
+    assert voyage.deaths == 5
+
+
+@pytest.mark.processes
+def test_the_process_that_holds_the_store_waits_for_those_who_still_train_however_long_they_do():
+    ends = run_processes(3, replacement_ranks.ends_early, 60)
+    assert [end.error for end in ends] == [None] * 3
+    assert all(end.value >= 50 for end in ends[1:])
+
+
+def killed(_, message, process):
+    process.kill()
+    return RESTART if message == "replace" else True
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dies_at", [9, 11])
+def test_a_death_at_the_end_of_an_epoch_to_which_ranks_come_from_different_steps_holds_nobody_up(dies_at):
+    ends = run_processes(4, replacement_ranks.epochs, dies_at, on_message=killed)
+    assert [end.value for end in ends if end.rank != 2] == [(0, 1, 3)] * 3, [end.error for end in ends]
+
+
+@pytest.mark.processes
+def test_a_successor_makes_the_calls_that_come_after_the_step_that_it_begins_with():
+    ends = run_processes(4, replacement_ranks.calls_at, (10, 12, 40), on_message=killed)
+    assert [end.error for end in ends] == [None] * 4
+    assert all(equal for end in ends for _, equal in end.value)
+    assert [end.value[-1][0] for end in ends] == [40] * 4

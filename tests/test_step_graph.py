@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device graph carries a bucket's step: the same bits as call by call, whatever changes between steps.
+
+`commrt.testing.graphs` stands for CUDA graphs: while a thread records, launches of kernels and calls of NCCL are noted
+instead of made, and host code runs once. Replaying makes the noted calls again, with their arguments as they were.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from interpreter import interpreted_gpu
+from torch import nn
+from torch.distributed import HashStore, PrefixStore
+
+import commrt
+from commrt.buckets.gradient_bucket import build_buckets
+from commrt.buckets.layout import Header, encode
+from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NOT_HERE, NOTHING_QUEUED, StepGraphs
+from commrt.errors import TransportClosed
+from commrt.kernels.device import combine, packing
+from commrt.kernels.layout import layout_of
+from commrt.kernels.packing import bits
+from commrt.membership.store_client import run_within
+from commrt.testing import graphs, nccl
+from commrt.testing.ranks import run_ranks
+from commrt.threads.streams import DONE
+from commrt.transport import nccl as transport_module
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
+
+
+class Remembered(threading.local):
+    """What the calling thread's device was made to remember."""
+
+    def __init__(self):
+        self.graphs = []
+
+    @property
+    def replays(self):
+        return sum(graph.replays for graph in self.graphs)
+
+
+remembered = Remembered()
+
+
+class Streams:
+    """Those of a device that can remember."""
+
+    def use(self):
+        pass
+
+    enter = use
+
+    def current(self):
+        return 0
+
+    def record_event(self):
+        assert graphs.recording() is None  # or nobody could ask whether it was reached
+        return DONE
+
+    def wait_event(self, mark):
+        pass
+
+    def capture(self, work):
+        remembered.graphs.append(graphs.record(work))
+        return remembered.graphs[-1]
+
+
+def over_nccl(store, ranks, timeout_s):
+    shelf = PrefixStore("nccl", store)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: NcclTransport(shelf, rank, range(ranks), timeout_s, CPU, nccl), range(ranks)))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """CPU tensors count as a GPU's, which remembers what it is told to."""
+    monkeypatch.setattr(transport_module, "streams_of", lambda device: Streams())
+    with interpreted_gpu() as launches:
+        for module in (packing, combine):
+            monkeypatch.setattr(module, "launch_of", partial(noted_launch, launches))
+        yield launches
+
+
+def noted_launch(launches, variant, device):
+    launch = launches.launch_of(variant, device)
+    return lambda *arguments: graphs.ask(partial(launch, *arguments))
+
+
+UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+STEPS = 7
+
+
+RING = commrt.Ring()
+
+
+def plain_backward(world, step, model, loss):
+    loss.backward()
+
+
+def trained(world, graphs, wire=None, backward=plain_backward, algorithm=RING):
+    model = deepcopy(UNTRAINED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=1e-5, graphs=graphs)
+    reasons, kept = [], []
+    for step in range(STEPS):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        kept.append([param.grad for param in model.parameters()])  # so that the next ones lie elsewhere
+        optimizer.zero_grad()
+        backward(world, step, model, model(x).square().sum())
+        optimizer.step()
+        reasons.append(set(replica.why_not_graphs().values()))
+    replays = world.comm_thread.submit(lambda: remembered.replays).result()
+    return [param.tolist() for param in model.parameters()], reasons, replays, len(replica.buckets)
+
+
+def require_same(ranks, **options):
+    """Graphs give the same bits as calls, and were used from the first step that could."""
+    by_graphs = run_ranks(ranks, lambda world: trained(world, True, **options), connect=over_nccl)
+    by_calls = run_ranks(ranks, lambda world: trained(world, False, **options), connect=over_nccl)
+    assert [params for params, *_ in by_graphs] == [params for params, *_ in by_calls]
+    for _, reasons, replays, buckets in by_graphs:
+        assert reasons == [{FIRST}] * BY_CALLS + [set()] * (STEPS - BY_CALLS)
+        assert replays == (STEPS - BY_CALLS) * buckets > STEPS
+    assert {replays for _, _, replays, _ in by_calls} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "wire"), [(2, None), (2, torch.bfloat16), (3, torch.bfloat16), (4, None)])
+def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, ranks, wire):
+    require_same(ranks, wire=wire)
+
+
+def without_some(world, step, model, loss):
+    """Gradients that some ranks, or all, do not have in this step."""
+    lacking = {3: [0], 4: [0, 1], 5: [1]}.get(step, [])
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    loss.backward(inputs=last if world.rank in lacking else first + last)
+
+
+def test_gradients_that_some_ranks_lack_do_not_keep_anybody_from_graphs(gpu):
+    require_same(2, backward=without_some)
+
+
+def off_the_grid(world, step, model, loss):
+    """Rank 0's gradients lie where nothing is aligned, in some steps."""
+    if world.rank == 0 and step % 2:
+        for param in model.parameters():
+            param.grad = torch.zeros(param.numel() + 1)[1:].view_as(param)
+    loss.backward()
+
+
+def test_gradients_that_one_rank_has_at_odd_addresses_do_not_keep_anybody_from_graphs(gpu):
+    require_same(2, backward=off_the_grid)
+
+
+def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatch):
+    asked = []
+
+    def refuse(streams, work):
+        asked.append(graphs.record(work))
+        if len(asked) == 3:
+            asked[-1].reset()
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return asked[-1]
+
+    monkeypatch.setattr(Streams, "capture", refuse)
+    outcomes = run_ranks(2, lambda world: (world.rank, trained(world, True)), connect=over_nccl)
+    last = {rank: reasons[-1] for rank, (_, reasons, _, _) in outcomes}
+    said = sorted(reason for reasons in last.values() for reason in reasons)
+    refused = next(rank for rank, reasons in last.items() if "operation not permitted" in str(reasons))
+    assert said == [
+        f"the device of rank {refused} refused: ask that rank why",
+        "the device refused: operation not permitted when stream is capturing",
+    ]
+    assert sum(graph.replays for graph in asked) == 0
+
+
+def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
+    """torch's random numbers of the device belong to the graph while one is made."""
+    busy, made = [False, False], []
+
+    def capture(streams, work):
+        made.append(list(busy))
+        return graphs.record(work)
+
+    def backward(world, step, model, loss):
+        busy[world.rank] = True
+        hooks = [param.register_post_accumulate_grad_hook(partial(ready, world.rank)) for param in model.parameters()]
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+
+    missing = [len(list(UNTRAINED.parameters()))] * 2
+
+    def ready(rank, param):
+        missing[rank] -= 1
+        if not missing[rank]:
+            missing[rank], busy[rank] = len(list(UNTRAINED.parameters())), False
+
+    monkeypatch.setattr(Streams, "capture", capture)
+    run_ranks(2, lambda world: trained(world, True, backward=backward), connect=over_nccl)
+    assert made == [[False, False]] * len(made) != []
+
+
+def leaving_early(world, graphs):
+    """Five full steps, three in which rank 2 has no data, and five full ones; in each whether it was by graph."""
+    model = deepcopy(UNTRAINED)
+    replica = commrt.attach(model, None, commrt.Ring(), world=world, bucket_cap_mb=1e-5, graphs=graphs)
+
+    def step(number):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + world.rank))
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    before = world.comm_thread.submit(lambda: remembered.replays)
+    for number in range(5):
+        step(number)
+    with replica.join():
+        for number in range(0 if world.rank == 2 else 3):
+            step(5 + number)
+    inside = world.comm_thread.submit(lambda: remembered.replays).result() - before.result()
+    for number in range(5):
+        step(8 + number)
+    after = world.comm_thread.submit(lambda: remembered.replays).result() - inside
+    return [param.grad.tolist() for param in model.parameters()], inside, after - before.result()
+
+
+def test_ranks_that_saw_different_steps_in_join_use_graphs_together_afterwards(gpu):
+    by_graphs = run_ranks(3, lambda world: leaving_early(world, True), connect=over_nccl)
+    by_calls = run_ranks(3, lambda world: leaving_early(world, False), connect=over_nccl)
+    assert [grads for grads, *_ in by_graphs] == [grads for grads, *_ in by_calls]
+    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(5 - BY_CALLS) * 4}
+
+
+def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
+    monkeypatch.setattr(Streams, "capture", lambda streams, work: {}[8])
+    for _, reasons, *_ in run_ranks(2, lambda world: trained(world, True), connect=over_nccl):
+        assert reasons[-1] == {"the device refused: 8"}
+
+
+class Alternating:
+    """Another schedule in every other step, as objects that stay."""
+
+    def __init__(self):
+        self.schedules = {}
+
+    def __repr__(self):
+        return "Alternating()"
+
+    def schedule(self, step, ranks):
+        if (key := (step % 2, ranks)) not in self.schedules:
+            inner = (commrt.Ring(), commrt.HalvingDoubling())[step % 2]
+            self.schedules[key] = inner.schedule(0, ranks)
+        return self.schedules[key]
+
+
+def test_each_schedule_is_remembered_after_it_has_come_twice(gpu):
+    (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True, algorithm=Alternating()), connect=over_nccl)
+    assert reasons == [{FIRST}] * (STEPS - 3) + [set()] * 3
+
+
+def test_where_transfers_are_waited_for_the_reason_is_said():
+    (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True))
+    assert reasons == [{NOT_HERE}] * STEPS
+
+
+@contextmanager
+def two_transports():
+    """Of two ranks, with a graph of one exchange each."""
+    store = HashStore()
+    transports = over_nccl(store, 2, 10.0)
+    try:
+        yield transports, [exchange_by_graph(transport) for transport in transports]
+    finally:
+        for transport in transports:
+            transport.abort()
+
+
+def exchange_by_graph(transport):
+    ours, theirs = torch.zeros(4), torch.zeros(4)
+    peer = 1 - transport.rank
+    group = P2PGroup([P2PMessage(peer, ours)], [P2PMessage(peer, theirs)])
+    exchange = transport.bind(group)
+    return transport.capture(partial(exchange, Tag(0, 0)), group)
+
+
+def test_capturing_is_no_exchange(gpu):
+    with two_transports() as (transports, _):
+        assert [transport._counts for transport in transports] == [{0: 0, 1: 0}] * 2
+
+
+def test_a_graph_that_is_not_used_any_more_is_forgotten(gpu):
+    with two_transports() as (_, exchanges):
+        known = [weakref.ref(exchange) for exchange in exchanges]
+        made = remembered.graphs[-2:]
+        exchanges.clear()
+        gc.collect()
+        assert [reference() for reference in known] == [None, None]
+        assert [graph._calls for graph in made] == [[], []]
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkeypatch):
+    monkeypatch.setattr(transport_module, "FREE_S", 60.0)
+    with two_transports() as (transports, exchanges), ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda exchange: exchange(Tag(1, 0)), exchanges))
+        for ended in [pool.submit(getattr(transport, how)) for transport in transports]:
+            ended.result(20)
+        with pytest.raises(TransportClosed):
+            exchanges[0](Tag(2, 0))
+
+
+def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu):
+    with two_transports() as (transports, exchanges):
+        for transport in transports:
+            run_within(20, transport._abandon)  # which is called then, and when it is collected
+            assert transport._communicator.comm == 0
+        assert len(exchanges) == 2
+
+
+class Counted:
+    """A transport that remembers, and counts how often it is asked to."""
+
+    def __init__(self, refusal=None, queues=True):
+        self.captures, self._refusal, self._queues = 0, refusal, queues
+
+    def capture(self, work, group):
+        self.captures += 1
+        if self._refusal is not None:
+            raise self._refusal
+        graph = graphs.record(work)
+        return (lambda tag: graph.replay()) if self._queues else None
+
+
+class Program:
+    """What runs between packing and unpacking: nothing."""
+
+    group = None
+
+    def run(self, tag):
+        pass
+
+
+@pytest.fixture
+def bucket(gpu):
+    params = [(name, nn.Parameter(torch.randn(count))) for name, count in (("a", 40), ("b", 33))]
+    (only,) = build_buckets(params, None, 1 << 20)
+    return only
+
+
+def take(bucket, step, skew=0):
+    for _, param in bucket.params:
+        param.grad = torch.randn(param.numel() + skew)[skew:]
+    claim = Header(0, 1, 0, step, 0, 0)
+    bucket.take(claim, lambda name: True)
+    return encode(claim)
+
+
+def agree(refused):
+    """As all ranks, of which this is the only one."""
+    return [0] if refused else []
+
+
+def step_of(bucket, step_graphs, programs, step, scale=1.0):
+    """Make one step; return True if a graph carried it."""
+    done = step_graphs.carry(bucket, programs, scale, Tag(step, 0))
+    if not done:
+        bucket.pack(scale)
+        bucket.unpack()
+    bucket.settle()
+    if step_graphs.is_due:
+        step_graphs.capture(agree)
+    return done
+
+
+def test_what_is_replayed_has_the_step_s_own_stamp_scale_and_gradients(bucket):
+    step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
+    layout = layout_of([40, 33])
+    for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
+        word = take(bucket, step, skew)
+        expected = [param.grad * scale for _, param in bucket.params]
+        versions = [param.grad._version for _, param in bucket.params]
+        replayed = step_of(bucket, step_graphs, programs, step, scale)
+        assert replayed == (step >= BY_CALLS)
+        assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
+        assert torch.equal(layout.stamp(bucket.wire) != 0, bits(word))
+        assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
+    assert step_graphs.reasons == {}
+
+
+def carried(step_graphs, bucket, programs, step):
+    take(bucket, step)
+    return step_of(bucket, step_graphs, programs, step)
+
+
+def test_each_program_is_first_carried_call_by_call_and_the_oldest_is_forgotten(bucket):
+    transport = Counted()
+    step_graphs, programs = StepGraphs([bucket], transport), [[Program()] for _ in range(KEPT + 1)]
+    for step in range(2 * len(programs)):
+        assert not carried(step_graphs, bucket, programs[step // 2], step)
+    assert carried(step_graphs, bucket, programs[-1], 100)
+    assert not carried(step_graphs, bucket, programs[0], 101)
+    assert step_graphs.reasons == {0: FIRST}
+    assert transport.captures == len(programs)
+
+
+def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
+    transport = Counted()
+    step_graphs = StepGraphs([bucket], transport)
+    assert not any(carried(step_graphs, bucket, [Program()], step) for step in range(4))
+    assert transport.captures == 0
+
+
+def test_a_device_that_refuses_is_asked_once_and_its_reason_is_kept(bucket):
+    transport = Counted(RuntimeError("operation not permitted when stream is capturing"))
+    step_graphs, programs = StepGraphs([bucket], transport), [Program()]
+    assert not any(carried(step_graphs, bucket, programs, step) for step in range(5))
+    assert transport.captures == 1
+    assert step_graphs.reasons == {0: "the device refused: operation not permitted when stream is capturing"}
+
+
+def test_a_transport_that_queues_nothing_is_asked_once(bucket):
+    transport = Counted(queues=False)
+    step_graphs, programs = StepGraphs([bucket], transport), [Program()]
+    assert not any(carried(step_graphs, bucket, programs, step) for step in range(5))
+    assert transport.captures == 1
+    assert step_graphs.reasons == {0: NOTHING_QUEUED}

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process counts as alive while its kernel answers for it, and a key of the store keeps its first value."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+from datetime import timedelta
+from threading import Event, Thread
+from time import sleep
+
+import failing_ranks
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from commrt.membership.liveness import LivenessListener, is_gone
+from commrt.membership.store_client import delete_once, set_once
+from commrt.testing.processes import run_processes
+
+LIMIT_S = 20.0
+
+
+def test_a_listener_answers_until_it_is_closed():
+    bell = LivenessListener("127.0.0.1")
+    assert [is_gone(bell.address) for _ in range(3)] == [False] * 3
+    bell.close()
+    assert is_gone(bell.address)
+    bell.close()
+
+
+def test_a_listener_is_where_the_others_are_and_nowhere_else():
+    bell = LivenessListener("localhost")
+    assert bell.address.startswith(("127.", "::1"))
+    bell.close()
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EMFILE, "too many open files"), OSError(113, "")])
+def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    assert is_gone("127.0.0.1 1")
+    monkeypatch.setattr(socket, "create_connection", fail)
+    assert not is_gone("127.0.0.1 1")
+
+
+def test_a_listener_answers_more_often_than_a_queue_is_long(monkeypatch):
+    monkeypatch.setattr(socket, "SOMAXCONN", 2)
+    bell = LivenessListener("127.0.0.1")
+    assert [is_gone(bell.address) for _ in range(20)] == [False] * 20
+    bell.close()
+
+
+@pytest.mark.processes
+def test_a_stopped_process_answers_and_a_killed_one_does_not_even_if_its_child_lives():
+    def on_message(_, message, process):
+        address, child = message
+        os.kill(process.pid, signal.SIGSTOP)
+        before = is_gone(address)
+        process.kill()
+        process.join()
+        found.append((before, is_gone(address)))
+        os.kill(child, signal.SIGKILL)
+        return True
+
+    found = []
+    run_processes(1, failing_ranks.ringing, on_message=on_message)
+    assert found == [(False, True)]
+
+
+@pytest.mark.parametrize("use_libuv", [True, False, None], ids=["libuv", "older", "one process"])
+def test_the_first_value_stands_and_whoever_waits_for_it_gets_it(use_libuv):
+    if use_libuv is None:
+        store = waiting = HashStore()
+    else:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+        waiting = store.clone()
+    heard, begun = [], Event()
+
+    def listen():
+        begun.set()
+        waiting.wait(["shelf/word"], timedelta(seconds=LIMIT_S))
+        heard.append(waiting.get("shelf/word"))
+
+    listener = Thread(target=listen)
+    listener.start()
+    begun.wait()
+    sleep(0.2)  # nobody says that it waits; too early, and this passes for no reason
+    shelf = PrefixStore("shelf", store)
+    assert [set_once(shelf, "word", word) for word in ("first", "second")] == ["first", "first"]
+    listener.join(LIMIT_S / 2)
+    assert heard == [b"first"]
+
+
+def test_a_value_that_a_dead_process_did_not_publish_is_published_by_the_next_one():
+    store = HashStore()
+    set_once(store, "word", "first")
+    store.delete_key("word")  # as if the one who decided had died before the message left
+    set_once(store, "word", "second")
+    assert store.get("word") == b"first"
+
+
+def test_a_deleted_key_may_be_set_again_and_leaves_nothing():
+    store = HashStore()
+    set_once(store, "word", "first")
+    delete_once(store, "word")
+    assert store.num_keys() == 0
+    assert set_once(store, "word", "second") == "second"

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""join(): ranks that run out of data at different steps."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import numpy as np
+import pytest
+import torch
+from small_models import backward, backward_often, data, gradients, halving, local_gradients, net, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import commrt
+from commrt.algorithms import ring
+from commrt.errors import DisagreementError, TransportError, UsageError
+from commrt.testing.faults import fail_at, with_faults
+from commrt.testing.ranks import run_ranks
+
+
+@pytest.mark.parametrize("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)], ids=str)
+def test_join_averages_over_those_who_still_have_data(steps):
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        members = []
+        with replica.join():
+            for step in range(steps[world.rank]):
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                optimizer.step()
+                members.append(replica.last.members)
+        return replica.replicas_equal(), replica.step, members
+
+    for rank, (equal, step, members) in enumerate(run_ranks(4, body)):
+        assert equal
+        assert step == max(steps)
+        assert members == [tuple(r for r in range(4) if steps[r] > s) for s in range(steps[rank])]
+
+
+def test_a_step_under_join_divides_by_those_who_took_part():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        with replica.join():
+            if world.rank != 1:
+                backward(model, world.rank)
+                return_value = gradients(model)
+            else:
+                return_value = None
+        return return_value
+
+    expected = [(a + b) / 2 for a, b in zip(local_gradients(net(), 0), local_gradients(net(), 2), strict=True)]
+    ours = run_ranks(3, body)
+    for rank in (0, 2):
+        for got, want in zip(ours[rank], expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_training_goes_on_equally_after_join():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((7, 3, 5)[world.rank]):
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                optimizer.step()
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(3, body) == [(True, 10)] * 3
+
+
+def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def train(steps):
+            for step in range(steps):
+                optimizer.zero_grad()
+                x, y = data(world.rank, step)
+                scaler.scale(cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+
+        with replica.join(scheduler, scaler):
+            train((2, 5, 3)[world.rank])
+        train(2)
+        return replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()
+
+    assert run_ranks(3, body) == [(True, 7, 32.0)] * 3
+
+
+def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        scheduler = halving(optimizer)
+        with replica.join():
+            for step in range((2, 4)[world.rank]):
+                backward(model, world.rank, step)
+                optimizer.step()
+                scheduler.step()
+        scheduler.step()
+        with pytest.raises(DisagreementError, match=r"pass them to replica\.join\(\) where ranks may run out of data"):
+            backward_often(model, world.rank)
+
+    run_ranks(2, body)
+
+
+def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with pytest.raises(UsageError, match=r"join\(\) was given a float, which has no state_dict\(\)"):
+            replica.join(0.1).__enter__()
+        given = [torch.amp.GradScaler("cpu")] if world.rank == 1 else []
+        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about also: 'GradScaler' against"):
+            replica.join(*given).__enter__()
+        with replica.join():
+            backward(model, world.rank)
+        return replica.step
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+class Keeping:
+    """Has a state that `given` makes."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def state_dict(self):
+        return {"kept": self.given()}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
+def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(given):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, world=world)
+        with pytest.raises(UsageError, match="the state of Keeping cannot be sent to other ranks"):  # noqa: SIM117
+            with replica.join(Keeping(given)):
+                backward(model, world.rank)
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_settings_of_any_kind_outlive_join():
+    def body(world):
+        model = net()
+        optimizer = torch.optim.AdamW([{"params": model.parameters(), "shape": lambda step: step, "lr": 0.1}])
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((4, 2)[world.rank]):
+                optimizer.param_groups[0]["lr"] = np.float64(0.1) / (1 + step)
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                optimizer.step()
+        group = optimizer.param_groups[0]
+        return replica.replicas_equal(), group["lr"], type(group["lr"]), group["shape"](7)
+
+    assert run_ranks(2, body) == [(True, 0.025, float, 7)] * 2
+
+
+def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
+    def body(world):
+        model, tied_to_four = net(), net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        with replica.join(), pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
+            pass
+        replica = commrt.attach(tied_to_four, algorithm=commrt.Torus2D(grid=(2, 2)), world=world)
+        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): a grid of 2 x 2"):
+            replica.join().__enter__()
+
+    run_ranks(4, body)
+
+
+def test_a_roll_call_that_fails_says_where():
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), world=world)
+        with pytest.raises(TransportError) as caught, replica.join():
+            backward_often(model, world.rank)
+        return caught.value.place
+
+    places = run_ranks(2, body, wrap=with_faults(fail_at(rank=1, step=1, bucket="roll call")))
+    assert [(at.rank, at.step, at.bucket) for at in places] == [(0, 1, "roll call"), (1, 1, "roll call")]
+
+
+COLLECTIVES = {
+    "run": lambda world, replica: world.run(ring.all_reduce(2), torch.ones(2)),
+    "agree": lambda world, replica: world.agree("lunch"),
+    "all_equal": lambda world, replica: world.all_equal("lunch", "soup"),
+    "attach": lambda world, replica: commrt.attach(net(), world=world),
+    "replicas_equal": lambda world, replica: replica.replicas_equal(),
+    "sync_buffers": lambda world, replica: replica.sync_buffers(),
+    "overwrite_with_first": lambda world, replica: replica.overwrite_with_first(),
+    "load_state_dict": lambda world, replica: replica.load_state_dict({"step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_would_meet_a_roll_call_is_refused_inside_join(name):
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        replica = commrt.attach(model, sgd(model), world=world)
+        with replica.join():
+            for step in range((3, 1)[world.rank]):
+                backward(model, world.rank, step)
+                with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
+                    COLLECTIVES[name](world, replica)
+        COLLECTIVES[name](world, replica)
+        return replica.step
+
+    assert run_ranks(2, body) == [1 if name == "load_state_dict" else 3] * 2
+
+
+def test_a_rank_without_a_batch_may_average_inside_join():
+    def body(world):
+        model = net()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join():
+            for step in range((4, 2)[world.rank]):
+                optimizer.zero_grad()
+                replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
+                optimizer.step()
+        return replica.replicas_equal(), replica.step
+
+    assert run_ranks(2, body) == [(True, 4)] * 2
+
+
+class OfThreeOrFour:
+    def schedule(self, step, ranks):
+        if ranks not in (3, 4):
+            raise UsageError("this needs 3 or 4 ranks")
+        return ring.all_reduce(ranks)
+
+
+def test_join_is_refused_before_it_begins_if_some_number_of_ranks_could_not_go_on():
+    def body(world):
+        replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
+        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
+            replica.join().__enter__()
+
+    run_ranks(4, body)
