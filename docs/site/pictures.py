@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from commrt.algorithms import halving_doubling, ring, torus, tree
 from commrt.algorithms.gossip import Gossip
-from commrt.cli.draw import draw_schedule
-from commrt.cli.figures import new_figure
+from commrt.report.charts import new_figure
+from commrt.report.drawing import draw_schedule
 from commrt.schedule import Schedule
 
 PICTURES = Path(__file__).parent.parent / "pictures"
