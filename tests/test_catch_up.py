@@ -27,9 +27,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import DisagreementError, Evicted, Place, UsageError
+from commrt.membership.generations import Generation
 from commrt.testing.ranks import run_ranks
-from commrt.training.catch_up import CatchUp
+from commrt.training.catch_up import CatchUp, PendingCatchUp
 
 
 def test_who_catches_up_takes_schedulers_averages_of_weights_and_buffers_along():
@@ -318,3 +319,17 @@ def test_a_rank_whose_sources_never_help_it_is_told_what_to_do():
     catch_up._asked_s = float("inf")
     with pytest.raises(UsageError, match=r"rank 2 was late, .* Call consolidate\(\) on all ranks before"):
         catch_up.postpone()
+
+
+def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():
+    def evicted():
+        raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
+
+    membership = SimpleNamespace(is_gone=lambda rank: True, current=evicted)
+    elastic = SimpleNamespace(
+        host="127.0.0.1", require_open=int, generation=Generation(0, dict.fromkeys(range(3), 0)), membership=membership
+    )
+    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, elastic=elastic), None, None)
+    catch_up.close()
+    with pytest.raises(Evicted):
+        catch_up._require_sources(PendingCatchUp(3, (0, 1)), is_late=False)

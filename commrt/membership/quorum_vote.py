@@ -188,6 +188,7 @@ class QuorumVote:
             self.is_over = True
             self._settle(read, NO_MEMBERS)
         elif waited_s > self._settings.timeout_s():
+            membership.current()  # as below
             silent = list(absent.silent)
             what = (
                 f"ranks {silent} announced no gradient within {self._settings.timeout_s():g} s, and without them there "
@@ -200,6 +201,7 @@ class QuorumVote:
         ranks = sorted(loss.rank for loss in (*before, *lost))
         left, needed = self._settings.ranks - len(ranks), self._settings.needed
         if left < needed:
+            self._settings.membership.current()  # raises Evicted if the others went on without this rank
             what = (
                 f"ranks {ranks} are lost, and the {left} that are left are fewer than the {needed} whose "
                 "gradients make a step: start again from a checkpoint, with more backups or fewer ranks"

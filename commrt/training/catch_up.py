@@ -137,6 +137,8 @@ class CatchUp:
         elastic.require_open()
         members, place = elastic.generation.members, Place(self._world.rank, sources[0], pending.version)
         gone = {rank for rank in sources if rank not in members or elastic.membership.is_gone(rank)}
+        if is_late or len(gone) == len(sources):
+            elastic.membership.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
                 f"only ranks {sources} had the weights of step {pending.version}, and they are gone: start again from "
