@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
-from commrt.errors import DisagreementError, ScheduleError, UsageError
+from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.kernels.dispatch import GPU_DTYPES, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing, TorchPacking
@@ -231,17 +231,22 @@ class Collectives:
     def run(self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]) -> None:
         """Run `schedule` on `buffer` in a world that may lose ranks: on a copy, as a lost rank may end the attempt."""
         done = self._elastic.together(lambda: self._run_copy(schedule, buffer, run_now))
-        if isinstance(done, DisagreementError):
+        if isinstance(done, CommrtError):
             raise done
         buffer.copy_(done)
 
     def _run_copy(
         self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]
-    ) -> Tensor | DisagreementError:
+    ) -> Tensor | CommrtError:
+        """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
+        try:
+            self._consistency.require_players(schedule)
+        except UsageError as error:
+            return error
         try:
             self._consistency.require_same_call(schedule, buffer)
         except DisagreementError as error:
-            return error  # all ranks have it, so they vote on it like on a result
+            return error
         copy = buffer.clone()
         self._elastic.submit(lambda: run_now(copy)).result()
         return copy

@@ -79,16 +79,20 @@ class ConsistencyCheck:
         On the training thread.
         """
         _require_row(buffer)
-        traits, members = self._traits(schedule), self._elastic.generation.ranks
-        if lost := sorted({*traits.players} - {*members}):
-            raise UsageError(
-                f"{schedule.name} names ranks {lost}, which are lost: build a schedule for the ranks that are left, "
-                "with schedule.over(world.members, world=world.size)"
-            )
+        self.require_players(schedule)
+        traits = self._traits(schedule)
         self._movable(buffer.device, buffer.dtype, traits.combines)
         if self._transport.rank in traits.players:
             compare = self._remembered(self._compared, self._compare, traits.players)
             compare(traits.digest, buffer.numel(), buffer.dtype)
+
+    def require_players(self, schedule: Schedule) -> None:
+        """Raise `UsageError`, on all ranks alike, if `schedule` names a rank that is lost."""
+        if lost := sorted({*self._traits(schedule).players} - {*self._elastic.generation.ranks}):
+            raise UsageError(
+                f"{schedule.name} names ranks {lost}, which are lost: build a schedule for the ranks that are left, "
+                "with schedule.over(world.members, world=world.size)"
+            )
 
     def require_same_buffers_now(
         self, schedule: Schedule, players: tuple[int, ...], numel: int, dtype: torch.dtype
