@@ -80,8 +80,8 @@ class Elastic:
         """So many ranks make a step of backup workers; 0 without them."""
         self.memory_epoch = 0
         """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
-        self.next_step = 0
-        """The first training step that this rank has not exchanged in."""
+        self.next_step = self.submitted_steps = 0
+        """The first step in which this rank has not exchanged; the gossip steps that it has submitted so far."""
 
     @property
     def host(self) -> str | None:
@@ -186,7 +186,7 @@ class Elastic:
 
     def go_on_at(self, step: int) -> None:
         """Restart at `step` of a checkpoint, which all ranks have loaded. On the training thread."""
-        self.next_step = step
+        self.next_step = self.submitted_steps = step
         if self._membership is not None:
             with self._lock:
                 self._membership.generation = self._membership.generation._replace(start=0)
@@ -297,7 +297,8 @@ class Elastic:
             return
         self._is_refused = False
         try:
-            self._due = self.barrier.arrive(what, self.next_step, self._follow_now, self.require_open)
+            step = max(self.next_step, self.submitted_steps)
+            self._due = self.barrier.arrive(what, step, self._follow_now, self.require_open)
             yield
         except REFUSALS as error:
             if not isinstance(error, DisagreementError) and not self._is_refused:

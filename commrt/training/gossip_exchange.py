@@ -64,7 +64,7 @@ class GossipExchange(WorldBroadcaster):
     def submit(self, message: Message, bucket: int, step: int) -> Future[Span]:
         """Exchange `message`, the content of `bucket`, with the partners of `step`. On the training thread."""
         if bucket == 0:  # from here on a generation that starts at `step` is too early for this rank
-            self.world.elastic.next_step = step + 1
+            self.world.elastic.submitted_steps = step + 1
         return self.world.comm_thread.submit(lambda: self._carry(message, bucket, step))
 
     def release(self) -> None:
@@ -76,6 +76,8 @@ class GossipExchange(WorldBroadcaster):
         elastic = self.world.elastic
         begin_s, nbytes_sent = perf_counter(), 0
         with within_range(self.world.recorder, "bundle", number=bucket, step=step, algorithm="gossip"):
+            if bucket == 0:
+                elastic.next_step = step + 1
             if elastic.takes_part(step):
                 nbytes_sent = self._exchange(message, bucket, step)
         return Span(bucket, begin_s, perf_counter(), nbytes_sent)
