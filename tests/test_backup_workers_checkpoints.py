@@ -7,7 +7,7 @@ from copy import deepcopy
 from time import monotonic
 
 import pytest
-from late_ranks import AT, LATE, MODEL, Loop, all_are_equal, at, backward, batch, sgd, to_the_late_step, weights
+from late_ranks import AT, MODEL, Loop, all_are_equal, at, backward, sgd, to_the_late_step, weights
 
 import commrt
 from commrt.errors import UsageError
@@ -41,51 +41,6 @@ def test_a_checkpoint_is_gone_on_from_with_old_numbers():
     for again, saved, equal in run_ranks(3, body):
         assert again == saved
         assert equal
-
-
-def test_who_has_other_weights_in_takes_none_that_would_be_put_away_again():
-    def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        step = to_the_late_step(loop, world, replica, optimizer)
-        if world.rank == LATE:
-            kept = deepcopy(model.state_dict())
-            for param in model.parameters():
-                param.data.zero_()
-            with pytest.raises(UsageError, match=r"consolidate\(\) first"):
-                replica.state_dict()
-            model.load_state_dict(kept)
-        while at(replica) < loop.steps:
-            step()
-        replica.consolidate()
-        return weights(model)
-
-    assert all_are_equal(Loop().run(body))
-
-
-def test_a_late_rank_that_skips_a_batch_after_its_forward_pass_can_be_saved():
-    """Nobody could give it newer weights before that pass."""
-
-    def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        step = to_the_late_step(loop, world, replica, optimizer)
-        fetch = replica._catch_up.fetch
-        replica._catch_up.fetch = lambda due: setattr(replica._catch_up, "fetch", fetch)
-        model(batch(world.rank, replica.step))
-        model.eval()
-        saved = replica.state_dict()["step"]
-        model.train()
-        while at(replica) < loop.steps:
-            step()
-        replica.consolidate()
-        return saved, weights(model)
-
-    ends = Loop().run(body)
-    assert ends[LATE][0] == max(saved for saved, _ in ends)
-    assert all_are_equal([found for _, found in ends])
 
 
 def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too():

@@ -261,31 +261,6 @@ def test_weights_that_are_others_for_a_while_go_to_nobody_in_a_call_of_all():
     assert all(tensor.any() for tensor in ends[LATE][1])
 
 
-def test_a_call_of_all_between_forward_and_backward_takes_from_nobody_the_weights_that_backward_needs():
-    """Nobody could give the late one newer weights before its forward pass; they are there when all come together."""
-
-    def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        step = to_the_late_step(loop, world, replica, optimizer)
-        fetch = replica._catch_up.fetch
-        replica._catch_up.fetch = lambda due: setattr(replica._catch_up, "fetch", fetch)
-        loss = model(batch(world.rank, replica.step)).square().mean()
-        world.all_reduce(loss.detach().clone())
-        loss.backward()
-        optimizer.step()
-        was_counted = replica.last.counted
-        while at(replica) < loop.steps:
-            step()
-        replica.consolidate()
-        return was_counted, weights(model)
-
-    ends = Loop().run(body)
-    assert not ends[LATE][0]
-    assert all_are_equal([found for _, found in ends])
-
-
 def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
     """A rank may come back before the answer is read."""
     before, now = (0, 1, 2), [(0, 1, 2)]

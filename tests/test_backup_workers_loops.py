@@ -19,6 +19,7 @@ from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks
 from commrt.training.catch_up import FinalCalls
 from commrt.training.model_state import dump, load
+from commrt.training.replica_state import unpack
 
 LATE, LATE_AT, STEPS, LIMIT_S = 2, 3, 6, 30.0
 PLACE = Place(0)
@@ -48,7 +49,9 @@ class Trainee:
     def __init__(self, world, passed):
         self.model = deepcopy(MODEL)
         self.optimizer = torch.optim.SGD(self.model.student.parameters(), lr=0.05, momentum=0.9)
-        self.replica = commrt.attach(self.model, self.optimizer, commrt.BackupWorkers(1), world=world)
+        self.replica = commrt.attach(
+            self.model, self.optimizer, commrt.BackupWorkers(1), world=world, also=[self.model.teacher]
+        )
         self.rank, self.passed, self.steps = world.rank, passed, 0
         self.is_late_at = LATE_AT if world.rank == LATE else None
         self.before_step = lambda: None
@@ -92,18 +95,15 @@ def test_a_frozen_teacher_that_the_loop_moves_goes_along_with_the_weights():
     assert of_four(body) == [True] * 4
 
 
-def test_frozen_parameters_that_nobody_changes_are_not_handed_over():
+def test_frozen_parameters_go_to_new_processes_only():
     def body(trainee):
-        gifts = []
-        give = trainee.replica._state._copy
-        trainee.replica._state._copy = lambda edition: gifts.append(give(edition)) or gifts[-1]
-        trainee.until(STEPS)
+        trainee.until(1)
         trainee.replica.replicas_equal()
-        return [gift.untrained.numel() for gift in gifts]
+        late, new = (unpack(trainee.replica._state.give(version, 0.0)) for version in (1, 0))
+        return late.untrained.numel(), new.untrained.numel()
 
-    given = [numel for each in of_four(body) for numel in each]
-    assert given
-    assert set(given) == {0}
+    nbytes = sum(param.nbytes for param in MODEL.teacher.parameters())
+    assert of_four(body) == [(0, nbytes)] * 4
 
 
 def test_a_buffer_that_the_loop_sets_after_a_step_stays_as_it_set_it():
@@ -178,28 +178,6 @@ def test_what_a_loop_does_to_weights_after_a_batch_that_nobody_used_is_undone(ca
 
     assert of_four(body) == [True] * 4
     assert "differed between ranks" not in caplog.text
-
-
-def test_a_loop_that_puts_back_weights_which_it_kept_is_told_that_they_are_old(caplog):
-    def body(trainee):
-        params, kept = [*trainee.model.student.parameters()], []
-
-        def binary(model, x):
-            kept[:] = [param.detach().clone() for param in params]
-            with torch.no_grad():
-                for param in params:
-                    param.copy_(param.sign() * 0.1)
-            return model(x)
-
-        def put_back():
-            for param, old in zip(params, kept, strict=True):
-                param.data.copy_(old)
-
-        trainee.before_step = put_back
-        trainee.until(STEPS, loss_of=binary)
-
-    of_four(body)
-    assert "put back weights that it had kept" in caplog.text
 
 
 def test_weights_that_differ_at_one_version_are_made_equal_with_a_warning(caplog):

@@ -309,18 +309,6 @@ def test_what_goes_along_must_be_a_list():
     run_ranks(2, body)
 
 
-def test_a_rank_whose_sources_never_help_it_is_told_what_to_do():
-    world = SimpleNamespace(rank=2, timeout_s=60.0, elastic=SimpleNamespace(host="127.0.0.1"))
-    catch_up = CatchUp(world, None, None)
-    catch_up.close()
-    catch_up.require(3, [0, 1], turn=1)
-    catch_up.postpone()
-    world.timeout_s = -1e9  # it has been asked again, and the deadline is over
-    catch_up._asked_s = float("inf")
-    with pytest.raises(UsageError, match=r"rank 2 was late, .* Call consolidate\(\) on all ranks before"):
-        catch_up.postpone()
-
-
 def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():
     def evicted():
         raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)

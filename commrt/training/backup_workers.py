@@ -71,13 +71,12 @@ class BackupWorkersReplica(Replica):
         self._engine, self._owners_of_state = engine, [*optimizers, *also]
         self._final_calls = FinalCalls()
         self._passing: int | None = None  # a backward pass that has not ended
-        self._is_stale = False  # it uses weights that the other ranks have left behind
-        self._has_run_stale = False  # so did the latest forward pass
+        self._is_stale = False  # it uses older weights, as the model's hooks were not called
         self._samples: int | None = 0
         self._is_replacement = False  # a new process in a lost rank's place, before its first step
         self._guard = StepGuard(self._world, model, optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
-        self._skipper = StepSkipper(optimizers, self._guard, self._state.shut, self._state.settle)
+        self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
         world, is_founder = self._world, self._world.config is None
         world.elastic.begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
@@ -120,32 +119,24 @@ class BackupWorkersReplica(Replica):
         Before, do what your loop does at the end of a step, such as stepping a scheduler. A rank whose data ended
         before the others' has the weights that it trained last; `consolidate` brings all to the latest.
         """
-        self._drain()
+        self._follow()
 
-    def _drain(self, *, in_pass: bool = False, amid_step: bool = False) -> None:
-        self._state.undo(self._backup_step.version, in_pass=in_pass)
-        if self._catch_up.pending is None or (self._has_run_stale and not (in_pass or amid_step)):
-            return
-        with self._final_calls.around():
-            transfer = None
-            if in_pass or amid_step or self._is_replacement or self._state.is_intact:
-                transfer = self._catch_up.fetch(self._catch_up.pending)
-            if transfer is None:  # or the loop has other weights in for a while, and would undo it
-                self._catch_up.postpone()
-                return
-        self._state.install(transfer, in_pass=in_pass, amid_step=amid_step)
-        self._backup_step.follow(transfer.snapshot)
-        self._catch_up.pending = None
+    def _follow(self, *, amid_step: bool = False) -> None:
+        self._state.undo()
+        if (pending := self._catch_up.pending) is not None:
+            with self._final_calls.around():
+                transfer = self._catch_up.fetch(pending)
+            self._state.install(transfer, amid_step=amid_step)
+            self._backup_step.follow(transfer.snapshot)
+            self._catch_up.pending = None
 
     def _before_forward(self, given: Sequence[object]) -> None:
         if self.model.training and torch.is_grad_enabled():
-            self._drain(in_pass=True)
-            is_stale = self._catch_up.pending is not None
-            if not is_stale:
-                self._state.reload()
-                if not self._guard.is_due:
-                    self._state.open(self._backup_step.snapshot(in_pass=True))
-            self._has_run_stale, self._is_replacement = is_stale, False
+            self.drain()
+            self._state.reload()
+            if not self._guard.is_due:
+                self._state.open(self._backup_step.snapshot(in_pass=True))
+            self._is_replacement = False
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
             self._samples = None if first is None or self._samples is None else self._samples + len(first)
 
@@ -175,12 +166,12 @@ class BackupWorkersReplica(Replica):
             self._backup_step.begin(self._samples or None)
 
     def _finish(self) -> None:
-        self._passing, self._samples, self._has_run_stale = None, 0, False
+        self._passing, self._samples = None, 0
         if self._is_stale:
             self._backup_step.drop()
             self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
             self._stats = self._stats.plus(self.last)
-            self._drain(amid_step=True)
+            self._follow(amid_step=True)
             return
         had_ended = self.last is not None and self.last.ended
         with self._final_calls.around():
@@ -209,17 +200,16 @@ class BackupWorkersReplica(Replica):
             self._finish()
 
     def _before_collective(self) -> None:
-        """Catch up, and let late ranks have this rank's state."""
-        self.drain()
-        if self._catch_up.pending is None:
+        """Let late ranks have this rank's state, if it has stepped."""
+        if self._catch_up.pending is None and not self._guard.is_due:
             self._state.reload()
-            self._state.open(self._backup_step.snapshot(in_pass=False), is_whole=not self._guard.is_due)
+            self._state.open(self._backup_step.snapshot(in_pass=False))
 
     def _end(self) -> None:
         """Answer late ranks until no rank trains any more; before the world is closed in good order."""
         self._backup_step.abandon("the world was closed in the middle of a backward pass")
-        self._has_run_stale = False
         with suppress(CommrtError, RuntimeError):
+            self.drain()
             self._before_collective()
             if self._world.elastic.finish():
                 WorldConfig.withdraw(self._world.store)
@@ -260,28 +250,33 @@ class BackupWorkersReplica(Replica):
         self._world.elastic.go_on_at(step)
         self._backup_step.go_on_at(step)
         self._state.keep_buffers()
-        self._state.settle()
 
     def state_dict(self) -> dict[str, int | str]:
         """Return what a checkpoint needs besides the rest; catches up first, so call it before you save the model."""
-        self._has_run_stale = False  # the batch of that pass is skipped
         self.drain()
-        if self._catch_up.pending is not None:
-            raise UsageError(
-                "this rank was late, and the others have changed their weights since: call consolidate() first"
-            )
         return super().state_dict()
 
     def overwrite_with_first(self) -> None:
         """Overwrite parameters and buffers with those of the lowest rank; collective."""
-        super().overwrite_with_first()
-        self._state.settle(with_untrained=self._backup_step.version == 0)
+        with self._together("overwrite_with_first()"):
+            super().overwrite_with_first()
         self._state.keep_buffers()
 
     def sync_buffers(self) -> None:
         """Overwrite buffers with those of the lowest rank; collective."""
-        super().sync_buffers()
+        with self._together("sync_buffers()"):
+            super().sync_buffers()
         self._state.keep_buffers()
+
+    def replicas_equal(self) -> bool:
+        """Return True if parameters and buffers are bitwise equal on all ranks; late ranks catch up. Collective."""
+        with self._together("replicas_equal()"):
+            return super().replicas_equal()
+
+    def disagreement(self) -> float:
+        """See `Replica.disagreement`; late ranks catch up. Collective."""
+        with self._together("disagreement()"):
+            return super().disagreement()
 
     def consolidate(self) -> None:
         """Make all replicas equal at the latest weights; collective.
@@ -289,21 +284,26 @@ class BackupWorkersReplica(Replica):
         It takes weights as they are, also where a loop has changed them outside of the optimizer's steps.
         """
         self._skipper.end_step()
-        self._has_run_stale = False
-        self._state.undo(self._backup_step.version, in_pass=False)
-        self._state.accept()
-        with self._world.collective("consolidate()"):
-            versions = self._world.elastic.together(
-                lambda: gather_integers(self._broadcaster, self._backup_step.version)
-            )
-            latest = max(versions.values())
-            if self._backup_step.version < latest:
-                self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])
-                self._before_collective()
-            self.sync_buffers()
+        with self._together("consolidate()"):
+            super().sync_buffers()
             if not super().replicas_equal():
                 _log.warning(UNEQUAL, self._world.rank, self._world.members[0])
-                self.overwrite_with_first()
+                super().overwrite_with_first()
+        self._state.keep_buffers()
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Do the body in a collective in which late ranks have caught up."""
+        with self._world.collective(what):
+            self._state.undo()
+            own = self._backup_step.version - self._guard.is_due  # of the weights
+            versions = self._world.elastic.together(lambda: gather_integers(self._broadcaster, own))
+            latest = max(versions.values())
+            if own < latest:
+                self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])
+                self.drain()
+                self._before_collective()
+            yield
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

@@ -16,27 +16,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from socket import gethostname
 from threading import Event
-from time import monotonic
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
 
-from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.membership.liveness import CLOSED_ERRNOS, own_address
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, malformed, parse, require
 from commrt.runtime.world import World
 from commrt.threads.deadline import Deadline
-from commrt.training.replica_state import CHANGED, READY, ReplicaState, StateTransfer, unpack
+from commrt.training.replica_state import READY, ReplicaState, StateTransfer, unpack
 
 __all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
-POSTPONED = (
-    "commrt: rank %d was late, and the other ranks have changed their weights outside of a step since, or have an "
-    "optimizer step due. It keeps older weights until all ranks train again. Call consolidate() on all ranks before "
-    "the loop puts other weights in"
-)
 READY_S, READY_SHARE = 3.0, 1 / 4
 """A source may take so long to say whether it has the state, and no more than this share of the timeout."""
 STEP_SHARE = 1 / 3
@@ -64,8 +58,6 @@ class CatchUp:
         self._world, self._store, self._state = world, store, state
         self.pending: PendingCatchUp | None = None
         """What this rank needs; None if it was not late."""
-        self._told: PendingCatchUp | None = None
-        self._told_s = self._asked_s = 0.0
         handlers = {IS_READY: self._is_ready, STATE: lambda version: state.give(version, self._copy_s)}
         self._service = StateServer(world.elastic.host or gethostname(), handlers)
 
@@ -95,44 +87,38 @@ class CatchUp:
 
     def forget(self) -> None:
         """Need nothing any more: a checkpoint was loaded."""
-        self.pending = self._told = None
+        self.pending = None
 
-    def fetch(self, pending: PendingCatchUp) -> StateTransfer | None:
+    def fetch(self, pending: PendingCatchUp) -> StateTransfer:
         """Return the state of the first source that can give it; waits for one.
 
-        Returns None if all sources that live have changed their weights outside of a step. Raises `QuorumLost` if all
-        of them are gone, `DeadlineExceeded` if none has the state in time.
+        Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
         """
         limit = Deadline(self._world.timeout_s, self._ready_s + self._copy_s)
         while True:
-            changed: set[int] = set()
             for rank in pending.sources:
                 answer, is_late = self._ask_source(rank, pending.version), limit.left_s <= 0
-                if isinstance(answer, StateTransfer):
+                if answer is not None:
                     return answer
-                changed |= {rank} if answer == CHANGED else set()
-            gone = self._require_sources(pending, is_late=is_late)
-            if changed and changed | gone >= {*pending.sources}:
-                return None
+            self._require_sources(pending, is_late=is_late)
             Event().wait(AGAIN_S)
 
-    def _ask_source(self, rank: int, version: int) -> StateTransfer | bytes | None:
-        """Return the state, `CHANGED`, or None; a rank that is ready may take long to copy its state."""
+    def _ask_source(self, rank: int, version: int) -> StateTransfer | None:
+        """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
         key = _key(rank)
         found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
         if found is None:
             return None
         address = parse(key, found, bytes.decode)
-        answer = request_state(address, IS_READY, version, self._ready_s)
-        if answer not in {None, READY, CHANGED}:
-            raise malformed("answer of a service", answer or b"")
+        if (answer := request_state(address, IS_READY, version, self._ready_s)) is None:
+            return None
         if answer != READY:
-            return answer
+            raise malformed("answer of a service", answer)
         packed = request_state(address, STATE, version, self._copy_s)
         return None if packed is None else unpack(packed)
 
-    def _require_sources(self, pending: PendingCatchUp, *, is_late: bool) -> set[int]:
-        """Return the sources that are gone; raise if no other is left, or the time is over."""
+    def _require_sources(self, pending: PendingCatchUp, *, is_late: bool) -> None:
+        """Raise if all sources are gone, or the time is over."""
         elastic, sources = self._world.elastic, [*pending.sources]
         elastic.require_open()
         members, place = elastic.generation.members, Place(self._world.rank, sources[0], pending.version)
@@ -152,21 +138,6 @@ class CatchUp:
                 "their output",
                 place,
             )
-        return gone
-
-    def postpone(self) -> None:
-        """Keep older weights, as no source can give newer ones; warns once.
-
-        Raises `UsageError` if that stays so for half of the timeout.
-        """
-        now_s, limit_s = monotonic(), self._world.timeout_s / 2
-        if self._told != self.pending:
-            _log.warning(POSTPONED, self._world.rank)
-        if self._told != self.pending or now_s > self._asked_s + limit_s / 2:  # this rank has done something else since
-            self._told, self._told_s = self.pending, now_s
-        self._asked_s = now_s
-        if now_s - self._told_s > limit_s:
-            raise UsageError(POSTPONED.removeprefix("commrt: ") % self._world.rank)
 
     def _ask(self, question: Callable[[], T]) -> T:
         return call_store(question, self._world.timeout_s + STORE_ANSWER_S, self._world.rank)

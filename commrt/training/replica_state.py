@@ -2,15 +2,13 @@
 """Copy a rank's whole state while it trains: weights, buffers and optimizer states, all of one version.
 
 Between the begin of a forward pass and the optimizer's step only buffers change. So another rank may copy the state
-while this one computes; only the optimizer's step waits until the copy is done. A training loop may also put other
-weights in for a while, to evaluate averaged ones for instance. A fingerprint of the weights finds that, and then no
-rank gets them.
+while this one computes; only the optimizer's step waits until the copy is done. In collectives, and after its last
+step, a rank gives its weights as they are.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pickle import UnpicklingError
@@ -23,18 +21,10 @@ from torch import Tensor, nn
 from commrt.membership.store_client import parse, parse_int, require
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["CHANGED", "Fingerprint", "ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
+__all__ = ["READY", "ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
 
-_log = logging.getLogger("commrt")
-OLD_WEIGHTS = (
-    "commrt: this rank was late and took the weights of another rank in its forward pass; then they were changed "
-    "before the optimizer's step. If your loop put back weights that it had kept, those are old, and replicas differ "
-    "from here on. Loops that exchange weights around each pass do not work with backup workers"
-)
-READY, CHANGED = b"1", b"0"
-"""Answers to the question for a state: it can be copied now; the loop has changed its weights outside of a step."""
-FINGERPRINT_TENSORS = 4096
-"""A fingerprint looks at so many tensors, the largest; each takes 4 us on a CPU."""
+READY = b"1"
+"""The answer to the question whether the state can be copied now."""
 
 
 class Snapshot(NamedTuple):
@@ -57,58 +47,9 @@ class StateTransfer(NamedTuple):
     snapshot: Snapshot
     params: Tensor
     untrained: Tensor
-    """Frozen parameters, if the loop has changed them, as it does with a teacher that follows; else empty."""
+    """Frozen parameters, for a new process; else empty."""
     buffers: Tensor
     states: Tensor
-
-
-class Fingerprint:
-    """Remember the norms of `params`, to find out later whether they have changed.
-
-    >>> weight = torch.zeros(3)
-    >>> fingerprint = Fingerprint([weight])
-    >>> weight.data += 1
-    >>> fingerprint.fits
-    False
-    >>> weight.data -= 1
-    >>> fingerprint.fits
-    True
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = list(params)
-        largest = sorted(params, key=Tensor.numel)[-FINGERPRINT_TENSORS:]
-        self._by_dtype = [[each for each in largest if each.dtype == dtype] for dtype in {p.dtype for p in largest}]
-        self.take()
-
-    def take(self) -> None:
-        """Remember the parameters as they are now; reads all of them once."""
-        self._norms = self._current()
-
-    @property
-    def fits(self) -> bool:
-        """True if the norms are those that were remembered; waits for the GPU."""
-        return torch.equal(self._current(), self._norms)
-
-    @property
-    def writes(self) -> int:
-        """How often the parameters were written to, as autograd counts; it does not see ``param.data``."""
-        return sum(param._version for param in self._params)  # noqa: SLF001
-
-    def _current(self) -> Tensor:
-        with torch.no_grad():  # as bytes, since NaN is not equal to itself
-            parts = [_norms(params).view(torch.uint8) for params in self._by_dtype]
-            return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-def _norms(params: list[Tensor]) -> Tensor:
-    wide = torch.float32 if params[0].itemsize < torch.float32.itemsize else None  # 16 bits would round too much away
-    if wide is None or params[0].is_cuda:
-        return torch.stack(torch._foreach_norm(params, 2, wide))  # noqa: SLF001  # all at once
-    norms = torch.empty(len(params), dtype=wide, device="cpu")  # one by one, since a CPU makes a wider copy first
-    for norm, param in zip(norms, params, strict=True):
-        norm.copy_(torch.linalg.vector_norm(param, dtype=wide))
-    return norms
 
 
 class ReplicaState:
@@ -123,20 +64,15 @@ class ReplicaState:
         self._model, self._owners = model, owners
         self._trained = [param for param in model.parameters() if id(param) in known]
         self._untrained = [param for param in model.parameters() if id(param) not in known]
-        self._fingerprint, self._untrained_fingerprint = Fingerprint(self._trained), Fingerprint(self._untrained)
-        self._settled_in: int | None = None  # the version in whose forward pass the fingerprint was taken
-        self._first_pass_ended = False  # of that version
-        self._loop_changes_them = False  # between the latest optimizer step and the forward pass after it
-        self._was_installed = False  # in this step's forward pass
         self._changed = Condition()
         self._snapshot: Snapshot | None = None  # None while no rank may copy
-        self._is_whole = True
+        self._version = -1  # the latest one with a forward pass
+        self._writes: int | None = None  # to the weights, until the end of that version's first forward pass
         self._event: torch.cuda.Event | None = None
         self._readers = 0
         self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._reload: Tensor | None = None
-        self._kept_states: Tensor | None = None
-        self._kept_weights: Tensor | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
         self.keep_buffers()
 
     def keep_buffers(self) -> None:
@@ -144,72 +80,47 @@ class ReplicaState:
         if any(True for _ in self._model.buffers()):
             self._buffers = flatten([*self._model.buffers()])
 
-    def settle(self, *, with_untrained: bool = False) -> None:
-        """Take the weights as they are now for right: an optimizer has stepped, or all ranks agree on them."""
-        self._settle_for(None)
-        if with_untrained:
-            self._untrained_fingerprint.take()
-
-    def _settle_for(self, version: int | None) -> None:
-        self._fingerprint.take()
-        self._settled_in, self._first_pass_ended = version, False
-
-    def _look(self) -> None:
-        self._loop_changes_them = not self._fingerprint.fits
-
-    def after_forward(self, *_: object) -> None:
-        """Take what the first forward pass of a version did to the weights as a part of them; a hook of the model."""
-        is_first = self._snapshot is not None and self._settled_in == self._snapshot.version
-        if is_first and not self._first_pass_ended and torch.is_grad_enabled():
-            self._fingerprint.take()
-            self._first_pass_ended = True
-
-    @property
-    def is_intact(self) -> bool:
-        """True if the loop has not changed the weights since the optimizer's step, or does so after every step."""
-        return self._loop_changes_them or self._fingerprint.fits
-
-    def open(self, snapshot: Snapshot, *, is_whole: bool = True) -> None:
-        """Let other ranks copy this state, which is that of `snapshot`; it is not `is_whole` while a step is due.
-
-        Weights in the first forward pass of a version are taken for right, with all that the loop does to them after
-        the optimizer's step. In later passes of that version they are not: a loop may move them between two passes.
-        """
-        if snapshot.in_pass and self._settled_in != snapshot.version:
+    def open(self, snapshot: Snapshot) -> None:
+        """Let other ranks copy this state, which is that of `snapshot`."""
+        if snapshot.in_pass and self._version != snapshot.version:
+            self._version, self._writes = snapshot.version, None
             self.keep_buffers()
-            self._look()
-            self._settle_for(snapshot.version)
         device = self._trained[0].device
         with self._changed:
             self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self._snapshot, self._is_whole, self._open_buffers = snapshot, is_whole, self._buffers
+            self._snapshot, self._open_buffers = snapshot, self._buffers
             self._changed.notify_all()
+
+    def after_forward(self, *_: object) -> None:
+        """Let nobody copy weights that the loop moves after a version's first forward pass; a hook of the model."""
+        if self._writes is None and torch.is_grad_enabled():
+            self._writes = self._count_writes()
+
+    def _count_writes(self) -> int:
+        """Return how often weights were written to, as autograd counts; it does not see ``param.data``."""
+        return sum(param._version for param in self._trained)  # noqa: SLF001
 
     def shut(self) -> None:
         """Wait for all copies, and allow no more: the weights are about to change."""
-        if self._was_installed and not self._fingerprint.fits:
-            _log.warning(OLD_WEIGHTS)
-        self._was_installed = False
         with self._changed:
             self._snapshot = None
             self._changed.wait_for(lambda: not self._readers)
 
     def has(self, version: int, limit_s: float) -> bytes | None:
-        """Return `READY` once `version` or a later one can be copied, `CHANGED`, or None if neither is so in time."""
+        """Return `READY` once `version` or a later one can be copied, or None if it cannot in time."""
         with self._held_open(version, limit_s) as snapshot:
-            if snapshot is None:
-                return None
-            return READY if self._can_copy(snapshot) else None if snapshot.in_pass else CHANGED
+            return READY if snapshot is not None and self._is_whole(snapshot) else None
 
     def give(self, version: int, limit_s: float) -> bytes | None:
-        """Return a packed copy of `version` or a later one; None if there is none in time, or it was changed."""
+        """Return a packed copy of `version` or a later one; None if there is none in time.
+
+        A new process asks for version 0, and gets frozen parameters as well.
+        """
         with self._held_open(version, limit_s) as snapshot:
             if snapshot is None:
                 return None
-            writes, could = self._fingerprint.writes, self._can_copy(snapshot)
-            transfer = self._copy(snapshot)
-            is_whole = could and self._can_copy(snapshot) and self._fingerprint.writes == writes
-        return pack(transfer) if is_whole else None
+            transfer = self._copy(snapshot, [] if version else self._untrained)
+            return pack(transfer) if self._is_whole(snapshot) else None
 
     @contextmanager
     def _held_open(self, version: int, limit_s: float) -> Iterator[Snapshot | None]:
@@ -228,33 +139,28 @@ class ReplicaState:
     def _is_open_for(self, version: int) -> bool:
         return self._snapshot is not None and self._snapshot.version >= version
 
-    def _can_copy(self, snapshot: Snapshot) -> bool:
+    def _is_whole(self, snapshot: Snapshot) -> bool:
         if self._event is not None:
             self._event.synchronize()
-        return self._is_whole and (self._fingerprint.fits if snapshot.in_pass else self.is_intact)
+        return not snapshot.in_pass or self._writes in {None, self._count_writes()}
 
-    def _copy(self, snapshot: Snapshot) -> StateTransfer:
-        untrained = [] if self._untrained_fingerprint.fits else self._untrained
+    def _copy(self, snapshot: Snapshot, untrained: Sequence[Tensor]) -> StateTransfer:
         return StateTransfer(
             snapshot, _on_host(self._trained), _on_host(untrained), self._open_buffers.cpu(), dump(self._owners)
         )
 
-    def install(self, transfer: StateTransfer, *, in_pass: bool, amid_step: bool) -> None:
-        """Become what `transfer` says, in a forward pass, between a backward pass and the step, or between steps.
+    def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
+        """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step.
 
         What the loop does before its next forward pass is undone where the source had done it already (`reload`).
         """
-        if in_pass:
-            self._look()
         restore(transfer.params.to(self._trained[0].device), self._trained)
         if transfer.untrained.numel():
             restore(transfer.untrained.to(self._untrained[0].device), self._untrained)
         self._buffers = transfer.buffers
         self._restore_buffers()
         load(transfer.states, self._owners)
-        self._was_installed = in_pass
         self._reload = transfer.states if transfer.snapshot.in_pass or amid_step else None
-        self._settle_for(transfer.snapshot.version if in_pass else None)
 
     def _restore_buffers(self) -> None:
         if buffers := [*self._model.buffers()]:
@@ -273,33 +179,21 @@ class ReplicaState:
 
     def keep(self) -> None:
         """Remember this state: this rank's gradient was not used, and what the loop does now is to be undone."""
-        if self._kept_states is None:
-            self._kept_states = dump(self._owners)
-        if self._kept_weights is None:
-            self._kept_weights = flatten([*self._trained, *self._untrained])
+        if self._kept is None:
+            self._kept = dump(self._owners), flatten(self._trained)
 
-    def undo(self, version: int, *, in_pass: bool) -> None:
-        """Go back to what `keep` remembered; leaves other weights alone that the loop put in, unless `in_pass`."""
-        restores_weights = self._kept_weights is not None and (in_pass or self.is_intact)
-        if self._kept_states is not None:
-            load(self._kept_states, self._owners)
+    def undo(self) -> None:
+        """Go back to what `keep` remembered, if anything."""
+        if self._kept is not None:
+            states, weights = self._kept
+            load(states, self._owners)
+            restore(weights, self._trained)
             self._restore_buffers()
-            self._kept_states = None
-        if restores_weights and self._kept_weights is not None:
-            if in_pass:
-                self._look()
-            restore(self._kept_weights, [*self._trained, *self._untrained])
-            self._settle_for(version)
-            self._kept_weights = None
-
-    def accept(self) -> None:
-        """Take the weights as they are now for right, and forget those that `keep` remembered."""
-        self._kept_weights = None
-        self.settle()
+            self._kept = None
 
     def forget(self) -> None:
         """Forget all that was to be loaded or undone: a checkpoint was loaded."""
-        self._reload = self._kept_states = self._kept_weights = None
+        self._reload = self._kept = None
 
 
 def _on_host(params: Sequence[Tensor]) -> Tensor:

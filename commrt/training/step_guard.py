@@ -157,13 +157,11 @@ def _is_filled(grad: Tensor | None) -> bool:
 class StepSkipper:
     """Makes optimizer steps with gradients that did not count change nothing, whatever a user's loop calls.
 
-    It wraps the steps of `optimizers` and `guard`; `begin` and `end` are called before and after parameters may change.
+    It wraps the steps of `optimizers` and `guard`; `begin` is called before parameters may change.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None], end: Callable[[], None]
-    ) -> None:
-        self._optimizers, self._guard, self._begin, self._end = optimizers, guard, begin, end
+    def __init__(self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None]) -> None:
+        self._optimizers, self._guard, self._begin = optimizers, guard, begin
         self._is_over = False  # the step of the gradients at hand
         self._fresh: set[int] = set()  # optimizers that have not stepped since gradients counted
         self._skips = False
@@ -205,7 +203,6 @@ class StepSkipper:
             param.grad = grad
         self._guard.steps -= self._skips  # the guard counted a step that was none
         self._skips, self._hidden = False, []
-        self._end()
 
 
 def _closure_in(args: Any, kwargs: Any) -> Callable[..., Any] | None:
