@@ -50,7 +50,7 @@ def test_one_rank_trains_as_if_alone():
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_however_many_bundles_there_are_partners_and_bits_are_the_same(staleness):
+def test_however_many_buckets_there_are_partners_and_bits_are_the_same(staleness):
     def body(world, cap_mb):
         found, replica = trained(world, Gossip(staleness=staleness), cap_mb=cap_mb)
         return found, len(replica.buckets)
@@ -229,7 +229,7 @@ def test_the_report_says_what_a_step_cost():
         _, replica = trained(world, Gossip())
         return replica.last, replica.stats(), len(replica.buckets)
 
-    for last, stats, bundles in run_ranks(2, body):
-        assert [span.bucket for span in last.spans][-bundles:] == [*range(bundles)]
+    for last, stats, buckets in run_ranks(2, body):
+        assert [span.bucket for span in last.spans][-buckets:] == [*range(buckets)]
         assert stats.nbytes_sent > 0
         assert last.exposed_s >= 0

@@ -75,7 +75,7 @@ class GossipExchange(WorldBroadcaster):
     def _carry(self, message: Message, bucket: int, step: int) -> Span:
         elastic = self.world.elastic
         begin_s, nbytes_sent = perf_counter(), 0
-        with within_range(self.world.recorder, "bundle", number=bucket, step=step, algorithm="gossip"):
+        with within_range(self.world.recorder, "bucket", number=bucket, step=step, algorithm="gossip"):
             if bucket == 0:
                 elastic.next_step = step + 1
             if elastic.takes_part(step):
