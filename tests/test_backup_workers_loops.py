@@ -19,7 +19,6 @@ from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks
 from commrt.training.catch_up import FinalCalls
 from commrt.training.model_state import dump, load
-from commrt.training.replica_state import unpack
 
 LATE, LATE_AT, STEPS, LIMIT_S = 2, 3, 6, 30.0
 PLACE = Place(0)
@@ -93,17 +92,6 @@ def test_a_frozen_teacher_that_the_loop_moves_goes_along_with_the_weights():
         return trainee.replica.replicas_equal()
 
     assert of_four(body) == [True] * 4
-
-
-def test_frozen_parameters_go_to_new_processes_only():
-    def body(trainee):
-        trainee.until(1)
-        trainee.replica.replicas_equal()
-        late, new = (unpack(trainee.replica._state.give(version, 0.0)) for version in (1, 0))
-        return late.untrained.numel(), new.untrained.numel()
-
-    nbytes = sum(param.nbytes for param in MODEL.teacher.parameters())
-    assert of_four(body) == [(0, nbytes)] * 4
 
 
 def test_a_buffer_that_the_loop_sets_after_a_step_stays_as_it_set_it():

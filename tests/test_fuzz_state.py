@@ -27,13 +27,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "igno
 EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"
 STATES = VALUES | st.dictionaries(st.sampled_from(["step", "algorithm"]), VALUES | NUMBERS)
 SNAPSHOT = Snapshot(version=3, optimizer_steps=3, order=None, session=1, in_pass=True)
-PACKED = pack(StateTransfer(SNAPSHOT, *[torch.zeros(4, dtype=torch.uint8)] * 4))
+PACKED = pack(StateTransfer(SNAPSHOT, *[torch.zeros(4, dtype=torch.uint8)] * 3))
 
 
 def packed_with(place, value):
     """Return a packed state with `value` at `place` of its snapshot."""
     fields = [*SNAPSHOT[:place], value, *SNAPSHOT[place + 1 :]]
-    return pack(StateTransfer(fields, *[torch.zeros(4, dtype=torch.uint8)] * 4))
+    return pack(StateTransfer(fields, *[torch.zeros(4, dtype=torch.uint8)] * 3))
 
 
 class Evil:

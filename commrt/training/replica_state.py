@@ -46,8 +46,6 @@ class StateTransfer(NamedTuple):
 
     snapshot: Snapshot
     params: Tensor
-    untrained: Tensor
-    """Frozen parameters, for a new process; else empty."""
     buffers: Tensor
     states: Tensor
 
@@ -63,7 +61,6 @@ class ReplicaState:
         known = {*map(id, trained)}
         self._model, self._owners = model, owners
         self._trained = [param for param in model.parameters() if id(param) in known]
-        self._untrained = [param for param in model.parameters() if id(param) not in known]
         self._changed = Condition()
         self._snapshot: Snapshot | None = None  # None while no rank may copy
         self._version = -1  # the latest one with a forward pass
@@ -112,14 +109,11 @@ class ReplicaState:
             return READY if snapshot is not None and self._is_whole(snapshot) else None
 
     def give(self, version: int, limit_s: float) -> bytes | None:
-        """Return a packed copy of `version` or a later one; None if there is none in time.
-
-        A new process asks for version 0, and gets frozen parameters as well.
-        """
+        """Return a packed copy of `version` or a later one; None if there is none in time."""
         with self._held_open(version, limit_s) as snapshot:
             if snapshot is None:
                 return None
-            transfer = self._copy(snapshot, [] if version else self._untrained)
+            transfer = StateTransfer(snapshot, _on_host(self._trained), self._open_buffers.cpu(), dump(self._owners))
             return pack(transfer) if self._is_whole(snapshot) else None
 
     @contextmanager
@@ -144,19 +138,12 @@ class ReplicaState:
             self._event.synchronize()
         return not snapshot.in_pass or self._writes in {None, self._count_writes()}
 
-    def _copy(self, snapshot: Snapshot, untrained: Sequence[Tensor]) -> StateTransfer:
-        return StateTransfer(
-            snapshot, _on_host(self._trained), _on_host(untrained), self._open_buffers.cpu(), dump(self._owners)
-        )
-
     def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
         """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step.
 
         What the loop does before its next forward pass is undone where the source had done it already (`reload`).
         """
         restore(transfer.params.to(self._trained[0].device), self._trained)
-        if transfer.untrained.numel():
-            restore(transfer.untrained.to(self._untrained[0].device), self._untrained)
         self._buffers = transfer.buffers
         self._restore_buffers()
         load(transfer.states, self._owners)
