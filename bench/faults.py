@@ -21,9 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from random import Random
 from threading import Event, Thread
@@ -31,8 +29,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from fault_cost import backward, network, same_steps
 
 import commrt
 from commrt.testing.processes import Outcome, run_processes
@@ -76,12 +73,16 @@ class Case:
     ranks: int
     backups: int | None
     """None for gossip."""
+    option: bool
+    """Backup workers announce their first bucket (``early``); gossip mixes a step late."""
     faults: tuple[Fault, ...]
 
     @property
     def algorithm(self) -> commrt.Algorithm:
         """What the ranks train with."""
-        return commrt.Gossip() if self.backups is None else commrt.BackupWorkers(self.backups)
+        if self.backups is None:
+            return commrt.Gossip(staleness=int(self.option))
+        return commrt.BackupWorkers(self.backups, early=self.option)
 
 
 def cases(seeds: Sequence[int]) -> Iterator[Case]:
@@ -90,10 +91,11 @@ def cases(seeds: Sequence[int]) -> Iterator[Case]:
         rng = Random(seed)
         ranks = rng.randint(2, 5)
         backups = None if ranks == 2 or rng.random() < 0.25 else (ranks - 1) // 2
+        option = rng.random() < 0.3
         lost = rng.randint(0, ranks - 1 if backups is None else backups)
         victims = rng.sample(range(ranks), ranks)
         faults = [_fault(rng, rank, is_lost=number < lost) for number, rank in enumerate(victims)]
-        yield Case(seed, ranks, backups, tuple(fault for fault in faults if fault is not None))
+        yield Case(seed, ranks, backups, option, tuple(fault for fault in faults if fault is not None))
 
 
 def _fault(rng: Random, rank: int, *, is_lost: bool) -> Fault | None:
@@ -101,21 +103,6 @@ def _fault(rng: Random, rank: int, *, is_lost: bool) -> Fault | None:
     if is_lost:
         return Fault(rank, after_s, None if rng.random() < 0.5 else rng.uniform(*LONG) * TIMEOUT_S)
     return Fault(rank, after_s, rng.uniform(*SHORT) * TIMEOUT_S) if rng.random() < 0.3 else None
-
-
-def network() -> nn.Module:
-    """The same network on every rank."""
-    torch.manual_seed(0)
-    layers = [layer for a, b in pairwise((16, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers).double()
-
-
-def backward(model: nn.Module, rank: int, version: int) -> None:
-    """Make the gradient of `rank` for the weights of `version`."""
-    generator = torch.Generator().manual_seed(1000 * version + rank)
-    x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
-    model.zero_grad()
-    cross_entropy(model(x), torch.randint(0, 4, (8,), generator=generator)).backward()
 
 
 def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
@@ -224,25 +211,11 @@ def _audit(values: dict[int, Any], needed: int) -> Iterator[str]:
     if sorted(used) != list(range(len(used))) or any(len({*members}) != needed for members in used.values()):
         yield f"not {needed} gradients in each step: {used}"
         return
-    wanted = list(_same_steps(used).parameters())
+    wanted = list(same_steps(used).parameters())
     for rank, value in values.items():
         pairs = zip(wanted, value["params"], strict=True)
         if not all(torch.allclose(param, torch.from_numpy(found), rtol=0, atol=1e-12) for param, found in pairs):
             yield f"rank {rank} has other weights than the same {len(used)} steps in one process"
-
-
-def _same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(len(used)):
-        gradients = []
-        for rank in used[step]:
-            backward(model, rank, step)
-            gradients.append([deepcopy(param.grad) for param in model.parameters()])
-        for param, *parts in zip(model.parameters(), *gradients, strict=True):
-            param.grad = sum(part for part in parts if part is not None) / len(parts)  # type: ignore[assignment]
-        optimizer.step()
-    return model
 
 
 def main() -> None:
@@ -263,7 +236,7 @@ def main() -> None:
         counts["stopped shortly"] += sum(fault.is_short for fault in case.faults)
         counts["evicted"] += sum((end.error or "").startswith("Evicted") for end in ends)
         counts["steps audited"] += max((len(end.value["used"]) for end in ends if end.value is not None), default=0)
-        name = "gossip" if case.backups is None else f"backup {case.backups}"
+        name = str(case.algorithm)
         said = "; ".join(complaints) or "ok"
         faults = ", ".join(map(str, case.faults)) or "no fault"
         print(

@@ -51,7 +51,7 @@ class Stage:
 SHARING = "can two ranks exchange here"
 STAGES = (
     Stage(SHARING, ["test_ranks.py", "-k", "mebibyte"], 90),
-    Stage("what a copy and a launch cost", ["ceiling.py"], 60, is_pytest=False),
+    Stage("what a copy and a launch cost", ["machine_limits.py"], 60, is_pytest=False),
     Stage("kernels against their definitions", ["test_on_gpu.py"], 150),
     Stage("two ranks", ["test_ranks.py", "-k", "not mebibyte and not ranks4 and not ranks8 and not memory"], 240),
     Stage("a backward pass and packing", ["test_overlap.py", "--benchmark-only"], 90),

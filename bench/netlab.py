@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure schedules beside Gloo's all-reduce on a cluster in one machine: ``sudo python bench/netlab.py``.
 
-Needs Linux and iproute2. Hosts are namespaces whose links carry 200 Mbit/s each way (`hosts`). That network is slow
-beside everything else, so the times depend on how often and over which links the bytes travel. The suite measures
+Needs Linux and iproute2. Hosts are namespaces whose links carry 200 Mbit/s each way (`network_hosts`). That network is
+slow beside everything else, so the times depend on how often and over which links the bytes travel. The suite measures
 
 * exchanges of 12.8 MB, interleaved, from a common start to the slowest rank's end,
 * training steps that compute by sleeping: the mean time of a step over all ranks.
@@ -23,11 +23,11 @@ from statistics import mean
 from typing import Any
 
 import exchanges
-import paced
+import sleeping_steps
 import torch
 import torch.distributed as dist
-from hosts import Cabling, cluster, missing, output_of_first
 from interleaved import Times, table
+from network_hosts import Cabling, cluster, missing, output_of_first
 from records import append, bus_bandwidth, made
 
 import commrt
@@ -111,8 +111,10 @@ def _exchanges(job: Job, world: commrt.World) -> Times:
 
 def _steps(job: Job, world: commrt.World) -> Times:
     compute_s = job.compute_s * (2 if world.rank // job.per_host == job.slow_host else 1)
-    algorithms = paced.algorithms(job.hosts, job.per_host)
-    ways = {name: paced.Paced(world, algorithm, job.numel, compute_s) for name, algorithm in algorithms.items()}
+    algorithms = sleeping_steps.algorithms(job.hosts, job.per_host)
+    ways = {
+        name: sleeping_steps.Training(world, algorithm, job.numel, compute_s) for name, algorithm in algorithms.items()
+    }
     return in_turn(list(ways), job.rounds, lambda name: ways[name].seconds(job.steps))
 
 

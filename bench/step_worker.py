@@ -15,8 +15,8 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from gradient_sets import Shapes, resnet50
 from interleaved import Times
+from model_gradients import Shapes, resnet50
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel

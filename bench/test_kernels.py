@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ceiling import ROUNDS, calls_of, copy_bytes_per_s, machine
 from conftest import Keep
-from contenders import MORE_TASKS, OURS, TASKS, gate
+from gpu_timer import MODES, stopwatch
 from interleaved import Clock, Times, spread, table
+from kernel_variants import MORE_TASKS, OURS, TASKS, gate
+from machine_limits import ROUNDS, calls_of, copy_bytes_per_s, machine
 from records import made
-from stopwatch import MODES, stopwatch
 
 CLOCK = Clock()
 ALL = TASKS | MORE_TASKS

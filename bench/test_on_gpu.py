@@ -10,9 +10,9 @@ from itertools import product
 
 import pytest
 import torch
-from contenders import DEVICE
-from frugality import allocations, waiting_is_an_error
-from stopwatch import HAS_GPU
+from gpu_timer import HAS_GPU
+from hot_path_checks import allocations, waiting_is_an_error
+from kernel_variants import DEVICE
 from torch import Tensor
 from torch.distributed import HashStore
 

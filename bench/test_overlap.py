@@ -13,10 +13,10 @@ from time import perf_counter
 import pytest
 import torch
 from conftest import Keep
-from contenders import DEVICE
+from gpu_timer import HAS_GPU
 from interleaved import Clock, Times, table
+from kernel_variants import DEVICE
 from records import made
-from stopwatch import HAS_GPU
 from torch import Tensor, nn
 
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder, build_buckets

@@ -13,8 +13,8 @@ from functools import partial
 import gpu_ranks
 import pytest
 import torch
+from gpu_timer import HAS_GPU
 from records import made
-from stopwatch import HAS_GPU
 
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.testing.processes import Outcome

@@ -11,8 +11,8 @@ import socket
 from math import prod
 
 import pytest
-from gradient_sets import resnet50
 from interleaved import Clock, Times, record, table
+from model_gradients import resnet50
 from records import append, bus_bandwidth, made
 from step_worker import HOST, PEERS, Job, work
 from torch.multiprocessing import spawn

@@ -20,10 +20,10 @@ from itertools import product
 from math import prod
 
 import torch
-from contenders import DEVICE, bucket_of, shapes_of
+from gpu_timer import HAS_GPU, stopwatch
 from inspect_kernels import disassembled
 from interleaved import Times, spread
-from stopwatch import HAS_GPU, stopwatch
+from kernel_variants import DEVICE, bucket_of, shapes_of
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.launch import arch_of, launch_of

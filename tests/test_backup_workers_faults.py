@@ -24,7 +24,7 @@ from commrt.runtime.executor import BoundProgram
 from commrt.testing.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from striking import Blow, Course, reference_holds, struck
+from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
 AT, STEPS = 4, 40
@@ -45,13 +45,13 @@ PLACES = [
     ("kill", "through"),
 ]
 CASES = [*((*place, "torus") for place in PLACES), ("kill", "counted", "ring"), ("kill", "reducing", "ring")]
-"""All of them with both: ``python bench/striking.py --pairs``."""
+"""All of them with both: ``python bench/fault_cost.py --pairs``."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "where", "inner"), CASES)
 def test_one_of_four_is_struck_and_no_step_is_lost_or_done_twice(kind, where, inner):
-    ends = struck(4, commrt.BackupWorkers(1, INNER[inner]), [Blow(2, AT, where, kind)])
+    ends = run_with_faults(4, commrt.BackupWorkers(1, INNER[inner]), [Fault(2, AT, where, kind)])
     alive = survivors(ends, [2] if kind == "kill" else [])
     assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
     reference_holds(alive, needed=3)
@@ -61,30 +61,30 @@ def test_one_of_four_is_struck_and_no_step_is_lost_or_done_twice(kind, where, in
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (Blow(2, AT, "counted", "kill"), Blow(4, AT, "reducing", "kill")),
-        (Blow(2, AT, "backward", "stop"), Blow(4, AT, "reducing", "kill")),
-        (Blow(2, AT, "backward", "kill"), Blow(4, AT + 1, "through", "kill")),
+        (Fault(2, AT, "counted", "kill"), Fault(4, AT, "reducing", "kill")),
+        (Fault(2, AT, "backward", "stop"), Fault(4, AT, "reducing", "kill")),
+        (Fault(2, AT, "backward", "kill"), Fault(4, AT + 1, "through", "kill")),
     ],
     ids=str,
 )
 def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
-    ends = struck(6, commrt.BackupWorkers(2), [first, second], stop_s=4.0)
-    alive = survivors(ends, [blow.rank for blow in (first, second) if blow.kind == "kill"])
+    ends = run_with_faults(6, commrt.BackupWorkers(2), [first, second], stop_s=4.0)
+    alive = survivors(ends, [fault.rank for fault in (first, second) if fault.kind == "kill"])
     assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
     reference_holds(alive, needed=4)
 
 
 def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
-    course = Course(STEPS, most_s=0.2)  # longer than weights are fetched: or who is late once stays so
-    ends = struck(5, commrt.BackupWorkers(2), [], course)
+    length = RunLength(STEPS, most_s=0.2)  # longer than weights are fetched: or who is late once stays so
+    ends = run_with_faults(5, commrt.BackupWorkers(2), [], length)
     assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
     reference_holds(ends, needed=3)
     assert len({members for end in ends for members in end.value["used"].values()}) > 3
 
 
 def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
-    blows = [Blow(1, AT, "backward", "kill"), Blow(2, AT, "counted", "kill")]
-    ends = struck(4, commrt.BackupWorkers(1), blows)
+    faults = [Fault(1, AT, "backward", "kill"), Fault(2, AT, "counted", "kill")]
+    ends = run_with_faults(4, commrt.BackupWorkers(1), faults)
     for end in (ends[0], ends[3]):
         assert end.error is not None
         assert "gradients make a step" in end.error
@@ -92,7 +92,7 @@ def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
 
 
 def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
-    ends = struck(4, commrt.BackupWorkers(1), [Blow(0, AT, "backward", "kill")])
+    ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(0, AT, "backward", "kill")])
     for end in ends[1:]:
         assert end.error is not None
         assert "the process that holds the store" in end.error

@@ -29,14 +29,14 @@ def test_a_benchmark_of_the_kernels_runs(name, chosen):
 
 
 def test_nothing_is_measured_of_a_contender_that_does_something_else(bench_folder):
-    import contenders  # noqa: PLC0415  # of the folder bench
+    import kernel_variants  # noqa: PLC0415  # of the folder bench
 
-    for make in (contenders.pack, contenders.unpack, contenders.mix):
+    for make in (kernel_variants.pack, kernel_variants.unpack, kernel_variants.mix):
         task = make([(10, 10), (7,)], torch.float32)
-        contenders.gate(task)
-        task.contenders[contenders.OURS] = lambda _: None
+        kernel_variants.gate(task)
+        task.contenders[kernel_variants.OURS] = lambda _: None
         with pytest.raises(RuntimeError, match=r"commrt is off by .*: nothing was measured"):
-            contenders.gate(task)
+            kernel_variants.gate(task)
 
 
 def test_the_page_of_benchmarks_and_the_table_of_the_readme_are_those_of_the_records(bench_folder):
@@ -70,7 +70,7 @@ def test_a_table_says_where_a_peer_is_faster(bench_folder):
 def test_the_ceiling_is_printed_as_json():
     env = {**os.environ, "PYTHONPATH": str(BENCH)}
     done = subprocess.run(
-        [sys.executable, str(BENCH / "ceiling.py")], check=True, capture_output=True, text=True, env=env
+        [sys.executable, str(BENCH / "machine_limits.py")], check=True, capture_output=True, text=True, env=env
     )
     assert max(json.loads(done.stdout)["copy_bytes_per_s"].values()) > 0
 
@@ -93,7 +93,7 @@ def test_the_check_of_a_gpu_writes_one_record(tmp_path):
 
 
 def test_the_cost_of_a_step_on_the_store_is_printed_as_json():
-    command = [sys.executable, str(BENCH / "announcing.py"), "--ranks", "4", "--steps", "2", "--json"]
+    command = [sys.executable, str(BENCH / "store_requests.py"), "--ranks", "4", "--steps", "2", "--json"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     rows = json.loads(done.stdout)
@@ -124,11 +124,14 @@ def test_what_a_cluster_of_namespaces_must_end_with_is_replayed_from_the_schedul
 
 
 def test_a_cluster_of_namespaces_needs_root_and_says_so(monkeypatch, bench_folder):
-    import hosts  # noqa: PLC0415
+    import network_hosts  # noqa: PLC0415
 
-    monkeypatch.setattr(hosts.shutil, "which", lambda _: "/sbin/ip")
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
-    assert hosts.missing() == "only root may make network namespaces: run this with sudo, or in a container that may"
+    monkeypatch.setattr(network_hosts.shutil, "which", lambda _: "/sbin/ip")
+    monkeypatch.setattr(network_hosts.os, "geteuid", lambda: 1000)
+    assert (
+        network_hosts.missing()
+        == "only root may make network namespaces: run this with sudo, or in a container that may"
+    )
 
 
 def test_records_say_where_they_were_made_and_the_last_one_of_a_kind_counts(tmp_path, bench_folder):
@@ -148,7 +151,7 @@ def bench_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
 
 
-SPEC = importlib.util.spec_from_file_location("gradient_sets", BENCH / "gradient_sets.py")
+SPEC = importlib.util.spec_from_file_location("gradient_sets", BENCH / "model_gradients.py")
 gradient_sets = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gradient_sets)
 

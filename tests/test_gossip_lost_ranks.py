@@ -28,8 +28,8 @@ from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
+import gossip_deaths
 import learning
-import losing
 
 PATIENT_S = 30.0
 STEPS = 16
@@ -438,7 +438,7 @@ def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
 @pytest.mark.processes
 def test_a_death_costs_little_accuracy():
     steps = 240
-    alive = learning.simulated("gossip, weights", losing.RANKS, 0, learning.load(), steps)
-    struck = losing.trained("gossip", 0, steps, kills=True)
+    alive = learning.simulated("gossip, weights", gossip_deaths.RANKS, 0, learning.load(), steps)
+    struck = gossip_deaths.trained("gossip", 0, steps, kills=True)
     assert struck.lost[0].startswith("rank 3 is lost from step ")
     assert struck.accuracy > alive.accuracy - 0.02  # a standard error on 1,000 images is 0.008

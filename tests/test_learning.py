@@ -10,8 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
+import gossip_distance
 import learning
-import settling
 
 RANKS, STEPS = 8, 280
 
@@ -58,8 +58,8 @@ SETTLED = {
 
 @pytest.mark.parametrize("ranks", SETTLED)
 def test_ranks_settle_as_far_apart_as_theory_says(ranks):
-    for (late, weight), expected in zip(settling.CASES, SETTLED[ranks], strict=True):
-        found = settling.apart(ranks, late, weight, dimensions=200)
+    for (late, weight), expected in zip(gossip_distance.CASES, SETTLED[ranks], strict=True):
+        found = gossip_distance.apart(ranks, late, weight, dimensions=200)
         if expected is None:
             assert found > 0.03
         else:
@@ -67,7 +67,7 @@ def test_ranks_settle_as_far_apart_as_theory_says(ranks):
 
 
 def test_two_ranks_with_messages_two_steps_late_fly_apart():
-    assert settling.apart(2, 2, 0.375, dimensions=20) > 1e6
+    assert gossip_distance.apart(2, 2, 0.375, dimensions=20) > 1e6
 
 
 def test_samples_passed_round_let_a_rank_of_one_class_see_the_others(data):

@@ -21,8 +21,8 @@ from commrt.transport.by_device import NullTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from churning import sail
-from striking import Blow, reference_holds, struck
+from fault_cost import Fault, reference_holds, run_with_faults
+from replacements import train_with_deaths
 
 AT = 4
 CONFIG = WorldConfig(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
@@ -119,7 +119,7 @@ def test_nothing_travels_before_it_is_let_in():
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["backward", "reducing"])
 def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weights_of_the_others(where):
-    ends = struck(4, commrt.BackupWorkers(1), [Blow(2, AT, where, "replace")])
+    ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, where, "replace")])
     assert [end.error for end in ends] == [None] * 4
     reference_holds(ends, needed=3)
     assert all(end.value["equal"] and not end.value["lost"] for end in ends)
@@ -128,7 +128,7 @@ def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weigh
 
 @pytest.mark.processes
 def test_deaths_upon_deaths_of_two_at_once_and_a_successor_for_each_cost_no_step():
-    voyage = sail(6, 2, deaths=5)
+    voyage = train_with_deaths(6, 2, deaths=5)
     assert voyage.deaths == 5
 
 

@@ -27,7 +27,7 @@ from commrt.cost.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "gradient_sets.py")
+GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "model_gradients.py")
 RESNET50_FP16 = 51.1e6
 ABCI = Cluster.named("abci")
 ALL_REDUCES = ["ring", "halving_doubling", "torus2d"]

@@ -21,8 +21,8 @@ from commrt.kernels.device.sizes import SIZES
 from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from contenders import OURS, mix, pack
-from gradient_sets import resnet50
+from kernel_variants import OURS, mix, pack
+from model_gradients import resnet50
 from tune_kernels import Workload, trials
 
 CLAIM = Header(0, 1, 0, 0, 0, 0)

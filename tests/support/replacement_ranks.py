@@ -13,7 +13,7 @@ import torch
 import commrt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from striking import backward, drained, network
+from fault_cost import backward, drained, network
 
 
 def _backed(world, backups):

@@ -18,9 +18,9 @@ from platform import processor
 from typing import Any
 
 import torch
-from contenders import DEVICE, flat_copies
+from gpu_timer import HAS_GPU, MODES, stopwatch
 from interleaved import spread
-from stopwatch import HAS_GPU, MODES, stopwatch
+from kernel_variants import DEVICE, flat_copies
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["calls_of", "copies", "copy_bytes_per_s", "machine"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill ranks at random places of steps and replace each of them: ``python bench/churning.py``.
+"""Kill ranks at random places of steps and replace each of them: ``python bench/replacements.py``.
 
 At any time at most as many ranks are missing as there are backups, counting replacements that still start. At the end
 few or none of the first processes are left. The weights must be those of the same steps in one process, with the
@@ -20,12 +20,12 @@ from threading import Event
 from typing import Any
 
 import torch
-from striking import MOST_S, Blow, Struck, backward, drained, network, reference_holds
+from fault_cost import MOST_S, Fault, FaultInjector, backward, drained, network, reference_holds
 
 import commrt
 from commrt.testing.processes import RESTART, run_processes
 
-__all__ = ["Voyage", "sail"]
+__all__ = ["Replacements", "train_with_deaths"]
 
 FIRST, EVERY = 3, (2, 12)
 """The first step with a death, and the least and most steps of a process between two chances to die."""
@@ -35,7 +35,7 @@ MORE = 8
 
 
 @dataclass(frozen=True)
-class Voyage:
+class Replacements:
     """The results of a run."""
 
     ranks: int
@@ -51,7 +51,7 @@ class Voyage:
     """The longest step of any rank."""
 
 
-class Dangers(Struck):
+class RandomDeaths(FaultInjector):
     """Kills as many ranks at once as there are backups, up to a total."""
 
     def __init__(self, tell: Callable[[Any], None], world: commrt.World, backups: int, deaths: int, begin: int) -> None:
@@ -59,11 +59,11 @@ class Dangers(Struck):
         self._counts_as_gone = world.is_successor
         rng = Random(f"{world.rank} {begin}")
         steps = _every(rng, max(begin, FIRST))
-        blows = (Blow(world.rank, next(steps), rng.choice(PLACES), "replace") for _ in range(50))
-        super().__init__(tell, [*blows] if world.rank else [])
+        faults = (Fault(world.rank, next(steps), rng.choice(PLACES), "replace") for _ in range(50))
+        super().__init__(tell, [*faults] if world.rank else [])
 
-    def strikes(self, _: Blow) -> bool:
-        """Return False if this fault is left out; see `Struck`."""
+    def applies(self, _: Fault) -> bool:
+        """Return False if this fault is left out; see `FaultInjector`."""
         if self._counts_as_gone:
             return False
         if self._store.add("gone", 1) <= self._backups and self._store.add("deaths", 1) <= self._deaths:
@@ -93,7 +93,7 @@ def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: floa
         begin_s = time.perf_counter()
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(backups), bucket_cap_mb=0.01)
         attached_s = time.perf_counter() - begin_s
-        danger = Dangers(tell, world, backups, deaths, replica.step)
+        danger = RandomDeaths(tell, world, backups, deaths, replica.step)
         danger.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
         model[2].weight.register_hook(lambda _: danger.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
         longest_s = 0.0
@@ -121,7 +121,7 @@ def _goal(world: commrt.World, deaths: int, version: int) -> float:
     return int(world.store.get("goal")) if world.store.check(["goal"]) else float("inf")
 
 
-def sail(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Voyage:
+def train_with_deaths(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Replacements:
     """Run once; raise if a step was lost or done twice, or a rank ended wrongly."""
 
     def on_message(_: int, message: Any, process: BaseProcess) -> str | None:
@@ -140,7 +140,7 @@ def sail(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Voya
     attached_s = [end.value["attached_s"] for end in ends if end.value["attached_s"] is not None]
     dead = sum(end.messages.count("replace") for end in ends)
     longest_s = max(end.value["longest_s"] for end in ends)
-    return Voyage(
+    return Replacements(
         ranks, backups, dead, len(used), len({*used.values()}), median(attached_s), max(attached_s), longest_s
     )
 
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=40, help="ranks to kill in all")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
-    voyage = sail(options.ranks, options.backups, options.deaths)
+    voyage = train_with_deaths(options.ranks, options.backups, options.deaths)
     print(json.dumps(asdict(voyage)) if options.json else voyage)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks at a store, for `announcing`: the measured rank, the two ranks that end its waits, and the crowd.
+"""Ranks at a store, for `store_requests`: the measured rank, the two ranks that end its waits, and the crowd.
 
 The measured rank runs in this process, and each rank that ends its waits in a process of its own. The crowd shares one
 process with a thread per rank, which computes only when no other process wants to: in a job it would have its own CPUs.

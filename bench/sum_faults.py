@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill or stop a rank at some instant of a sum over all ranks: ``python bench/sums.py``.
+"""Kill or stop a rank at some instant of a sum over all ranks: ``python bench/sum_faults.py``.
 
 With gossip and with backup workers, the ranks that are left repeat the sum. It must be the sum over all ranks, or over
 those that are left, and the same on each of them. A rank that was stopped gets an error, or the same sum.
@@ -59,14 +59,14 @@ def summed(tell: Callable[[Any], None], algorithm: Algorithm, numel: int) -> tup
     return said, total.unique().tolist()
 
 
-def struck(algorithm: Algorithm, blow: str, share: float, numel: int) -> str:
+def run_with_faults(algorithm: Algorithm, fault: str, share: float, numel: int) -> str:
     """Run once; return how many ranks the sum is of, or what is wrong."""
 
     def strike(_: int, lasts_s: float, process: BaseProcess) -> None:
         assert process.pid is not None
-        first = signal.SIGKILL if blow == "kill" else signal.SIGSTOP
+        first = signal.SIGKILL if fault == "kill" else signal.SIGSTOP
         Timer(lasts_s * share, os.kill, (process.pid, first)).start()
-        if blow == "stop":
+        if fault == "stop":
             Timer(lasts_s * share + STOP_S, os.kill, (process.pid, signal.SIGCONT)).start()
 
     ends = run_processes(RANKS, summed, algorithm, numel, limit_s=90, on_message=strike)
@@ -90,10 +90,10 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=4_000_000, help="elements of the buffer")
     options = parser.parse_args()
     for way, algorithm in WAYS.items():
-        for blow in ("kill", "stop"):
+        for fault in ("kill", "stop"):
             shares = [LAST * (number + 0.5) / options.runs for number in range(options.runs)]
-            found = Counter(struck(algorithm, blow, share, options.numel) for share in shares)
-            print(json.dumps({"way": way, "blow": blow, "runs": options.runs, "sums": dict(sorted(found.items()))}))
+            found = Counter(run_with_faults(algorithm, fault, share, options.numel) for share in shares)
+            print(json.dumps({"way": way, "fault": fault, "runs": options.runs, "sums": dict(sorted(found.items()))}))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from gradient_sets import SETS
-from stopwatch import HAS_GPU, Run
+from gpu_timer import HAS_GPU, Run
+from model_gradients import SETS
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare growing batches with constant ones: ``python bench/growing.py --out growing.png``.
+"""Compare growing batches with constant ones: ``python bench/growing_batches.py --out growing.png``.
 
 LeNet trains on MNIST at one learning rate: with a small batch, with a large one, and with the small one for a third of
 the training and then the large one. The output is the accuracy of each, and its number of updates.

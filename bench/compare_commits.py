@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two commits in one run: ``python bench/against.py BEFORE [AFTER]``; AFTER is the working tree by default.
+"""Compare two commits in one run: ``python bench/compare_commits.py BEFORE [AFTER]``. Without AFTER: the working tree.
 
 Each commit is checked out beside this one, and both run interleaved. The table shows the ratio of times that follow
 each other, so a slow phase of the machine slows both. Above 1, AFTER is slower.
@@ -96,7 +96,7 @@ def best_s(call: Callable[[], object]) -> float:
 def of_two(_: Callable[[Any], None]) -> dict[str, float]:
     """Measure one of two ranks: gradients of ResNet-50, and many small ones."""
     import torch  # noqa: PLC0415  # in the rank's process
-    from gradient_sets import resnet50  # noqa: PLC0415
+    from model_gradients import resnet50  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
 
     import commrt  # noqa: PLC0415

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of jitter: ``python bench/straggling.py`` trains with workers that sleep instead of computing.
+"""Measure the cost of jitter: ``python bench/jitter.py`` trains with workers that sleep instead of computing.
 
 Each worker sleeps a random time in each step, log-normal around a mean. Efficiency is that mean over the time of a
 step. An all-reduce waits for the slowest rank, gossip for one partner, and late gossip for almost no rank.

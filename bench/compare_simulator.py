@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the simulator with reality: ``sudo python bench/against_reality.py`` (Linux, iproute2).
+"""Compare the simulator with reality: ``sudo python bench/compare_simulator.py`` (Linux, iproute2).
 
 Each rank is a process in its own network namespace. A bridge joins the ranks through links of limited rate (a token
 bucket at each end). `commrt.runtime.probing` measures that network. Then schedules are priced on the result, and run.
@@ -17,7 +17,7 @@ from statistics import median, quantiles
 from time import perf_counter
 
 import torch
-from hosts import Cabling, cluster, missing, output_of_first
+from network_hosts import Cabling, cluster, missing, output_of_first
 
 import commrt
 from commrt.algorithms.catalogue import by_name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from stopwatch import HAS_GPU
+from gpu_timer import HAS_GPU
 
 __all__ = ["allocations", "waiting_is_an_error"]
 

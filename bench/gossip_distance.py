@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how far apart gossip leaves ranks under random noise: ``python bench/settling.py`` prints a table.
+"""Measure how far apart gossip leaves ranks under random noise: ``python bench/gossip_distance.py`` prints a table.
 
 Each step adds independent noise to every rank, then mixes messages, as late as they are. Partners are those of the real
 schedules. Late messages with too large a weight oscillate, or grow without end.

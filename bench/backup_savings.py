@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what backup workers save: ``python bench/backing_up.py`` trains LeNet on MNIST with randomly slow workers.
+"""Measure what backup workers save: ``python bench/backup_savings.py`` trains LeNet with randomly slow workers.
 
 Each of 8 workers sleeps instead of computing: a base time, and 5 to 20 times as long in 3 % of its steps. A late worker
 sleeps to the end. The first 8, 7 or 6 gradients make a step. Step times are compared with a prediction: the k-th of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what faults cost backup workers: ``python bench/striking.py`` kills or stops real processes in a step.
+"""Measure what faults cost backup workers: ``python bench/fault_cost.py`` kills or stops real processes in a step.
 
 Each run trains a small network up to a number of updates, with a fault at each place of a step. The result is checked
 against the same steps in one process, with the gradients that counted: none may be lost, or used twice. The time to
@@ -36,7 +36,18 @@ from commrt.schedule import Algorithm
 from commrt.testing.processes import RESTART, Outcome, run_processes
 from commrt.training.replica import Replica
 
-__all__ = ["Blow", "Course", "reference_holds", "struck", "work"]
+__all__ = [
+    "Fault",
+    "FaultInjector",
+    "RunLength",
+    "backward",
+    "drained",
+    "network",
+    "reference_holds",
+    "run_with_faults",
+    "same_steps",
+    "work",
+]
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
 MORE = 8
@@ -58,7 +69,7 @@ TOGETHER = [("stop", "gathered"), ("kill", "gathered")]
 
 
 @dataclass(frozen=True)
-class Course:
+class RunLength:
     """The length of a run."""
 
     steps: int = STEPS
@@ -70,7 +81,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Blow:
+class Fault:
     """A fault of a rank, and its place in the first step from `step` on that reaches this place."""
 
     rank: int
@@ -100,25 +111,25 @@ def backward(model: nn.Module, rank: int, version: int) -> None:
     cross_entropy(model(x), torch.randint(0, 4, (8,), generator=generator)).backward()
 
 
-class Struck:
+class FaultInjector:
     """Faults of this process, at the places that its list names."""
 
-    def __init__(self, tell: Callable[[Any], None], blows: Sequence[Blow]) -> None:
-        self._tell, self._blows = tell, list(blows)
+    def __init__(self, tell: Callable[[Any], None], faults: Sequence[Fault]) -> None:
+        self._tell, self._faults = tell, list(faults)
 
     def at(self, where: str, step: int) -> None:
         """Apply the faults of this place."""
-        for blow in [blow for blow in self._blows if blow.where == where and blow.step <= step]:
-            self._blows.remove(blow)
-            if not self.strikes(blow):
+        for fault in [fault for fault in self._faults if fault.where == where and fault.step <= step]:
+            self._faults.remove(fault)
+            if not self.applies(fault):
                 continue
-            if blow.kind == "slow":
+            if fault.kind == "slow":
                 time.sleep(SLOW_S)
             else:
-                self._tell(blow.kind)
-                Event().wait(0.2 if blow.kind == "stop" else 60.0)
+                self._tell(fault.kind)
+                Event().wait(0.2 if fault.kind == "stop" else 60.0)
 
-    def strikes(self, _: Blow) -> bool:
+    def applies(self, _: Fault) -> bool:
         """Return False if this fault is left out."""
         return True
 
@@ -140,7 +151,7 @@ class Struck:
 
 
 def work(
-    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, course: Course, blows: Sequence[Blow]
+    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, length: RunLength, faults: Sequence[Fault]
 ) -> dict[str, Any]:
     """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
@@ -151,27 +162,27 @@ def work(
         begin_s = time.perf_counter()
         replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
         attached_s = time.perf_counter() - begin_s
-        blow = Struck(tell, [blow for blow in blows if blow.rank == world.rank and not is_successor])
-        blow.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
-        model[2].weight.register_hook(lambda _: blow.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
+        injector = FaultInjector(tell, [each for each in faults if each.rank == world.rank and not is_successor])
+        injector.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
+        model[2].weight.register_hook(lambda _: injector.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
         replica.before_giving_up(lambda: tell(("giving up", replica.step)))
         if is_successor:
             _load_a_checkpoint(replica)
-        are_replaced = any(each.kind == "replace" for each in blows)
-        goal = partial(_goal, world, is_successor) if are_replaced else lambda _: course.steps
-        diary = Diary(world.rank, max(course.most_s, MOST_S * are_replaced))
-        for _ in range(course.epochs or 1):
-            if course.epochs:
-                diary.train_batches(replica, optimizer, course.steps)
+        are_replaced = any(each.kind == "replace" for each in faults)
+        goal = partial(_goal, world, is_successor) if are_replaced else lambda _: length.steps
+        log = StepLog(world.rank, max(length.most_s, MOST_S * are_replaced))
+        for _ in range(length.epochs or 1):
+            if length.epochs:
+                log.train_batches(replica, optimizer, length.steps)
             else:
-                diary.train_until(replica, optimizer, goal)
-            blow.at("gathered", replica.step)
-            diary.compare(replica)
+                log.train_until(replica, optimizer, goal)
+            injector.at("gathered", replica.step)
+            log.compare(replica)
         return {
-            "used": diary.used,
-            "equal": all(diary.equal),
-            "together_s": max(diary.together_s),
-            "longest_s": max(diary.times_s),
+            "used": log.used,
+            "equal": all(log.equal),
+            "together_s": max(log.together_s),
+            "longest_s": max(log.times_s),
             "attached_s": attached_s if is_successor else None,
             "params": [param.detach().numpy() for param in model.parameters()],
             "lost": [loss.rank for loss in replica.lost],
@@ -193,7 +204,7 @@ def _goal(world: commrt.World, is_successor: bool, used: dict[int, tuple[int, ..
 
 
 @dataclass
-class Diary:
+class StepLog:
     """The record of one rank."""
 
     rank: int
@@ -238,11 +249,11 @@ def drained(replica: Replica) -> Replica:
     return replica
 
 
-def struck(
+def run_with_faults(
     ranks: int,
     algorithm: Algorithm,
-    blows: Sequence[Blow],
-    course: Course = Course(),
+    faults: Sequence[Fault],
+    length: RunLength = RunLength(),
     *,
     timeout_s: float = 15.0,
     stop_s: float = STOP_S,
@@ -258,8 +269,8 @@ def struck(
             threading.Timer(stop_s, os.kill, (process.pid, signal.SIGCONT)).start()
         return None
 
-    limit_s = 60.0 + 0.2 * course.steps
-    return run_processes(ranks, work, algorithm, timeout_s, course, blows, limit_s=limit_s, on_message=on_message)
+    limit_s = 60.0 + 0.2 * length.steps
+    return run_processes(ranks, work, algorithm, timeout_s, length, faults, limit_s=limit_s, on_message=on_message)
 
 
 def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) -> None:
@@ -272,17 +283,18 @@ def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) ->
     steps = max(used) + 1
     if steps < least or sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
         raise AssertionError(f"not {needed} gradients in each step: {used}")
-    wanted = list(_same_steps(steps, used).parameters())
+    wanted = list(same_steps(used).parameters())
     for end in ends:
         for param, theirs in zip(wanted, end.value["params"], strict=True):
             if not torch.allclose(param, torch.from_numpy(theirs), rtol=0, atol=1e-12):
                 raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
 
 
-def _same_steps(steps: int, used: dict[int, tuple[int, ...]]) -> nn.Module:
+def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
+    """Return the network after the steps of one process with the gradients of these ranks in each."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
+    for step in range(len(used)):
         gradients = []
         for rank in used[step]:
             backward(model, rank, step)
@@ -297,7 +309,7 @@ def _same_steps(steps: int, used: dict[int, tuple[int, ...]]) -> nn.Module:
 class Row:
     """The results of a fault, or of a pair of faults."""
 
-    blows: str
+    faults: str
     inner: str
     runs: int
     steps_lost: int
@@ -307,49 +319,51 @@ class Row:
     """Median time until another process was admitted."""
 
 
-UPDATES, EPOCHS = Course(), Course(epochs=2, most_s=0.02)
+UPDATES, EPOCHS = RunLength(), RunLength(epochs=2, most_s=0.02)
 
 
-def cases(pairs: bool) -> Iterator[tuple[Course, list[Blow]]]:
+def cases(pairs: bool) -> Iterator[tuple[RunLength, list[Fault]]]:
     """Yield cases: one fault among four ranks, or two among six."""
     for kind, where in [*PLACES, *REPLACED, *TOGETHER]:
-        yield UPDATES, [Blow(2, 4, where, kind)]
+        yield UPDATES, [Fault(2, 4, where, kind)]
     for where in ("backward", "reducing", "gathered"):
-        yield UPDATES, [Blow(0, 4, where, "stop")]
+        yield UPDATES, [Fault(0, 4, where, "stop")]
     for kind, where in [*PLACES, *TOGETHER]:
-        yield EPOCHS, [Blow(2, 4, where, kind)]
+        yield EPOCHS, [Fault(2, 4, where, kind)]
     if pairs:
         for (kind, where), (other, there) in combinations_with_replacement([*PLACES, *REPLACED, *TOGETHER], 2):
-            yield UPDATES, [Blow(2, 4, where, kind), Blow(4, 4, there, other)]
+            yield UPDATES, [Fault(2, 4, where, kind), Fault(4, 4, there, other)]
         for kind, where in PLACES:
-            yield UPDATES, [Blow(0, 4, "reducing", "stop"), Blow(4, 4, where, kind)]
-            yield EPOCHS, [Blow(2, 4, where, kind), Blow(4, 4, "gathered", "kill")]
+            yield UPDATES, [Fault(0, 4, "reducing", "stop"), Fault(4, 4, where, kind)]
+            yield EPOCHS, [Fault(2, 4, where, kind), Fault(4, 4, "gathered", "kill")]
 
 
-def row(course: Course, blows: Sequence[Blow], inner: Algorithm, runs: int) -> Row:
+def row(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: int) -> Row:
     """Run `runs` times; raise if a step was lost or done twice, or a rank ended wrongly."""
-    ranks, backups = 2 + 2 * len(blows), len(blows)
-    least = course.steps // 2 if course.epochs else course.steps
+    ranks, backups = 2 + 2 * len(faults), len(faults)
+    least = length.steps // 2 if length.epochs else length.steps
     waits_s, attached_s = [], []
-    hit = {blow.rank for blow in blows}
-    dead = {blow.rank for blow in blows if blow.kind == "kill"}
+    hit = {fault.rank for fault in faults}
+    dead = {fault.rank for fault in faults if fault.kind == "kill"}
     for _ in range(runs):
-        ends = struck(ranks, commrt.BackupWorkers(backups, inner), blows, course, stop_s=4.0 if backups > 1 else STOP_S)
+        ends = run_with_faults(
+            ranks, commrt.BackupWorkers(backups, inner), faults, length, stop_s=4.0 if backups > 1 else STOP_S
+        )
         alive = [end for end in ends if end.exit_code == 0 or end.rank not in dead]
         if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
             raise RuntimeError("; ".join(broken))
         reference_holds(alive, ranks - backups, least)
-        waited = "together_s" if any(blow.where == "gathered" for blow in blows) else "longest_s"
+        waited = "together_s" if any(fault.where == "gathered" for fault in faults) else "longest_s"
         waits_s.append(max(end.value[waited] for end in alive if end.rank not in hit))
         attached_s += [end.value["attached_s"] for end in alive if end.value["attached_s"] is not None]
     name, let_in_s = type(inner).__name__, median(attached_s) if attached_s else None
-    case = " + ".join(map(str, blows)) + ", in epochs" * bool(course.epochs)
+    case = " + ".join(map(str, faults)) + ", in epochs" * bool(length.epochs)
     return Row(case, name, runs, 0, median(waits_s), max(waits_s), let_in_s)
 
 
 def random_arrivals(steps: int) -> Row:
     """Run without faults, but with random compute times; check which ranks counted in each step."""
-    ends = struck(6, commrt.BackupWorkers(2), [], Course(steps, most_s=0.01))
+    ends = run_with_faults(6, commrt.BackupWorkers(2), [], RunLength(steps, most_s=0.01))
     if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
         raise RuntimeError("; ".join(broken))
     reference_holds(ends, needed=4)
@@ -362,7 +376,7 @@ def death_of_the_store(inner: Algorithm, runs: int) -> Row:
     """Kill the store's process; return the time to the last survivor's error, which must name that process."""
     waits_s = []
     for _ in range(runs):
-        ends = struck(4, commrt.BackupWorkers(1, inner), [Blow(0, 4, "backward", "kill")])
+        ends = run_with_faults(4, commrt.BackupWorkers(1, inner), [Fault(0, 4, "backward", "kill")])
         for end in ends[1:]:
             if end.error is None or "the process that holds the store" not in end.error:
                 raise RuntimeError(f"rank {end.rank}: {end.error}")
@@ -386,8 +400,8 @@ def main() -> None:
         return
     rows = []
     for inner in (commrt.Torus2D(), commrt.Ring()):
-        for course, blows in cases(options.pairs):
-            rows.append(row(course, blows, inner, options.runs))
+        for length, faults in cases(options.pairs):
+            rows.append(row(length, faults, inner, options.runs))
             _print(rows[-1], options.json)
         rows.append(death_of_the_store(inner, options.runs))
         _print(rows[-1], options.json)
@@ -399,7 +413,7 @@ def _print(found: Row, as_json: bool) -> None:
     if not as_json:
         let_in = "" if found.attached_s is None else f", let in after {found.attached_s:.2f} s"
         times = f"{found.median_s:6.2f} s, at most {found.longest_s:.2f} s{let_in}"
-        print(f"{found.inner:<8} {found.blows:<50} {times}", flush=True)
+        print(f"{found.inner:<8} {found.faults:<50} {times}", flush=True)
 
 
 if __name__ == "__main__":

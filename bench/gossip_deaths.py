@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a dead worker costs gossip: ``python bench/losing.py`` trains on MNIST and kills one process.
+"""Measure what a dead worker costs gossip: ``python bench/gossip_deaths.py`` trains on MNIST and kills one process.
 
 Each rank has its own shard, random or sorted by class. A rank gets SIGKILL, and its shard is lost. The others go on,
 and end equal. The pause is the longest step of a survivor: from the death to the first exchange of the survivors.

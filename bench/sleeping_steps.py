@@ -19,7 +19,7 @@ import commrt
 from commrt.schedule import Algorithm
 from commrt.training.replica import Replica
 
-__all__ = ["ALGORITHMS", "Paced"]
+__all__ = ["ALGORITHMS", "Training"]
 
 BLOCKS = 8
 CAP_MB = 4.0
@@ -69,7 +69,7 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-class Paced:
+class Training:
     """The model, optimizer and replica of one algorithm."""
 
     def __init__(self, world: commrt.World, algorithm: Algorithm, numel: int, compute_s: float) -> None:

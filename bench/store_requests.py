@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the requests of backup workers to the store: ``python bench/announcing.py`` times one of 4, 16, 64 ranks.
+"""Measure the requests of backup workers to the store: ``python bench/store_requests.py`` times one of 4, 16, 64 ranks.
 
-The reduction does nothing. Everything else is the code that trains (`seats` says in which processes).
+The reduction does nothing. Everything else is the code that trains (`store_ranks` says in which processes).
 
 **Timed**: from the announcement that completes a step's list until the measured rank knows the members, and from the
 end of the reduction until it knows the outcome, with the way between its communication and store threads. This is the
@@ -33,7 +33,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from interleaved import spread
-from seats import Desk, cores, now_s, seated
+from store_ranks import Desk, cores, now_s, seated
 
 from commrt.membership.quorum import Outcome, QuorumStep, WaitFor, quorum_key
 from commrt.membership.quorum_vote import RankOperation
