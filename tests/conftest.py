@@ -10,6 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 # torch asks a name server for the name of each address that its store connects to, and waits 5 s for a lost answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores: more threads only wait for each other
+
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)  # make fuzz
 settings.load_profile("busy")
