@@ -163,7 +163,6 @@ def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
         ("[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
         ("1,2\n1,2,3\n", "step 1 has 3 times, step 0 has 2"),
         ("[[1, 2], [1, null]]", "step 1, rank 1: None is no number of seconds above 0"),
-        ("[[1, true]]", "step 0, rank 1: True is no number of seconds"),
         ("[[1, NaN]]", "step 0, rank 1: nan is no number of seconds"),
         ("[[1, -2]]", "step 0, rank 1: -2 is no number of seconds"),
         ("[[0, 1]]", "step 0, rank 0: 0 is no number of seconds"),

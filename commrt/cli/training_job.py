@@ -29,7 +29,7 @@ from commrt.cli.inject_faults import Fault, Injection, check
 from commrt.errors import UsageError
 from commrt.membership.launcher import is_timeout
 from commrt.report.files import require_writable
-from commrt.report.history import gather_record, recording_history, recording_timeline
+from commrt.report.history import HistoryRecorder, gather_record, recording_timeline
 from commrt.report.tables import Result
 from commrt.runtime.init import init
 from commrt.runtime.recording import within_range
@@ -198,8 +198,9 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
         rate = recipe.rate(optimizer, control, job.epochs)
         replica = _replica(job, world, model, optimizer, rate)
         feed, injected, end = dataset.Feed(data[0], control), _injection(job, world), job.steps(world.size)
-        begin, begin_s, wants_report = replica.step, perf_counter(), job.report is not None
-        with recording_timeline(world, job.trace), recording_history(world, wanted=wants_report) as recorder:
+        begin, begin_s = replica.step, perf_counter()
+        with recording_timeline(world, job.trace):
+            recorder = HistoryRecorder(world) if job.report is not None else None
             while (step := replica.step) < end:
                 batch = feed.batch(step)
                 injected.begin_step()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice, pairwise
@@ -113,11 +112,6 @@ def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[s
     return figure
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
@@ -132,7 +126,6 @@ NEXT_HOP = "#fdbe85"
 """Neighbouring exchanges alternate between this colour and that of a hop."""
 COMM_RANGES = {"bucket", "hop", "combine"}
 LEGEND = {"bucket": "pack, unpack", "wait": "not hidden"}
-MAX_RANKS = 32
 MAX_NAMED_PHASES = 6
 MIN_NAMED_SHARE = 0.06
 """A bar shows its name if it takes at least this share of the picture's width."""
@@ -169,11 +162,7 @@ def _draw_slowest_rank(axes: Axes, top: float, step: StepTime, phases: Sequence[
     told = f"{end_ms - computed_ms:.2f} ms not hidden, efficiency {step.efficiency:.1%}"
     axes.text(end_ms, top - 0.08, told, ha="right", va="bottom", fontsize=9, color=COLOURS["wait"])
     if phases:
-        width_ms = axes.get_xlim()[1]
-        is_left = computed_ms > width_ms / 2
-        place_ms = computed_ms - 0.008 * width_ms if is_left else end_ms + 0.008 * width_ms
-        side = "right" if is_left else "left"
-        axes.text(place_ms, top + 1.25, f"steps: {_named(phases)}", ha=side, va="center", fontsize=9)
+        axes.text(end_ms, top + 1.85, f"steps: {_named(phases)}", ha="right", va="top", fontsize=9)
 
 
 def _draw_bar(axes: Axes, top: float, begin_ms: float, end_ms: float, colour: str, label: str = "") -> None:
@@ -217,18 +206,16 @@ def draw_recorded_step(spans: Sequence[Span], name: str, step: int | None = None
 
 def _windows(spans: Sequence[Span]) -> list[_Window]:
     """Return each step, from the first rank that ended the step before to the last rank that ended this one."""
-    optimizer_ends_ms: defaultdict[int, list[float]] = defaultdict(list)
-    ends_ms: defaultdict[int, list[float]] = defaultdict(list)
+    updates: defaultdict[int, list[float]] = defaultdict(list)  # by rank, the ends of its optimizer steps in ms
+    ends_ms: defaultdict[int, list[float]] = defaultdict(list)  # by step
     for span in sorted(spans, key=lambda span: span.end_ms):
         if span.name == "optimizer":
-            optimizer_ends_ms[span.rank].append(span.end_ms)
+            updates[span.rank].append(span.end_ms)
     for span in spans:
         if span.name == "wait" and span.step is not None:
-            later_ms = optimizer_ends_ms[span.rank]
-            place = bisect(later_ms, span.end_ms)
-            ends_ms[span.step].append(later_ms[place] if place < len(later_ms) else span.end_ms)
+            ends_ms[span.step].append(next((end for end in updates[span.rank] if end > span.end_ms), span.end_ms))
     if not ends_ms:  # waits of gossip and DDP have no step number: count the optimizer's steps of each rank
-        for rank_ends_ms in optimizer_ends_ms.values():
+        for rank_ends_ms in updates.values():
             for step, end_ms in enumerate(rank_ends_ms):
                 ends_ms[step].append(end_ms)
     return [_Window(step, min(ends_ms[before]), max(ends_ms[step])) for before, step in pairwise(sorted(ends_ms))]
