@@ -58,7 +58,6 @@ LAWS = {
     ),
     "--times": FILE,
     "--exponent": SIZE,
-    "--interpolation": mostly("linear", "power"),
 }
 OPTIONS = {
     "verify": (ALGORITHM, {"--ranks": RANKS, "--backups": COUNT, "--show": None, "--json": None, **SHAPES}),

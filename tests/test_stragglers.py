@@ -120,11 +120,10 @@ def test_the_fit_meets_the_estimated_times_and_hours():
     assert hours[99] == pytest.approx(105.6, rel=0.12)
 
 
-@pytest.mark.parametrize("power_law", [False, True], ids=["linear", "power"])
 @pytest.mark.parametrize("seed", range(4))
-def test_of_100_ranks_about_96_are_worth_waiting_for(seed, power_law):
-    choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(power_law), rng())
-    assert choice.best == (95 if power_law else 96)
+def test_of_100_ranks_about_96_are_worth_waiting_for(seed):
+    choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(), rng())
+    assert choice.best == 96
     assert 94 <= choice.likely[0] <= choice.best <= choice.likely[1] <= 97
     assert choice.kth_s[99] > 2.5 * choice.kth_s[95]
     assert 0.9 * choice.goal_s[choice.best - 1] < choice.bound_s < choice.goal_s[choice.best - 1]
@@ -169,8 +168,6 @@ def test_injected_delays_that_are_not_interrupted_cost_more_than_order_statistic
 def test_published_counts_are_met_and_nothing_is_claimed_beyond_them():
     needed = np.array([49, 50, 75, 100, 101])
     assert Published().iterations(needed) == pytest.approx([nan, 137.5e3, 106.85e3, 76.2e3, nan], nan_ok=True)
-    power = Published(power_law=True).iterations(needed)
-    assert power == pytest.approx([nan, 137.5e3, 137.5e3 * 1.5**-0.8516, 76.2e3, nan], nan_ok=True, rel=1e-4)
 
 
 GOALS = st.floats(0.125, 1).map(Scaling)
@@ -216,9 +213,9 @@ def test_a_few_steps_do_not_decide_what_many_do():
     [
         (lambda: HeavyTails(tail_chance=1.5), "tail_chance is 1.5: it must be between 0 and 1"),
         (lambda: HeavyTails(cap_s=1.0), "cap_s is 1: it must be at least 1.1, and finite"),
-        (lambda: HeavyTails(tail_exponent=0.0), "tail_exponent is 0: it must be above 0, and finite"),
+        (lambda: HeavyTails(tail_exponent=0.0), "tail_exponent is 0: it must be at least 1e-09, and finite"),
         (lambda: HeavyTails(body_s=nan), "body_s is nan: it must be at least 0, and finite"),
-        (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be above 0"),
+        (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be at least 1e-09"),
         (lambda: Exponential(constant_s=inf), "constant_s is inf: it must be at least 0, and finite"),
         (lambda: SlowSteps(chance=-0.1), "chance is -0.1: it must be between 0 and 1"),
         (lambda: SlowSteps(low=0.5), "low is 0.5: it must be at least 1"),

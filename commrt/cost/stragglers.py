@@ -44,6 +44,8 @@ PerRank = NDArray[np.float64]
 PUBLISHED = {50: 137.5e3, 100: 76.2e3}
 """Gradients per update -> updates until Inception converged, with 6 backups: published, from memory."""
 RESAMPLES = 100
+LEAST = 1e-9
+"""The smallest time, rate or exponent."""
 
 
 class Law:
@@ -82,7 +84,7 @@ class HeavyTails(Law):
     def __post_init__(self) -> None:
         _within(0, 1, common_sd=self.common_sd, tail_chance=self.tail_chance)
         _within(0, inf, body_s=self.body_s, body_sd_s=self.body_sd_s, tail_scale_s=self.tail_scale_s)
-        _above_zero(floor_s=self.floor_s, tail_exponent=self.tail_exponent)
+        _within(LEAST, inf, floor_s=self.floor_s, tail_exponent=self.tail_exponent)
         _within(self.floor_s, inf, cap_s=self.cap_s)
 
     def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
@@ -108,7 +110,7 @@ class Exponential(Law):
 
     def __post_init__(self) -> None:
         _within(0, inf, constant_s=self.constant_s)
-        _above_zero(rate_per_s=self.rate_per_s)
+        _within(LEAST, inf, rate_per_s=self.rate_per_s)
 
     def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
         """Return random times of `steps` steps."""
@@ -130,7 +132,7 @@ class SlowSteps(Law):
     high: float = 20.0
 
     def __post_init__(self) -> None:
-        _above_zero(base_s=self.base_s)
+        _within(LEAST, inf, base_s=self.base_s)
         _within(0, 1, chance=self.chance)
         _within(1, inf, low=self.low)
         _within(self.low, inf, high=self.high)
@@ -162,7 +164,7 @@ class Jitter(Law):
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        _above_zero(base_s=self.base_s)
+        _within(LEAST, inf, base_s=self.base_s)
         _within(0, inf, variation=self.variation)
         _within(0, 1, chance=self.chance)
         _within(1, inf, factor=self.factor)
@@ -226,26 +228,18 @@ def step_time_s(times_s: Times, needed: ArrayLike) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, interpolated between.
+    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, a line between.
 
     >>> Published().iterations(np.array([50, 96, 100])).tolist()
     [137500.0, 81104.0, 76200.0]
     """
 
-    power_law: bool = False
-    """Interpolate by a power law; else linearly, as the paper does."""
     in_updates: ClassVar[bool] = True
     """True if `iterations` counts updates; else it only compares quorums."""
 
     def iterations(self, needed: NDArray[np.int64]) -> PerRank:
         """Return the updates until the goal for each number of gradients per update; nan below 50 and above 100."""
-        gradients, updates = np.array([*PUBLISHED], dtype=np.float64), np.array([*PUBLISHED.values()])
-        if self.power_law:
-            between = np.exp(np.interp(np.log(needed), np.log(gradients), np.log(updates)))
-        else:
-            between = np.interp(needed, gradients, updates)
-        is_between = (needed >= gradients[0]) & (needed <= gradients[-1])
-        return np.where(is_between, between, np.nan).astype(np.float64)
+        return np.interp(needed, [*PUBLISHED], [*PUBLISHED.values()], left=np.nan, right=np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +324,3 @@ def _within(least: float, most: float, **values: float) -> None:
         if not (least <= value <= most and value < inf):
             limit = f"between {least:g} and {most:g}" if most < inf else f"at least {least:g}, and finite"
             raise UsageError(f"{name} is {value:g}: it must be {limit}")
-
-
-def _above_zero(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < inf:
-            raise UsageError(f"{name} is {value:g}: it must be above 0, and finite")
