@@ -67,9 +67,11 @@ def train(
             "label smoothing, and batches four times as large after a third of the epochs."
         ),
     ] = RecipeName.plain,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of images.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32, help="Seed of the initial weights and of the order of images.")
+    ] = 0,
     wire: opt.WireDtype = Wire.fp32,
-    bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket, in MiB.")] = 25.0,
+    bucket_cap_mb: opt.BucketCapMb = 25.0,
     timeout_s: Annotated[
         float, typer.Option(envvar="COMMRT_TIMEOUT_S", help="How long a worker waits for another one, in seconds.")
     ] = 60.0,

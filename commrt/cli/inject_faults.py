@@ -12,7 +12,7 @@ import subprocess
 import sys
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from time import sleep, thread_time
 
@@ -88,26 +88,19 @@ def parse(text: str) -> Fault:
     kind, _, rest = text.partition(":")
     if kind not in FIELDS:
         raise UsageError(f"--inject {text}: no fault is called {kind!r}: choose one of {', '.join(sorted(FIELDS))}")
-    given = dict[str, float]()
-    parts = rest.split(",")
-    for part in parts:
-        name, _, value = part.partition("=")
-        known = {*OPTIONAL.values(), *(field for forms in FIELDS.values() for form in forms for field in form)}
-        try:
-            given |= {name: int(value) if name in WHOLE else float(value)} if name in known else {}
-        except ValueError:
-            what = "whole number" if name in WHOLE else "number"
-            raise UsageError(f"--inject {text}: {part} is not a {what}: write {EXAMPLES[kind]}") from None
-    forms = [{*form} for form in FIELDS[kind]]
-    if len(given) < len(parts) or given.keys() - {OPTIONAL.get(kind)} not in forms:
+    parts = [part.partition("=") for part in rest.split(",")]
+    fields = {name: value for name, _, value in parts}
+    if len(fields) < len(parts) or fields.keys() - {OPTIONAL.get(kind)} not in [{*form} for form in FIELDS[kind]]:
         raise UsageError(f"--inject {text}: a field is missing, unknown or given twice: write {EXAMPLES[kind]}")
-    return Fault(kind, **given)  # type: ignore[arg-type]  # see WHOLE
+    try:
+        numbers = {name: int(value) if name in WHOLE else float(value) for name, value in fields.items()}
+    except ValueError as error:
+        raise UsageError(f"--inject {text}: {error}: write {EXAMPLES[kind]}") from None
+    return Fault(kind, **numbers)  # type: ignore[arg-type]  # see WHOLE
 
 
 def check(fault: Fault, workers: int, steps: int) -> None:
     """Raise `UsageError` if `fault` cannot happen in a run of `workers` workers and `steps` steps."""
-    given = {name: value for name, value in asdict(fault).items() if value is not None and name != "kind"}
-    text = ",".join(f"{name}={value:g}" for name, value in given.items())
     limits: dict[str, tuple[float, float]] = {
         "rank": (0, workers - 1),
         "step": (0, steps - 1),
@@ -118,9 +111,9 @@ def check(fault: Fault, workers: int, steps: int) -> None:
         "high": (fault.low or 1, MOST_TIMES),
     }
     for name, (least, most) in limits.items():
-        if name in given and not least <= given[name] <= most:
-            where = f"--inject {fault.kind}:{text}"
-            raise UsageError(f"{where}: {name}={given[name]:g} must be in {least:g}..{most:g} in this run")
+        value = getattr(fault, name)
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"--inject {fault.kind}: {name}={value:g} must be in {least:g}..{most:g} in this run")
 
 
 def extra_s(faults: Sequence[Fault], seed: int, rank: int, step: int, usual_s: float = 0.0) -> float:
