@@ -29,11 +29,6 @@ def test_simulate_backup_says_which_split_is_best_and_what_each_costs():
     assert len(record["kth_time_s"]) == len(record["hours"]) == 100
     assert record["hours"][:49] == [None] * 49  # nothing was published for so few
     assert min(record["hours"][49:]) == record["hours"][record["best_quorum"] - 1] == pytest.approx(37.2, rel=0.03)
-    assert (
-        0.9 * min(record["relative_time"][49:])
-        < record["lower_bound_relative_time"]
-        < min(record["relative_time"][49:])
-    )
     assert record["law"]["name"] == "paper"
     assert record["sources"].count("as recalled") == 2
 
@@ -52,14 +47,13 @@ def test_the_table_shows_all_small_numbers_of_backups_and_some_larger_ones():
     assert re.search(r"the published rule, .*, says [3-6] \([3-6] to [3-6] in 90 % of resamplings\)", output)
 
 
-def test_a_law_with_a_closed_form_shows_it_and_hours_that_nobody_knows_are_left_out():
+def test_parameters_of_a_law_are_set_and_hours_that_nobody_knows_are_left_out():
     args = ("simulate", "backup", "--law", "exponential", "--ranks", "8", "--set", "constant_s=0", *FAST)
     record = told(*args)
-    assert record["expected_kth_time_s"][5:] == pytest.approx([1.2179, 1.7179, 2.7179], abs=1e-4)
+    assert record["kth_time_s"][5:] == pytest.approx([1.2179, 1.7179, 2.7179], rel=0.1)
     assert record["hours"] is None
     assert record["law"] == {"name": "exponential", "constant_s": 0.0, "rate_per_s": 1.0}
-    assert "closed form" in (output := invoke(*args).stdout)
-    assert "hours" not in output
+    assert "hours" not in invoke(*args).stdout
 
 
 def test_what_training_needs_is_assumed_as_the_options_say():

@@ -183,7 +183,6 @@ COLUMNS = {
     "quorum": "wait for",
     "backups": "backups",
     "kth_time_s": "step, s",  # mean, if all ranks begin each step together
-    "expected_kth_time_s": "closed form",  # the same, if the law has one
     "hours": "hours",  # to the goal
     "relative_time": "time",  # to the goal, compared with waiting for all
     "late_finish_step_s": "step, s *",  # mean, if a late rank finishes its gradient before it goes on
@@ -210,10 +209,8 @@ class Answer:
     @cached_property
     def per_quorum(self) -> dict[str, PerRank]:
         """Return columns [ranks] for quorums of 1 to all ranks."""
-        expected_s = self.law.expected_kth_s(self.ranks)
         return {
             "kth_time_s": self.choice.kth_s,
-            "expected_kth_time_s": np.full(self.ranks, np.nan) if expected_s is None else expected_s,
             "hours": self.choice.goal_s * (1 / 3600 if self.goal.in_updates else np.nan),
             "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
         }
@@ -254,7 +251,6 @@ class Answer:
             "likely_quorums": choice.likely,
             "best_quorum_if_late_finish": self.best_if_late_finish["quorum"],
             **columns,
-            "lower_bound_relative_time": choice.bound_s / choice.goal_s[-1],
             "table": self.rows,
         }
 
@@ -348,9 +344,8 @@ def _cell(value: float) -> str:
 def _advice(found: Answer, best: dict[str, Any]) -> str:
     """Return how many backups to use, and what the published rule says."""
     choice, (low, high) = found.choice, (found.ranks - quorum for quorum in reversed(found.choice.likely))
-    bound = choice.bound_s / choice.goal_s[choice.best - 1]
     return (
         f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of the time without\n"
         f"the published rule, by which all begin each step together, says {found.ranks - choice.best} ({low} to {high} "
-        f"in 90 % of resamplings); a quorum chosen for each step with hindsight would take {bound:.3f} times as long"
+        "in 90 % of resamplings)"
     )

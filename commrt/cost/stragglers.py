@@ -9,7 +9,6 @@ Numbers of that paper are given from memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from math import inf
 from typing import ClassVar
 
@@ -21,10 +20,8 @@ from commrt.errors import UsageError
 
 __all__ = [
     "Exponential",
-    "Goal",
     "HeavyTails",
     "Jitter",
-    "Law",
     "PerRank",
     "Published",
     "QuorumChoice",
@@ -48,22 +45,8 @@ LEAST = 1e-9
 """The smallest time, rate or exponent."""
 
 
-class Law:
-    """A model of how long ranks compute."""
-
-    __slots__ = ()
-
-    def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
-        """Return random times of `steps` steps."""
-        raise NotImplementedError
-
-    def expected_kth_s(self, ranks: int) -> PerRank | None:
-        """Return `kth_time_s` of infinitely many steps, or None if it has no closed form."""
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class HeavyTails(Law):
+class HeavyTails:
     """A normal body, sometimes a Pareto tail after it, and a factor that all ranks of a step have in common.
 
     The defaults are a fit to two percentages published for 100 machines: within 2 s, 98 gradients were there in 80 %
@@ -98,12 +81,8 @@ class HeavyTails(Law):
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential(Law):
-    """A constant, then an exponential tail; the law with the simplest closed form.
-
-    >>> Exponential(constant_s=0.0, rate_per_s=1.0).expected_kth_s(3).round(3).tolist()
-    [0.333, 0.833, 1.833]
-    """
+class Exponential:
+    """A constant, then an exponential tail."""
 
     constant_s: float = 1.0
     rate_per_s: float = 1.0
@@ -116,14 +95,9 @@ class Exponential(Law):
         """Return random times of `steps` steps."""
         return self.constant_s + rng.exponential(1 / self.rate_per_s, (steps, ranks))
 
-    def expected_kth_s(self, ranks: int) -> PerRank:
-        """Return constant + (H(ranks) - H(ranks - k)) / rate, where H(n) = 1 + 1/2 + ... + 1/n."""
-        gaps = 1 / np.arange(ranks, 0, -1)  # after k gradients the next comes from the ranks - k that are left
-        return self.constant_s + np.cumsum(gaps) / self.rate_per_s
-
 
 @dataclass(frozen=True, slots=True)
-class SlowSteps(Law):
+class SlowSteps:
     """Injected delays: all ranks take `base_s`, but each, with `chance`, `low` to `high` times that, uniformly."""
 
     base_s: float = 1.0
@@ -142,18 +116,9 @@ class SlowSteps(Law):
         factor = rng.uniform(self.low, self.high, (steps, ranks))
         return self.base_s * np.where(rng.random((steps, ranks)) < self.chance, factor, 1.0)
 
-    def expected_kth_s(self, ranks: int) -> PerRank:
-        """Return the mean over how many are slow; the j-th of m slow ones is expected j / (m + 1) of the way up."""
-        chances = reduce(np.convolve, [(1 - self.chance, self.chance)] * ranks, np.ones(1))
-        slow, k = np.arange(ranks + 1)[:, None], np.arange(1, ranks + 1)
-        place = np.maximum(k - (ranks - slow), 0)
-        factor = np.where(place > 0, self.low + (self.high - self.low) * place / (slow + 1), 1.0)
-        expected: PerRank = self.base_s * (chances @ factor)
-        return expected
-
 
 @dataclass(frozen=True, slots=True)
-class Jitter(Law):
+class Jitter:
     """Log-normal times around `base_s`; sometimes, with `chance`, `factor` times as long."""
 
     base_s: float = 1.0
@@ -177,7 +142,7 @@ class Jitter(Law):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded(Law):
+class Recorded:
     """The times of a real run. Its steps are drawn as a whole, so what their ranks have in common stays."""
 
     times_s: Times
@@ -281,8 +246,6 @@ class QuorumChoice:
     """Gradients that a step should wait for."""
     likely: tuple[int, int]
     """Range of the best quorum in 90 % of resamplings of the steps."""
-    bound_s: float
-    """Lower bound of the time to the goal, even if each step's quorum were chosen with hindsight."""
 
 
 def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
@@ -295,28 +258,12 @@ def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
     again = sorted(_best(arrivals.sample(rng, steps, ranks).mean(axis=0) * iterations) for _ in range(RESAMPLES))
     likely = again[RESAMPLES // 20], again[-RESAMPLES // 20]
     goal_s = kth_s * iterations
-    return QuorumChoice(kth_s, goal_s, _best(goal_s), likely, _hindsight_bound_s(arrivals.times_s, iterations))
+    return QuorumChoice(kth_s, goal_s, _best(goal_s), likely)
 
 
 def _best(goal_s: PerRank) -> int:
     """Return the quorum of the least time; of equal ones the largest, as its gradients cost nothing."""
     return len(goal_s) - int(np.nanargmin(goal_s[::-1]))
-
-
-def _hindsight_bound_s(arrivals_s: Times, iterations: PerRank) -> float:
-    """Return the least time per goal if each step may end with any gradient; an update is worth 1 / iterations.
-
-    W. Dinkelbach (1967): at the right price of the goal, the best that all steps can do together is to break even.
-    """
-    known = ~np.isnan(iterations)
-    arrivals_s, worth = arrivals_s[:, known], 1 / iterations[known]
-    price_s = inf
-    better_s = float((arrivals_s.mean(axis=0) / worth).min())
-    while better_s < price_s * (1 - 1e-12):
-        price_s = better_s
-        ends = (arrivals_s - price_s * worth).argmin(axis=1)
-        better_s = float(arrivals_s[np.arange(len(ends)), ends].sum() / worth[ends].sum())
-    return price_s
 
 
 def _within(least: float, most: float, **values: float) -> None:
