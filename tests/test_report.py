@@ -131,14 +131,6 @@ def with_backups():
     return a_run("backup", record, lost=(0,), late={1: 2, 2: 0, 3: 2}, saved_seconds=1.5)
 
 
-def succeeded():
-    """Another process takes rank 2's place at step 4."""
-    run = with_backups()
-    late = run.record.histories[1]
-    history = replace(late, iterations=late.iterations[4:], averaged_steps=late.averaged_steps[4:])
-    return replace(run, lost=(), record=replace(run.record, histories=(history,)))
-
-
 def with_ddp():
     averaged = [AveragedStep(step, tuple(range(RANKS)), (), True, 0.003, None, None) for step in range(STEPS)]
     histories = tuple(replace(recorded(rank), averaged_steps=averaged) for rank in range(RANKS))
@@ -149,7 +141,6 @@ RUNS = {
     "torus2d": synchronous,
     "gossip": gossiping,
     "backup": with_backups,
-    "succession": succeeded,
     "ddp": with_ddp,
 }
 FACTS = [("command", "commrt train '<script>alert(1)</script>' \"&\""), ("torch", "2.13.0")]
@@ -204,7 +195,6 @@ def test_what_comes_from_outside_is_text(of_all):
         ("backup", "rank 0 - - - - - - -"),
         ("backup", "Rank 0: step 1 was the last in which it counted"),
         ("backup", "torus 3x1: 3 ranks"),
-        ("succession", "Rank 2 was lost; another process took its place, and began with step 4"),
         ("ddp", "there is no schedule to show"),
     ],
 )

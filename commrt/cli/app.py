@@ -91,8 +91,8 @@ def train(
             metavar="FAULT",
             help="Inject a fault into each run; repeatable. slow:rank=2,prob=0.1,seconds=0.5: rank 2 (every rank if "
             "none is named) computes that much longer in a tenth of its steps. slow:prob=0.03,low=5,high=20: 5 to 20 "
-            "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0; with back=2 another "
-            "process takes its place 2 s later. stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
+            "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0. "
+            "stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
         ),
     ] = None,
     as_json: opt.Json = False,

@@ -22,15 +22,14 @@ __all__ = ["Fault", "Injection", "check", "extra_s", "parse"]
 
 LONGEST_S, MOST_TIMES = 2e6, 1e6
 FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "slow": (("prob", "seconds"), ("prob", "low", "high")),
+    "slow": (("prob", "seconds"), ("prob", "low", "high")),  # and rank, if it is one rank alone
     "kill": (("rank", "step"),),
     "stop": (("rank", "step", "seconds"),),
 }
 """By kind of fault, the fields that it needs; slow has two forms."""
-OPTIONAL = {"slow": "rank", "kill": "back"}
 EXAMPLES = {
     "slow": "slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20, with rank=2 for one rank alone",
-    "kill": "kill:rank=3,step=20, with back=2 for a process that takes its place 2 s later",
+    "kill": "kill:rank=3,step=20",
     "stop": "stop:rank=1,step=30,seconds=5",
 }
 WHOLE = {"rank", "step"}
@@ -56,8 +55,6 @@ class Fault:
     prob: float | None = None
     seconds: float | None = None
     """How much longer a slow step takes, or how long a stopped process rests."""
-    back: float | None = None
-    """After how many seconds another process takes the place of the killed one."""
     low: float | None = None
     high: float | None = None
     """A slow step computes `low` to `high` times as long."""
@@ -83,14 +80,16 @@ def parse(text: str) -> Fault:
     """Return the fault that `text` describes; raises `UsageError`.
 
     >>> parse("kill:rank=3,step=20")
-    Fault(kind='kill', rank=3, step=20, prob=None, seconds=None, back=None, low=None, high=None)
+    Fault(kind='kill', rank=3, step=20, prob=None, seconds=None, low=None, high=None)
     """
     kind, _, rest = text.partition(":")
     if kind not in FIELDS:
         raise UsageError(f"--inject {text}: no fault is called {kind!r}: choose one of {', '.join(sorted(FIELDS))}")
     parts = [part.partition("=") for part in rest.split(",")]
     fields = {name: value for name, _, value in parts}
-    if len(fields) < len(parts) or fields.keys() - {OPTIONAL.get(kind)} not in [{*form} for form in FIELDS[kind]]:
+    if len(fields) < len(parts) or fields.keys() - ({"rank"} if kind == "slow" else set()) not in [
+        {*form} for form in FIELDS[kind]
+    ]:
         raise UsageError(f"--inject {text}: a field is missing, unknown or given twice: write {EXAMPLES[kind]}")
     try:
         numbers = {name: int(value) if name in WHOLE else float(value) for name, value in fields.items()}
@@ -106,7 +105,6 @@ def check(fault: Fault, workers: int, steps: int) -> None:
         "step": (0, steps - 1),
         "prob": (0, 1),
         "seconds": (0, LONGEST_S),
-        "back": (0, LONGEST_S),
         "low": (1, MOST_TIMES),
         "high": (fault.low or 1, MOST_TIMES),
     }

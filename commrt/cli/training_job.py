@@ -93,18 +93,10 @@ class Job:
         dataset.require_fit(self.recipe, self.batch_size, self.epochs)
         if self.algorithm == BACKUP:
             BackupWorkers(self.backups).needed(workers)
-        self._check_faults(workers)
-        if self.trace is not None:
-            require_writable("--trace", self.trace, "trace.json")
-
-    def _check_faults(self, workers: int) -> None:
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
-        replaced = [fault for fault in self.inject if fault.back is not None]
-        if len(self.successors()) < len(replaced):
-            raise UsageError("--inject kill: give back= once for each rank, since the replacement is not killed again")
-        if replaced and self.algorithm != BACKUP:
-            raise UsageError(f"--inject kill: {self.algorithm} cannot replace a dead process: leave back= out")
+        if self.trace is not None:
+            require_writable("--trace", self.trace, "trace.json")
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""
@@ -113,10 +105,6 @@ class Job:
     def batches(self, place: tuple[int, int]) -> BatchSizeControl:
         """Return the batches of `place` = (rank, workers)."""
         return dataset.batches(RECIPES[self.recipe], place, self.batch_size // place[1], self.epochs, self.seed)
-
-    def successors(self) -> dict[int, float]:
-        """Return the ranks that another process replaces, and how many seconds after their death."""
-        return {each.rank: each.back for each in self.inject if each.rank is not None and each.back is not None}
 
     def outlives(self, workers: int) -> int:
         """Return how many of `workers` workers may die without ending the run."""
@@ -166,7 +154,7 @@ class DdpReplica:
 
 
 class _Part(NamedTuple):
-    """The part of a run that one process took part in; a replacement starts in the middle."""
+    """The part of a run that one process took part in."""
 
     steps: int
     images: int
@@ -184,8 +172,8 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
         optimizer = recipe.optimizer(model, job.lr)
         rate = recipe.rate(optimizer, control, job.epochs)
         replica = _replica(job, world, model, optimizer, rate)
-        feed, injected, end = dataset.Feed(data[0], control), _injection(job, world), job.steps(world.size)
-        begin, begin_s, images = replica.step, perf_counter(), 0
+        feed, injected = dataset.Feed(data[0], control), Injection(job.inject, job.seed, world.rank)
+        begin, end, begin_s, images = replica.step, job.steps(world.size), perf_counter(), 0
         with recording_timeline(world, job.trace):
             recorder = HistoryRecorder(world) if job.report is not None else None
             while (step := replica.step) < end:
@@ -203,13 +191,6 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
             return result
         recorder.record_averaged_step(replica.last)  # gossip reports its last step late
         return replace(result, record=gather_record(world, recorder))
-
-
-def _injection(job: Job, world: World) -> Injection:
-    """Return the faults of this rank; a process that replaces a killed one is not killed again."""
-    is_replacement = world.config is not None
-    faults = [fault for fault in job.inject if not (is_replacement and fault.kind == "kill")]
-    return Injection(faults, job.seed, world.rank)
 
 
 def _step(

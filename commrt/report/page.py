@@ -102,7 +102,7 @@ def _run_section(result: Result, backups: int) -> dict[str, Any]:
         "mix_counts": record.mix_counts(result.workers) if result.algorithm == GOSSIP else None,
         "contributions": _contributions(result, record),
         "ranks": [_rank_row(rank, histories.get(rank)) for rank in range(result.workers)],
-        "lost": [*_lost_ranks(result, record), *_replaced_ranks(record)],
+        "lost": [*_lost_ranks(result, record)],
         "schedule": _schedule(result, backups),
     }
 
@@ -180,10 +180,3 @@ def _lost_ranks(result: Result, record: RunRecord) -> Iterator[str]:
             yield f"Rank {rank}: step {max(steps)} was the last in which it counted; nobody waited for it after that"
         else:
             yield f"Rank {rank}: it counted in no step that the others recorded"
-
-
-def _replaced_ranks(record: RunRecord) -> Iterator[str]:
-    """Return which ranks a second process has taken over: those that did not begin with step 0."""
-    for history in record.histories:
-        if history.iterations and (step := history.iterations[0].step) > 0:
-            yield f"Rank {history.rank} was lost; another process took its place, and began with step {step}"
