@@ -22,11 +22,16 @@ __all__ = ["Fault", "Injection", "check", "extra_s", "parse"]
 
 LONGEST_S, MOST_TIMES = 2e6, 1e6
 FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "slow": (("prob", "seconds"), ("prob", "low", "high")),  # and rank, if it is one rank alone
+    "slow": (
+        ("prob", "seconds"),
+        ("rank", "prob", "seconds"),
+        ("prob", "low", "high"),
+        ("rank", "prob", "low", "high"),
+    ),
     "kill": (("rank", "step"),),
     "stop": (("rank", "step", "seconds"),),
 }
-"""By kind of fault, the fields that it needs; slow has two forms."""
+"""By kind of fault, the fields of each of its forms."""
 EXAMPLES = {
     "slow": "slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20, with rank=2 for one rank alone",
     "kill": "kill:rank=3,step=20",
@@ -87,9 +92,7 @@ def parse(text: str) -> Fault:
         raise UsageError(f"--inject {text}: no fault is called {kind!r}: choose one of {', '.join(sorted(FIELDS))}")
     parts = [part.partition("=") for part in rest.split(",")]
     fields = {name: value for name, _, value in parts}
-    if len(fields) < len(parts) or fields.keys() - ({"rank"} if kind == "slow" else set()) not in [
-        {*form} for form in FIELDS[kind]
-    ]:
+    if len(fields) < len(parts) or {*fields} not in [{*form} for form in FIELDS[kind]]:
         raise UsageError(f"--inject {text}: a field is missing, unknown or given twice: write {EXAMPLES[kind]}")
     try:
         numbers = {name: int(value) if name in WHOLE else float(value) for name, value in fields.items()}
