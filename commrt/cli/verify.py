@@ -77,8 +77,8 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     if show:
         print(*schedules, sep="\n")
     print(_sentence(worst))
-    if mixed and worst.ok:
-        print(_mixing_sentence(mixed))
+    if isinstance(algorithm, Gossip) and worst.ok:
+        print(_mixing_sentence(mixed, algorithm.within))
     return worst.ok
 
 
@@ -98,13 +98,14 @@ def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
     return {"period": len(period), "met_all_after": met} | asdict(mixing(period, algorithm.within))
 
 
-def _mixing_sentence(mixed: dict[str, Any]) -> str:
+def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
     shares, period, met = (mixed["smallest"], mixed["largest"]), mixed["period"], mixed["met_all_after"]
     share = "exactly the mean" if shares == (1, 1) else "{:.3g} to {:.3g} times its share of each".format(*shares)
+    who = "ranks" if within == 1 else f"rows of {within}"
     meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
     return (
         f"after {period} step{'s' * (period != 1)} every rank holds {share}; {mixed['second_singular_value']:.3g} of "
-        f"the differences between ranks is left at most; ranks, or rows of ranks, {meet}"
+        f"the differences between ranks is left at most; {who} {meet}"
     )
 
 

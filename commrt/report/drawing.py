@@ -39,7 +39,9 @@ def draw_schedule(schedule: Schedule) -> Figure:
     """
     steps = _require_small(schedule)
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
-    colours = _chunk_colours(schedule.chunks)
+    from matplotlib import colormaps  # noqa: PLC0415  # after new_figure, which says what to install
+
+    colours = colormaps["turbo"](np.linspace(0.05, 0.95, max(schedule.chunks, 2)))
     for number, step in enumerate(steps):
         _draw_transfers(axes, number, step, schedule.ranks, colours)
     for number, (begin, end, name) in enumerate(_phases(steps)):
@@ -65,12 +67,6 @@ def _require_small(schedule: Schedule) -> list[Step]:
     if len(steps) > MAX_STEPS:
         raise UsageError(f"{schedule.name} has more than {MAX_STEPS} steps: {SIZE_LIMIT}")
     return steps
-
-
-def _chunk_colours(chunks: int) -> np.ndarray:
-    from matplotlib import colormaps  # noqa: PLC0415  # heavy, and an extra
-
-    return np.asarray(colormaps["turbo"](np.linspace(0.05, 0.95, max(chunks, 2))))
 
 
 def _draw_transfers(axes: Axes, number: int, step: Step, ranks: int, colours: np.ndarray) -> None:
@@ -241,7 +237,11 @@ def _draw_window(spans: Sequence[Span], window: _Window, name: str) -> Figure:
     axes.set_ylim(2.4 * len(ranks), -0.3)
     axes.set_xlim(0, window.width_ms)
     _label_time(axes, f"{name}, step {window.step}: {window.width_ms:.2f} ms")
-    _add_legend(figure, {span.name for span in shown})
+    from matplotlib.patches import Patch  # noqa: PLC0415  # after new_figure, which says what to install
+
+    there = [kind for kind in COLOURS if kind in {span.name for span in shown}]
+    handles = [Patch(color=COLOURS[kind], label=LEGEND.get(kind, kind)) for kind in there]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
     return figure
 
 
@@ -252,13 +252,6 @@ def _draw_ranges(axes: Axes, top: float, kind: str, spans: Sequence[Span], windo
         place = (top + 0.62, 0.28) if kind == "wait" else (top, 0.9)
         bars = [(span.begin_ms - window.begin_ms, span.end_ms - span.begin_ms) for span in spans]
         axes.broken_barh(bars, place, color=COLOURS[kind], ec="w", lw=0.2, clip_on=True)
-
-
-def _add_legend(figure: Figure, kinds: set[str]) -> None:
-    from matplotlib.patches import Patch  # noqa: PLC0415  # heavy, and an extra
-
-    handles = [Patch(color=COLOURS[kind], label=LEGEND.get(kind, kind)) for kind in COLOURS if kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
 
 
 def _label_time(axes: Axes, title: str) -> None:

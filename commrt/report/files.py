@@ -14,14 +14,7 @@ from commrt.errors import CommrtError, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "GENERATOR",
-    "prepare_report",
-    "require_picture",
-    "require_writable",
-    "save_picture",
-    "write",
-]
+__all__ = ["GENERATOR", "prepare_report", "require_picture", "require_writable", "save_picture", "write"]
 
 PICTURE_FORMATS = (".svg", ".png", ".pdf")
 REPORT_NAME = "report.html"

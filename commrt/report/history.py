@@ -20,16 +20,9 @@ from commrt.runtime.world import World
 from commrt.training.replica import StepReport
 
 __all__ = [
-    "MAX_ITERATIONS",
-    "TIMELINE_ITERATIONS",
-    "AveragedStep",
-    "HistoryRecorder",
-    "Iteration",
-    "RankHistory",
-    "RunRecord",
-    "gather_record",
-    "recording_timeline",
-]
+    "MAX_ITERATIONS", "TIMELINE_ITERATIONS", "AveragedStep", "HistoryRecorder", "Iteration", "RankHistory", "RunRecord",
+    "gather_record", "recording_timeline",
+]  # fmt: skip
 
 MAX_ITERATIONS = 20_000
 """Iterations that a rank keeps: about 3 MB."""

@@ -64,9 +64,7 @@ def run_processes(
     Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with `start` "spawn"
     each is new, and imports for itself, in 2 to 3 s.
     """
-    context: Any = get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(IMPORTED)
+    context = _context(start)
     listener = listen() if holds_store else None
     port = free_port() if listener is None else int(listener.getsockname()[1])
     store = listener and hold(listener)
@@ -86,6 +84,13 @@ def run_processes(
     finally:
         _end([process for process, _ in processes], outcomes)
     return outcomes
+
+
+def _context(start: Start) -> Any:
+    context = get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def free_port() -> int:
