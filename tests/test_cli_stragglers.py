@@ -18,7 +18,8 @@ from commrt.cli.simulate import answer
 from commrt.cost.stragglers import step_time_s
 
 FAST = ("--steps", "500")
-COMMANDS = [("simulate", "backup"), ("plan", "--backups", "auto")]
+BACKUP = ("simulate", "backup")
+STEP = ("--model", "resnet50", "--wire", "bf16")
 
 
 def test_simulate_backup_says_which_split_is_best_and_what_each_costs():
@@ -28,7 +29,6 @@ def test_simulate_backup_says_which_split_is_best_and_what_each_costs():
     assert len(record["kth_time_s"]) == len(record["hours"]) == 100
     assert record["hours"][:49] == [None] * 49  # nothing was published for so few
     assert min(record["hours"][49:]) == record["hours"][record["best_quorum"] - 1] == pytest.approx(37.2, rel=0.03)
-    assert 0.9 * min(record["hours"][49:]) < record["lower_bound_hours"] < min(record["hours"][49:])
     assert record["law"]["name"] == "paper"
     assert record["sources"].count("as recalled") == 2
 
@@ -38,22 +38,22 @@ def test_the_same_seed_gives_the_same_answer_and_another_one_another():
     assert first == again != other
 
 
-def test_the_table_shows_landmarks_and_all_numbers_of_backups_near_the_best():
+def test_the_table_shows_all_small_numbers_of_backups_and_some_larger_ones():
     output = invoke("simulate", "backup", *FAST).stdout
     shown = [int(number) for number in re.findall(r"^│ +(\d+) │", output, re.MULTILINE)]
-    assert shown == [1, 50, 80, *range(88, 101)]
+    assert shown == [52, 62, 70, 76, 81, 85, *range(88, 101)]
     assert "hours" in output
-    assert re.search(r"^best: wait for 9[4-7] of 100 ranks", output, re.MULTILINE)
+    assert re.search(r"^use [6-9] backups: the goal takes 0\.\d\d of the time without$", output, re.MULTILINE)
+    assert re.search(r"the published rule, .*, says [3-6] \([3-6] to [3-6] in 90 % of resamplings\)", output)
 
 
-def test_a_law_with_a_closed_form_shows_it_and_hours_that_nobody_knows_are_left_out():
+def test_parameters_of_a_law_are_set_and_hours_that_nobody_knows_are_left_out():
     args = ("simulate", "backup", "--law", "exponential", "--ranks", "8", "--set", "constant_s=0", *FAST)
     record = told(*args)
-    assert record["expected_kth_time_s"][5:] == pytest.approx([1.2179, 1.7179, 2.7179], abs=1e-4)
-    assert record["hours"] is record["lower_bound_hours"] is None
+    assert record["kth_time_s"][5:] == pytest.approx([1.2179, 1.7179, 2.7179], rel=0.1)
+    assert record["hours"] is None
     assert record["law"] == {"name": "exponential", "constant_s": 0.0, "rate_per_s": 1.0}
-    assert "closed form" in (output := invoke(*args).stdout)
-    assert "hours" not in output
+    assert "hours" not in invoke(*args).stdout
 
 
 def test_what_training_needs_is_assumed_as_the_options_say():
@@ -61,50 +61,28 @@ def test_what_training_needs_is_assumed_as_the_options_say():
         return told("simulate", "backup", "--law", "slow", "--ranks", "8", *FAST, *args)["best_quorum"]
 
     assert best() == best("--exponent", "1") > best("--exponent", "0")
-    power = told("simulate", "backup", "--interpolation", "power", *FAST)
-    assert power["iterations"] == {"name": "published", "power_law": True}
-    assert power["best_quorum"] in range(94, 97)
+    assert told("simulate", "backup", *FAST)["iterations"] == {"name": "published"}
 
 
-def test_a_plan_is_for_ranks_that_finish_though_late_and_says_what_the_published_rule_says():
-    simulated, planned = told("simulate", "backup", *FAST), told("plan", "--backups", "auto", *FAST)
-    assert planned["backups_if_all_begin_together"] == simulated["backups"]
-    assert planned["backups"] == 100 - simulated["best_quorum_if_late_finish"] > simulated["backups"]
-
-
-def test_a_plan_says_how_many_backups_and_why():
-    output = invoke("plan", "--backups", "auto", "--ranks", "100", *FAST).stdout
-    advice = output.splitlines()[-1]
-    assert re.match(r"use \d+ backups: a step ends with gradient [89]\d of 100, after", advice)
-    assert re.search(r"The published rule, .*, says [3-6] \(.* in 90 % of resamplings.*\)$", advice)
-    record = told("plan", "--backups", "auto", "--ranks", "100", *FAST)
-    assert record["asked"] in record["table"]
+def test_ranks_that_finish_though_late_need_more_backups_than_the_published_rule_says():
+    record = told("simulate", "backup", *FAST)
+    assert 100 - record["best_quorum_if_late_finish"] > record["backups"]
+    best = next(row for row in record["table"] if row["quorum"] == record["best_quorum_if_late_finish"])
     assert record["table"][-1]["late_finish_relative_time"] == 1
-    times = [row["late_finish_relative_time"] for row in record["table"]]
-    assert record["asked"]["late_finish_relative_time"] == min(times)
+    assert best["late_finish_relative_time"] == min(row["late_finish_relative_time"] or 1 for row in record["table"])
 
 
 @pytest.mark.parametrize(("law", "ranks"), [("slow", 64), ("slow", 9), ("exponential", 40)])
-def test_the_planned_number_of_backups_is_the_best_of_all_that_may_be(law, ranks):
-    found = answer(Question(ranks, 500, 0, law, [], None, None, None))
+def test_the_chosen_number_of_backups_is_about_the_best_of_all_that_may_be(law, ranks):
+    found = answer(Question(ranks, 500, 0, law, [], None, None))
     allowed = np.arange(ranks // 2 + 1, ranks + 1)
     goal_s = step_time_s(found.times_s, allowed) * found.goal.iterations(allowed)
-    assert goal_s[found.best_if_late_finish - allowed[0]] <= 1.002 * goal_s.min()
+    assert goal_s[found.best_if_late_finish["quorum"] - allowed[0]] <= 1.02 * goal_s.min()
 
 
-def test_a_plan_compares_a_number_of_backups_with_the_best():
-    record = told("plan", "--backups", "20", *FAST)
-    assert record["asked"]["backups"] == 20
-    best = next(row for row in record["table"] if row["backups"] == record["backups"])
-    assert record["asked"]["late_finish_relative_time"] > 1.05 * best["late_finish_relative_time"]
-    output = invoke("plan", "--backups", "20", *FAST).stdout
-    ratio = re.search(r"^20 backups: (1\.\d\d) times as long as with \d+$", output, re.MULTILINE)
-    assert 1.05 < float(ratio[1]) < 1.3
-
-
-def test_a_plan_without_stragglers_needs_no_backups():
-    output = invoke("plan", "--backups", "auto", "--law", "slow", "--set", "chance=0", "--ranks", "4", *FAST).stdout
-    assert "use no backups" in output
+def test_without_stragglers_no_backups_are_best():
+    output = invoke("simulate", "backup", "--law", "slow", "--set", "chance=0", "--ranks", "4", *FAST).stdout
+    assert "use 0 backups" in output
 
 
 RECORDED = [[1.0, 1.1, 1.2, 9.0], [2.0, 2.1, 20.0, 2.2], [1.0, 1.0, 1.0, 1.0]]
@@ -126,8 +104,10 @@ def test_a_recorded_run_is_taken_as_it_is(text, tmp_path):
     assert record["kth_time_s"] == pytest.approx(np.sort(RECORDED, axis=1).mean(axis=0).tolist())
     assert (record["ranks"], record["steps"], record["best_quorum"]) == (4, 3, 3)
     assert record["law"] == {"name": "recorded", "file": str(file)}
-    assert told("plan", "--backups", "auto", "--times", str(file), "--ranks", "4")["backups"] == 1
-    assert f"recorded, {file}" in invoke("plan", "--backups", "auto", "--times", str(file)).stdout
+    assert record["best_quorum_if_late_finish"] == 3
+    assert f"recorded, {file}" in invoke("simulate", "backup", "--times", str(file)).stdout
+    plan = told("plan", "--backups", "auto", *STEP, "--times", str(file), "--ranks", "4")
+    assert {each["backups"] for each in plan["plans"]} == {0, 1}
 
 
 def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
@@ -163,7 +143,6 @@ def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
         ("[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
         ("1,2\n1,2,3\n", "step 1 has 3 times, step 0 has 2"),
         ("[[1, 2], [1, null]]", "step 1, rank 1: None is no number of seconds above 0"),
-        ("[[1, true]]", "step 0, rank 1: True is no number of seconds"),
         ("[[1, NaN]]", "step 0, rank 1: nan is no number of seconds"),
         ("[[1, -2]]", "step 0, rank 1: -2 is no number of seconds"),
         ("[[0, 1]]", "step 0, rank 0: 0 is no number of seconds"),
@@ -178,11 +157,10 @@ def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
         ("[1, 2]", "is no list of lists"),
     ],
 )
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_bad_file_is_refused_with_the_place_of_what_is_wrong(command, text, says, tmp_path):
+def test_a_bad_file_is_refused_with_the_place_of_what_is_wrong(text, says, tmp_path):
     file = tmp_path / "times"
     file.write_text(text)
-    assert re.match(f"{re.escape(str(file))}.*{says}", refused(*command, "--times", str(file)))
+    assert re.match(f"{re.escape(str(file))}.*{says}", refused(*BACKUP, "--times", str(file)))
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
@@ -198,7 +176,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (("simulate", "backup", "--ranks", "8"), "say nothing of 8 ranks: give --exponent"),
         (("simulate", "backup", "--ranks", "101"), "say nothing of 101 ranks: give --exponent"),
         (("simulate", "backup", "--exponent", "2"), "an exponent of 2: give one between 0"),
-        (("simulate", "backup", "--exponent", "1", "--interpolation", "power"), "leave one out"),
         (("simulate", "backup", "--set", "chance=0.5"), "--set chance=0.5: write NAME=NUMBER, .* common_sd, "),
         (("simulate", "backup", "--law", "slow", "--set", "chance"), "one of base_s, chance, low, high"),
         (("simulate", "backup", "--law", "slow", "--set", "chance=often"), "--set chance=often: write NAME=NUMBER"),
@@ -206,10 +183,11 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (("simulate", "backup", "--steps", "1000000"), "give up to --steps "),
         (("simulate", "backup", "--times", "run.json", "--law", "slow"), "leave out --law, --set and --steps"),
         (("simulate", "backup", "--times", "run.json", "--steps", "9"), "leave out --law, --set and --steps"),
-        (("plan", "--backups", "many"), "--backups many: give auto, or a number"),
-        (("plan", "--backups", "-1"), "--backups -1: give auto, or a number"),
-        (("plan", "--backups", "100", *FAST), "--backups 100 of 100 ranks leaves none: give up to 99"),
-        (("plan", "--backups", "60", *FAST), "no count of updates is known for 40 gradients each"),
+        (("plan", "--backups", "auto"), "--backups needs a training step: give --model too"),
+        (("plan", "--backups", "many", *STEP, *FAST), "--backups many: give auto, or a number"),
+        (("plan", "--backups", "-1", *STEP, *FAST), "--backups -1: give auto, or a number"),
+        (("plan", "--backups", "100", *STEP, *FAST), "backups=100 of 100 ranks leave 0"),
+        (("plan", "--backups", "20", "--ranks", "60", *STEP, *FAST), "no count of updates is known for 40 gradients"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -225,14 +203,13 @@ def test_a_recording_of_other_ranks_than_asked_for_is_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_one_rank_and_many_work_too(command):
-    one = told(*command, "--ranks", "1", "--exponent", "1", *FAST)
+def test_one_rank_and_many_work_too():
+    one = told(*BACKUP, "--ranks", "1", "--exponent", "1", *FAST)
     assert (one["backups"], len(one["table"])) == (0, 1)
-    assert told(*command, "--ranks", "300", "--exponent", "1", "--steps", "50")["backups"] < 60
+    assert told(*BACKUP, "--ranks", "300", "--exponent", "1", "--steps", "50")["backups"] < 60
 
 
-@pytest.mark.parametrize("args", [("simulate", "gossip"), ("plan", "--backups", "many")])
+@pytest.mark.parametrize("args", [("simulate", "gossip"), ("plan", "--backups", "many", *STEP)])
 def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(args):
     command = Path(sys.executable).with_name("commrt")
     result = subprocess.run([command, *args, "--json"], capture_output=True, text=True, timeout=60, check=False)
@@ -241,7 +218,8 @@ def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(args):
 
 
 def test_neither_command_needs_torch():
-    calls = "".join(f"app({[*command, *FAST]}, standalone_mode=False); " for command in COMMANDS)
+    commands = BACKUP, ("plan", "--backups", "auto", *STEP)
+    calls = "".join(f"app({[*command, *FAST]}, standalone_mode=False); " for command in commands)
     script = f"import sys; from commrt.cli.app import app; {calls}print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.endswith("False\n")

@@ -14,14 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from commands import invoke
 from typer.testing import CliRunner
 
-from commrt.cli import doctor, doctor_environment, doctor_machine
+from commrt.cli import doctor_environment, doctor_machine
 from commrt.cli.app import app
-from commrt.cli.doctor import AT_LEAST, Installed, examine, fits, installed, packages
-from commrt.cli.doctor_environment import HARMS, Finding, Surroundings, guarded, harmful, mapped, misspelt, names_in
+from commrt.cli.doctor import examine
+from commrt.cli.doctor_environment import AT_LEAST, HARMS, Finding, guarded, installed, launcher, packages, variables
 from commrt.cli.doctor_machine import gpus
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError
@@ -40,68 +39,55 @@ def only(findings):
 # What is installed.
 
 
-def having(cuda=None, asks=None, **versions):
-    named = {name.replace("_", "-"): version for name, version in versions.items()}
-    return Installed(named, {} if asks is None else asks, cuda)
-
-
-GOOD = {"torch": "2.14.1", "triton": "3.7.0", "cupy_cuda13x": "14.2.0", "nvidia_nccl_cu13": "2.30.7", "numpy": "2.4.6"}
-ASKS = {
-    "torch": [
-        'nvidia-nccl-cu13==2.30.7; platform_system == "Linux"',
-        'triton==3.7.0; platform_system == "Linux"',
-        'optree>=0.13.0; extra == "optree"',
-    ],
-    "cupy-cuda13x": ["numpy<2.6,>=2.0"],
+GOOD = {
+    "commrt": "0.1",
+    "torch": "2.14.1",
+    "triton": "3.7.0",
+    "cupy-cuda13x": "14.2.0",
+    "nvidia-nccl-cu13": "2.30.7",
+    "numpy": "2.4.6",
+    "mlxtend": "0.23",
+    "matplotlib": "3.9",
 }
 
 
-def test_what_torch_and_cupy_ask_for_fits():
-    assert only(fits(having("13.0", ASKS, **GOOD))).verdict == "ok"
+def test_what_fits_is_ok():
+    found = [*packages(GOOD, "13.0")]
+    assert {each.verdict for each in found} == {"ok"}
+    assert "14.2.0 (cupy-cuda13x)" in {each.detail for each in found}
 
 
 @pytest.mark.parametrize(
-    ("changed", "names", "verdict", "advice"),
+    ("other", "names"),
     [
-        ({"cupy_cuda12x": "14.2.0"}, "cupy-cuda13x and cupy-cuda12x", "problem", "then pip install cupy-cuda13x."),
-        ({"nvidia_nccl_cu12": "2.30.7"}, "nvidia-nccl-cu13 and nvidia-nccl-cu12", "problem", "pip install nvidia-nccl"),
-        ({"triton": "3.6.0"}, "torch and triton", "problem", "pip install 'triton==3.7.0'."),
-        ({"triton": "3.8.0"}, "torch and triton", "warning", "pip install 'triton==3.7.0'."),
-        ({"nvidia_nccl_cu13": "2.27.7"}, "torch and nvidia-nccl-cu13", "problem", "'nvidia-nccl-cu13==2.30.7'."),
-        ({"numpy": "2.6.1"}, "cupy-cuda13x and numpy", "warning", "pip install 'numpy<2.6,>=2.0'."),
-        ({"numpy": "1.26.4"}, "cupy-cuda13x and numpy", "warning", "pip install 'numpy<2.6,>=2.0'."),
+        ("cupy-cuda12x", "cupy-cuda13x and cupy-cuda12x"),
+        ("nvidia-nccl-cu12", "nvidia-nccl-cu13 and nvidia-nccl-cu12"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_packages_that_do_not_fit_are_named_with_what_to_install(changed, names, verdict, advice):
-    wrong = [*fits(having("13.0", ASKS, **GOOD | changed))]
-    finding = next(each for each in wrong if each.name == names)
-    assert finding.verdict == verdict
-    assert advice in finding.advice
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_packages_that_overwrite_each_other_are_named(other, names, cuda):
+    finding = next(each for each in packages(GOOD | {other: "14.2.0"}, cuda) if each.name == names)
+    assert (finding.verdict, "pip uninstall" in finding.advice) == ("problem", True)
 
 
 def test_a_cupy_for_another_cuda_than_torchs_is_a_problem():
-    found = {name: version for name, version in GOOD.items() if "cu13" not in name and "cuda13" not in name}
-    finding = only(fits(having("13.0", cupy_cuda12x="14.2.0", **found)))
-    assert (finding.name, finding.verdict) == ("cupy-cuda12x", "problem")
-    assert finding.advice == "pip uninstall cupy-cuda12x, then pip install cupy-cuda13x."
-
-
-def test_a_torch_without_cuda_fits_any_cupy():
-    assert only(fits(having(None, cupy_cuda12x="14.2.0", torch="2.13.0+cpu"))).verdict == "ok"
-
-
-@pytest.mark.parametrize(("name", "old"), [("torch", "2.5.1"), ("triton", "3.2.0"), ("cupy_cuda12x", "13.6.0")])
-def test_a_version_that_is_too_old_is_a_problem(name, old):
-    row = {"cupy_cuda12x": "cupy"}.get(name, name)
-    finding = next(each for each in packages(having(**{name: old})) if each.name == row)
+    finding = next(each for each in packages({"cupy-cuda12x": "14.2.0"}, "13.0") if each.name == "cupy-cuda12x")
     assert finding.verdict == "problem"
-    assert f">={AT_LEAST[name.replace('_', '-')]}" in finding.advice
+    assert finding.advice == "pip uninstall cupy-cuda12x, then pip install cupy-cuda13x."
+    assert "cupy-cuda12x" not in {each.name for each in packages({"cupy-cuda12x": "14.2.0"}, None)}
 
 
-def test_what_is_not_installed_is_absent_but_torch_is_a_problem():
-    verdicts = {each.name: each.verdict for each in packages(having())}
-    assert verdicts.pop("torch") == "problem"
+@pytest.mark.parametrize(("name", "old"), [("torch", "2.5.1"), ("triton", "3.2.0"), ("cupy-cuda12x", "13.6.0")])
+def test_a_version_that_is_too_old_is_a_problem(name, old):
+    row = {"cupy-cuda12x": "cupy"}.get(name, name)
+    finding = next(each for each in packages({name: old}, None) if each.name == row)
+    assert finding.verdict == "problem"
+    assert f">={AT_LEAST[name]}" in finding.advice
+
+
+def test_what_is_not_installed_is_absent_but_torch_and_numpy_are_problems():
+    verdicts = {each.name: each.verdict for each in packages({}, None)}
+    assert (verdicts.pop("torch"), verdicts.pop("numpy")) == ("problem", "problem")
     assert set(verdicts.values()) == {"absent"}
 
 
@@ -116,77 +102,39 @@ def test_the_tables_say_what_the_project_asks_for():
 
 
 def test_what_is_here_is_found():
-    found = installed()
-    assert found.cuda == torch.version.cuda
-    assert found.versions["torch"] == metadata.version("torch")
-    assert "cupy" not in found.versions  # it is there as a wheel of another name
+    assert installed()["torch"] == metadata.version("torch")
 
 
 # Variables.
 
 
-def around(interfaces=("lo", "eth0"), cpus=4, launch=False, names=()):
-    return Surroundings(interfaces, cpus, launch, lambda: frozenset(names))
+def named(env, interfaces=("lo", "eth0")):
+    return {finding.name: finding for finding in variables(env, interfaces)}
 
 
-def named(env, **given):
-    return {finding.name: finding for finding in harmful(env, around(**given))}
-
-
-HURTING = {
-    "NCCL_COMM_BLOCKING": "0",
-    "NCCL_GRAPH_MIXING_SUPPORT": "0",
-    "CUDA_VISIBLE_DEVICES": "",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "COMMRT_NVTX": "off",
-}
-
-
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.name)
-def test_each_variable_of_the_table_is_found_when_it_hurts_and_not_otherwise(harm):
-    value = HURTING.get(harm.name, "1")
-    finding = named({harm.name: value})[harm.name]
-    assert harm.effect in finding.detail
-    assert bool(finding.advice) is (finding.verdict != "ok")
-    harmless = {"0": "1", "1": "0", "": "0,1", "DETAIL": "OFF", "off": "0"}[value]
-    assert harm.name not in named({harm.name: harmless}) or harm.hurts(harmless)
+@pytest.mark.parametrize("name", HARMS)
+def test_each_variable_of_the_table_is_found_when_it_hurts_and_not_otherwise(name):
+    value = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}.get(name, "1")
+    assert HARMS[name][1] in named({name: value})[name].detail
+    assert name not in named({name: "0"})
 
 
 def test_an_innocent_environment_has_nothing_to_say():
     env = {"PATH": "/bin", "http_proxy": "http://x", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2", "COMMRT_NVTX": "0"}
-    assert named(env | {"COMMRT_TRANSPORT": "gloo", "NCCL_SOCKET_IFNAME": "eth"}, names=["NCCL_DEBUG"]) == {}
+    assert named(env | {"COMMRT_TRANSPORT": "gloo", "GLOO_SOCKET_IFNAME": "eth0"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "is_wrong"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth0", False),
-        ("GLOO_SOCKET_IFNAME", "eth", True),
-        ("GLOO_SOCKET_IFNAME", "lo,eth9", True),
-        ("NCCL_SOCKET_IFNAME", "eth", False),
-        ("NCCL_SOCKET_IFNAME", "=eth", True),
-        ("NCCL_SOCKET_IFNAME", "ib0,eth", False),
-        ("NCCL_SOCKET_IFNAME", "^docker", False),
-        ("NCCL_SOCKET_IFNAME", "^lo,eth", True),
-        ("NCCL_SOCKET_IFNAME", "^=lo,eth", False),
-        ("NCCL_SOCKET_IFNAME", "=ib0,lo", False),
-    ],
-)
-def test_an_interface_that_is_not_there_is_a_problem(variable, value, is_wrong):
-    found = named({variable: value}, names=[variable])
-    assert [finding.verdict for finding in found.values()] == ["problem"] * is_wrong
-
-
-@pytest.mark.parametrize(("value", "hurts"), [("4", False), ("5", True), ("0", True), ("all", True), ("2,1", False)])
-def test_more_threads_than_processors_are_a_warning(value, hurts):
-    assert ("OMP_NUM_THREADS" in named({"OMP_NUM_THREADS": value})) is hurts
+@pytest.mark.parametrize(("value", "is_wrong"), [("eth0", False), ("eth", True), ("lo,eth9", True)])
+def test_an_interface_that_is_not_there_is_a_problem(value, is_wrong):
+    assert [each.verdict for each in named({"GLOO_SOCKET_IFNAME": value}).values()] == ["problem"] * is_wrong
 
 
 def test_an_address_without_ranks_is_half_a_launch():
     env = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert "makes a world of one" in named(env)["MASTER_ADDR"].detail
-    assert named(env, launch=True) == {}
-    assert named(env | {"WORLD_SIZE": "2"}) == {}  # of which something else is said
+    assert "makes a world of one" in only(launcher(env, None)).detail
+    assert only(launcher(env, None)).verdict == "warning"
+    assert only(launcher(env, launch_of(2, 2))).verdict == "ok"
+    assert only(launcher({}, None)).verdict == "ok"
 
 
 def test_an_unknown_variable_of_ours_is_named_with_the_nearest():
@@ -201,32 +149,14 @@ def test_the_known_variables_are_those_that_the_package_reads():
     assert set(re.findall(r"COMMRT_[A-Z_]+", text)) == set(VARIABLES)
 
 
-def test_a_misspelt_variable_of_nccl_is_told_from_a_plugins():
-    known = frozenset({"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"})
-    findings = [*misspelt(["NCCL_SOCKET_IFNME", "NCCL_DEBUG", "NCCL_VERSION", "NCCL_BLOCKING_WAIT"], known)]
-    assert only(findings).advice == "Did you mean NCCL_SOCKET_IFNAME?"
-
-
-def test_the_names_that_a_library_reads_are_found_in_it(tmp_path):
-    library = tmp_path / "libnccl.so.2"
-    library.write_bytes(b"\x7fELF\x00NCCL_DEBUG\x00..NCCL_P2P_DISABLE\x00NCCL_not\x00")
-    assert names_in(str(library)) == {"NCCL_DEBUG", "NCCL_P2P_DISABLE"}
-
-
-def test_two_copies_of_nccl_are_seen_in_the_map_of_a_process():
-    line = "7f12-7f13 r-xp 00000000 08:01 99   {}\n"
-    maps = "".join(map(line.format, ("/a/libnccl.so.2", "/b b/libc.so.6", "/c/libnccl.so.2", "/a/libnccl.so.2")))
-    assert mapped(maps) == ["/a/libnccl.so.2", "/c/libnccl.so.2"]
-
-
 # GPUs, which a stand-in for torch.cuda has.
 
 
 class FakeCuda:
     """Two GPUs of one kind."""
 
-    def __init__(self, capability=(9, 0), arches=("sm_80", "sm_90"), peers=True, count=2):
-        self.capability, self.arches, self.peers, self.count = capability, arches, peers, count
+    def __init__(self, capability=(9, 0), peers=True, count=2):
+        self.capability, self.peers, self.count = capability, peers, count
 
     def is_available(self):
         return self.count > 0
@@ -241,9 +171,6 @@ class FakeCuda:
     def can_device_access_peer(self, device, peer_device):
         return self.peers
 
-    def get_arch_list(self):
-        return list(self.arches)
-
 
 class Broken(FakeCuda):
     def get_device_properties(self, device):
@@ -253,27 +180,40 @@ class Broken(FakeCuda):
         raise AssertionError("Invalid peer device id")
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """GPUs of which those numbered here run no kernel."""
+    broken = set()
+
+    def run_kernel(number):
+        if number in broken:
+            raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(doctor_machine, "run_kernel", run_kernel)
+    return broken
+
+
 def test_gpus_are_named_with_their_memory_and_links():
     first, second, links = gpus(FakeCuda(), "13.0")
-    assert "NVIDIA H200, 139 GiB, compute capability 9.0" in first.detail
+    assert first.detail == "NVIDIA H200, 139 GiB, compute capability 9.0"
     assert (first.verdict, second.name, links.verdict) == ("ok", "gpu 1", "ok")
-    assert first.facts == {"device": "NVIDIA H200", "nbytes": 139 << 30, "capability": "9.0"}
 
 
-def test_a_gpu_that_torch_has_no_kernels_for_is_a_problem():
-    first, *_ = gpus(FakeCuda((12, 0)), "13.0")
-    assert (first.verdict, "compiled for sm_80, sm_90" in first.detail) == ("problem", True)
+def test_a_gpu_that_runs_no_kernel_of_torch_is_a_problem(kernels):
+    kernels.add(1)
+    first, second, _ = gpus(FakeCuda(), "13.0")
+    assert (first.verdict, second.verdict, "no kernel image" in second.detail) == ("ok", "problem", True)
 
 
 def test_a_gpu_older_than_our_kernels_is_a_warning():
-    first, *_ = gpus(FakeCuda((7, 5), arches=["sm_75"]), "12.8")
+    first, *_ = gpus(FakeCuda((7, 5)), "12.8")
     assert (first.verdict, "gpu-check" in first.advice) == ("warning", True)
 
 
 def test_gpus_without_peer_access_are_named():
     *_, links = gpus(FakeCuda(peers=False, count=4), "13.0")
     assert links.verdict == "warning"
-    assert "between GPUs 0 and 1, 0 and 2, 0 and 3, 1 and 2 and 2 other pairs" in links.detail
+    assert "between GPUs 0 and 1, 0 and 2, 0 and 3, 1 and 2, 1 and 3, 2 and 3:" in links.detail
 
 
 def test_a_driver_that_fails_is_a_finding_for_each_question():
@@ -335,6 +275,7 @@ def test_more_ranks_than_processors_are_a_warning(monkeypatch):
     assert "OMP_NUM_THREADS=2" in only(doctor_machine.processors(launch_of(2, 2), 4)).advice
     assert only(doctor_machine.processors(launch_of(4, 4), 1)).verdict == "ok"
     assert only(doctor_machine.processors(None, 4)).verdict == "ok"
+    assert "OMP_NUM_THREADS=4" in only(doctor_machine.processors(None, 5)).advice
 
 
 # The exchange.
@@ -406,13 +347,6 @@ def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):
     assert "exchange" not in {each.name for each in found}
 
 
-def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
-    (tmp_path / "version.py").write_text("__version__ = '2.14.1+cu130'\ncuda: Optional[str] = '13.0'\n")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(doctor, "find_spec", lambda _: spec)
-    assert doctor._cuda_of_torch() == "13.0"
-
-
 def test_doctor_ends_with_1_and_tells_all_as_json(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense9")
     result = invoke("doctor", "--quick", "--json")
@@ -421,7 +355,7 @@ def test_doctor_ends_with_1_and_tells_all_as_json(monkeypatch):
     found = {finding["name"]: finding for finding in record["findings"]}
     assert "exchange" not in found
     assert found["GLOO_SOCKET_IFNAME"]["verdict"] == "problem"
-    assert found["open files"]["facts"]["limit"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert "a rank of 1 needs 40" in found["open files"]["detail"]
 
 
 def test_the_table_fits_80_columns():

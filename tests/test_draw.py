@@ -120,6 +120,10 @@ def test_what_cannot_be_drawn_is_refused_in_words(args, says):
     assert says in str(refusal.value)
 
 
+def test_as_many_ranks_are_drawn_as_the_refusal_says():
+    assert draw_schedule(Schedule("wide", 64, 1, lambda: iter([Step.of(0, 63, 0, 1, ADD)])))
+
+
 def test_a_schedule_of_too_many_ranks_is_refused_before_its_steps_are_made():
     steps = [Step.of(src=0, dst=1, lo=0, hi=1, combine=ADD)]
     made = []

@@ -58,7 +58,6 @@ LAWS = {
     ),
     "--times": FILE,
     "--exponent": SIZE,
-    "--interpolation": mostly("linear", "power"),
 }
 OPTIONS = {
     "verify": (ALGORITHM, {"--ranks": RANKS, "--backups": COUNT, "--show": None, "--json": None, **SHAPES}),
@@ -86,9 +85,7 @@ OPTIONS = {
             "--start-timeout-s": SIZE,
             "--trace": FILE,
             "--json": None,
-            "--inject": mostly(
-                "kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2,back=1", "stop:rank=0"
-            ),
+            "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"),
         },
     ),
     "probe": (None, {"--workers": RANKS, "--timeout-s": SIZE, "--out": mostly("a.toml", "/nowhere/a.toml", "/")}),
@@ -169,7 +166,7 @@ def test_probe_takes_or_refuses_any_line(nothing_starts, words):
     told_or_refused(words)
 
 
-FIELDS = st.sampled_from(["rank", "step", "prob", "seconds", "back", "low", "high", "kind", ""])
+FIELDS = st.sampled_from(["rank", "step", "prob", "seconds", "low", "high", "kind", ""])
 PARTS = st.builds("{}={}".format, FIELDS, mostly("0", "1", "0.5")) | TEXTS
 
 

@@ -48,7 +48,7 @@ def test_a_fault_is_what_was_written(text, fault):
     [
         ("", "no fault is called '': choose one of kill, slow, stop$"),
         ("freeze:rank=1", "no fault is called 'freeze': choose one of kill, slow, stop$"),
-        ("kill", "missing, unknown or given twice: write kill:rank=3,step=20,"),
+        ("kill", "missing, unknown or given twice: write kill:rank=3,step=20$"),
         ("kill:", "missing, unknown or given twice"),
         ("kill:step=3", "missing, unknown or given twice"),
         ("kill:rank=1,step=3,seconds=1", "missing, unknown or given twice"),
@@ -59,9 +59,9 @@ def test_a_fault_is_what_was_written(text, fault):
         ("slow:prob=0.1,low=3", "write slow:prob=0.1,seconds=0.5 or"),
         ("slow:prob=0.1,seconds=1,low=3,high=4", "missing, unknown or given twice"),
         ("slow:prob=0.1,seconds=1,kind=3", "missing, unknown or given twice"),
-        ("kill:rank=one,step=3", "rank=one is not a whole number: write kill:rank=3,step=20,"),
-        ("kill:rank=1.5,step=3", r"rank=1\.5 is not a whole number"),
-        ("slow:prob=often,seconds=1", "prob=often is not a number"),
+        ("kill:rank=one,step=3", "'one': write kill:rank=3,step=20$"),
+        ("kill:rank=1.5,step=3", r"'1\.5': write"),
+        ("slow:prob=often,seconds=1", "'often': write"),
     ],
 )
 def test_what_is_no_fault_is_one_sentence(text, says):
@@ -76,7 +76,6 @@ def test_what_is_no_fault_is_one_sentence(text, says):
         ("kill:rank=-1,step=0", r"rank=-1 must be in 0\.\.3"),
         ("slow:rank=4,prob=0.5,seconds=1", r"rank=4 must be in 0\.\.3"),
         ("kill:rank=0,step=62", r"step=62 must be in 0\.\.61"),
-        ("kill:rank=0,step=1,back=-1", r"back=-1 must be in 0\.\."),
         ("stop:rank=0,step=-1,seconds=1", r"step=-1 must be in 0\.\.61"),
         ("stop:rank=0,step=0,seconds=-1", r"seconds=-1 must be in 0\.\."),
         ("stop:rank=0,step=0,seconds=inf", r"seconds=inf must be in 0\.\."),
@@ -90,7 +89,7 @@ def test_what_is_no_fault_is_one_sentence(text, says):
     ],
 )
 def test_what_cannot_happen_in_a_run_is_one_sentence(text, says):
-    with pytest.raises(UsageError, match=f"^--inject {text.partition(':')[0]}:.*: {says}.* in this run$"):
+    with pytest.raises(UsageError, match=f"^--inject {text.partition(':')[0]}: {says}.* in this run$"):
         check(parse(text), WORKERS, STEPS)
 
 

@@ -7,6 +7,7 @@ Figures called published are as recalled, not checked against the paper; the tar
 from __future__ import annotations
 
 import re
+from functools import reduce
 from math import inf, nan
 
 import numpy as np
@@ -65,6 +66,17 @@ def test_gradients_come_one_after_the_other(times_s):
     assert kth_s.sum() == pytest.approx(times_s.mean(axis=0).sum())
 
 
+def expected_kth_s(law, ranks):
+    """[ranks]: the mean time of the k-th gradient of a step, in closed form."""
+    if isinstance(law, Exponential):  # after k gradients the next comes from the ranks - k that are left
+        return law.constant_s + np.cumsum(1 / np.arange(ranks, 0, -1)) / law.rate_per_s
+    chances = reduce(np.convolve, [(1 - law.chance, law.chance)] * ranks, np.ones(1))
+    slow, k = np.arange(ranks + 1)[:, None], np.arange(1, ranks + 1)
+    place = np.maximum(k - (ranks - slow), 0)  # the j-th of m slow ones is expected j / (m + 1) of the way up
+    factor = np.where(place > 0, law.low + (law.high - law.low) * place / (slow + 1), 1.0)
+    return law.base_s * (chances @ factor)
+
+
 TAILS = [(100, 100, 5.1874), (100, 96, 3.1040), (50, 50, 4.4992), (53, 50, 2.7236)]
 TAILS += [(8, 8, 2.7179), (8, 7, 1.7179), (8, 6, 1.2179)]
 
@@ -72,7 +84,7 @@ TAILS += [(8, 8, 2.7179), (8, 7, 1.7179), (8, 6, 1.2179)]
 @pytest.mark.parametrize(("ranks", "needed", "tails"), TAILS)
 def test_exponential_tails_have_a_closed_form(ranks, needed, tails):
     law = Exponential(constant_s=3.0, rate_per_s=2.0)
-    assert law.expected_kth_s(ranks)[needed - 1] == pytest.approx(3 + tails / 2, abs=5e-5)
+    assert expected_kth_s(law, ranks)[needed - 1] == pytest.approx(3 + tails / 2, abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +103,16 @@ def test_closed_forms_are_what_samples_tend_to(law, ranks):
     kth_s = np.sort(sampled(law, ranks, 10_000), axis=1)
     error_s = kth_s.std(axis=0) / np.sqrt(len(kth_s))
     rare_s = 1e-3  # what too few steps show at all, such as eight slow ranks of eight
-    assert (np.abs(kth_s.mean(axis=0) - law.expected_kth_s(ranks)) <= 5 * error_s + rare_s).all()
+    assert (np.abs(kth_s.mean(axis=0) - expected_kth_s(law, ranks)) <= 5 * error_s + rare_s).all()
 
 
 def test_how_slow_steps_compare_is_known_without_sampling():
-    eight = SlowSteps(chance=0.03, low=5.0, high=20.0).expected_kth_s(8)
+    eight = expected_kth_s(SlowSteps(chance=0.03, low=5.0, high=20.0), 8)
     some_slow, several_slow = 1 - 0.97**8, 1 - 0.97**8 - 8 * 0.03 * 0.97**7
     assert eight[-1] > 1 + some_slow * (12.5 - 1)
     assert 1 + several_slow * (5 - 1) < eight[-2] < 1 + several_slow * (12.5 - 1)
-    assert SlowSteps(chance=0.0).expected_kth_s(3).tolist() == [1, 1, 1]
-    assert SlowSteps(chance=1.0, low=2.0, high=6.0).expected_kth_s(3).tolist() == [3, 4, 5]
+    assert expected_kth_s(SlowSteps(chance=0.0), 3).tolist() == [1, 1, 1]
+    assert expected_kth_s(SlowSteps(chance=1.0, low=2.0, high=6.0), 3).tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -120,14 +132,12 @@ def test_the_fit_meets_the_estimated_times_and_hours():
     assert hours[99] == pytest.approx(105.6, rel=0.12)
 
 
-@pytest.mark.parametrize("power_law", [False, True], ids=["linear", "power"])
 @pytest.mark.parametrize("seed", range(4))
-def test_of_100_ranks_about_96_are_worth_waiting_for(seed, power_law):
-    choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(power_law), rng())
-    assert choice.best == (95 if power_law else 96)
+def test_of_100_ranks_about_96_are_worth_waiting_for(seed):
+    choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(), rng())
+    assert choice.best == 96
     assert 94 <= choice.likely[0] <= choice.best <= choice.likely[1] <= 97
     assert choice.kth_s[99] > 2.5 * choice.kth_s[95]
-    assert 0.9 * choice.goal_s[choice.best - 1] < choice.bound_s < choice.goal_s[choice.best - 1]
 
 
 def test_steps_have_something_in_common():
@@ -169,8 +179,6 @@ def test_injected_delays_that_are_not_interrupted_cost_more_than_order_statistic
 def test_published_counts_are_met_and_nothing_is_claimed_beyond_them():
     needed = np.array([49, 50, 75, 100, 101])
     assert Published().iterations(needed) == pytest.approx([nan, 137.5e3, 106.85e3, 76.2e3, nan], nan_ok=True)
-    power = Published(power_law=True).iterations(needed)
-    assert power == pytest.approx([nan, 137.5e3, 137.5e3 * 1.5**-0.8516, 76.2e3, nan], nan_ok=True, rel=1e-4)
 
 
 GOALS = st.floats(0.125, 1).map(Scaling)
@@ -182,23 +190,14 @@ FEWER = settings(max_examples=40)  # each draws its steps again a hundred times
 def test_if_nobody_straggles_all_ranks_are_worth_waiting_for(goal, ranks, time_s):
     choice = choose(np.full((5, ranks), time_s), goal, rng())
     assert (choice.best, choice.likely) == (ranks, (ranks, ranks))
-    assert choice.bound_s == pytest.approx(choice.goal_s[-1])
 
 
 @FEWER
 @given(TIMES, GOALS)
-def test_the_best_split_is_the_cheapest_and_hindsight_is_cheaper(times_s, goal):
+def test_the_best_split_is_the_cheapest(times_s, goal):
     choice = choose(times_s, goal, rng())
     assert choice.goal_s[choice.best - 1] == choice.goal_s.min()
-    assert 0 < choice.bound_s <= choice.goal_s.min() * (1 + 1e-9)
     assert 1 <= choice.likely[0] <= choice.likely[1] <= len(choice.kth_s)
-
-
-def test_hindsight_waits_for_all_but_where_one_straggles():
-    times_s = np.array([[1.0, 1.0], [1.0, 101.0]])
-    choice = choose(times_s, Scaling(1.0), rng())
-    assert (choice.best, choice.goal_s[0]) == (1, 1.0)
-    assert choice.bound_s == pytest.approx(2 / 3)  # two seconds for three gradients
 
 
 def test_if_more_gradients_do_not_help_the_first_is_enough_and_no_free_one_is_wasted():
@@ -216,9 +215,9 @@ def test_a_few_steps_do_not_decide_what_many_do():
     [
         (lambda: HeavyTails(tail_chance=1.5), "tail_chance is 1.5: it must be between 0 and 1"),
         (lambda: HeavyTails(cap_s=1.0), "cap_s is 1: it must be at least 1.1, and finite"),
-        (lambda: HeavyTails(tail_exponent=0.0), "tail_exponent is 0: it must be above 0, and finite"),
+        (lambda: HeavyTails(tail_exponent=0.0), "tail_exponent is 0: it must be at least 1e-09, and finite"),
         (lambda: HeavyTails(body_s=nan), "body_s is nan: it must be at least 0, and finite"),
-        (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be above 0"),
+        (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be at least 1e-09"),
         (lambda: Exponential(constant_s=inf), "constant_s is inf: it must be at least 0, and finite"),
         (lambda: SlowSteps(chance=-0.1), "chance is -0.1: it must be between 0 and 1"),
         (lambda: SlowSteps(low=0.5), "low is 0.5: it must be at least 1"),

@@ -14,7 +14,6 @@ from time import monotonic, sleep
 import pytest
 
 from commrt.cli import train, workers
-from commrt.cli.inject_faults import Fault
 from commrt.cli.training_job import Job
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
@@ -121,36 +120,6 @@ def test_more_deaths_than_can_be_borne_end_the_run():
         run_workers(3, body, may_lose=1)
 
 
-def test_another_process_takes_the_place_of_a_killed_one_and_none_is_lost():
-    def body():
-        store = meet(launched(), LIMIT_S)
-        if rank() == 1 and store.add("lives", 1) == 1:
-            die()
-        store.wait(["seen"]) if rank() != 1 else store.set("seen", "by its successor")
-        return os.getpid()
-
-    values = run_workers(3, body, may_lose=1, successors={1: 0.01, 2: 0.0})
-    assert sorted(values) == [0, 1, 2]
-
-
-def test_one_that_fails_in_the_place_of_a_dead_one_takes_nothing_from_the_others(capfd):
-    def body():
-        store = meet(launched(), LIMIT_S)
-        if rank() == 1 and store.add("lives", 1) == 1:
-            die()
-        if rank() == 1:
-            store.set("seen", "")
-            raise UsageError("it came too late")
-        store.wait(["seen"])
-
-    assert sorted(run_workers(2, body, may_lose=1, successors={1: 0.0})) == [0]
-    assert "which replaced a killed one, failed: UsageError: it came too late" in capfd.readouterr().err
-
-
-def test_a_process_that_would_come_too_late_is_not_waited_for():
-    assert sorted(run_workers(2, lambda: rank() and die(), may_lose=1, successors={1: LIMIT_S})) == [0]
-
-
 def test_who_ends_without_a_word_has_failed():
     with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and sent no result$"):
         run_workers(2, lambda: os._exit(7), may_lose=1)
@@ -229,16 +198,6 @@ def test_a_signal_that_ends_the_process_ends_all_workers_and_is_told(number):
 def test_only_gossip_outlives_workers():
     jobs = {name: Job(name, 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0) for name in ("gossip", "torus2d", "ddp")}
     assert {name: job.outlives(4) for name, job in jobs.items()} == {"gossip": 3, "torus2d": 0, "ddp": 0}
-
-
-def test_only_with_backup_workers_another_process_takes_a_dead_ones_place():
-    job = Job(
-        "backup", 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0, inject=(Fault("kill", 2, 3, back=0.5), Fault("kill", 1, 5))
-    )
-    job.check(4)
-    assert job.successors() == {2: 0.5}
-    with pytest.raises(UsageError, match="torus2d cannot replace a dead process: leave back= out"):
-        replace(job, algorithm="torus2d").check(4)
 
 
 def test_the_report_says_who_was_lost_if_anybody_was(capsys):

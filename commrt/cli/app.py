@@ -12,6 +12,7 @@ import typer
 import commrt
 from commrt.cli import options as opt
 from commrt.cli.options import Case, Question, RecipeName, Wire
+from commrt.cost.planner import BackupCost
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
 __all__ = ["app", "in_one_line", "main"]
@@ -66,9 +67,11 @@ def train(
             "label smoothing, and batches four times as large after a third of the epochs."
         ),
     ] = RecipeName.plain,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of images.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32, help="Seed of the initial weights and of the order of images.")
+    ] = 0,
     wire: opt.WireDtype = Wire.fp32,
-    bucket_cap_mb: Annotated[float, typer.Option(help="Size of a gradient bucket, in MiB.")] = 25.0,
+    bucket_cap_mb: opt.BucketCapMb = 25.0,
     timeout_s: Annotated[
         float, typer.Option(envvar="COMMRT_TIMEOUT_S", help="How long a worker waits for another one, in seconds.")
     ] = 60.0,
@@ -88,8 +91,8 @@ def train(
             metavar="FAULT",
             help="Inject a fault into each run; repeatable. slow:rank=2,prob=0.1,seconds=0.5: rank 2 (every rank if "
             "none is named) computes that much longer in a tenth of its steps. slow:prob=0.03,low=5,high=20: 5 to 20 "
-            "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0; with back=2 another "
-            "process takes its place 2 s later. stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
+            "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0. "
+            "stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
         ),
     ] = None,
     as_json: opt.Json = False,
@@ -172,7 +175,6 @@ def simulate(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
-    interpolation: opt.Interpolate = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate an exchange or a training step on a cluster.
@@ -185,11 +187,10 @@ def simulate(
     if algorithm == "backup":
         exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
         _leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
-        question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
-        command.run_backups(question, as_json)
+        command.run_backups(Question(ranks, steps, seed, law, parameters or [], times, exponent), as_json)
         return
     times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--exponent": exponent}
-    _leave_out("an exchange is simulated with --jitter", times_of_ranks | {"--interpolation": interpolation})
+    _leave_out("an exchange is simulated with --jitter", times_of_ranks)
     case = Case(ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed)
     command.run(choose(algorithm, grid, both_ways, topology, within), case, as_json)
 
@@ -208,7 +209,7 @@ def plan(
     batch: opt.Batch = None,
     compute_ms: opt.ComputeMs = None,
     backups: Annotated[
-        str | None, typer.Option(help="auto, or a number of ranks that a step does not wait for, to compare.")
+        str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
     ] = None,
     steps: opt.Steps = None,
     seed: opt.Seed = 0,
@@ -216,27 +217,24 @@ def plan(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
-    interpolation: opt.Interpolate = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Recommend settings for a job, and say why.
+    """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
-    With --nbytes or --model: algorithm, grid, wire and buckets, on a cluster. With --backups: how many backup workers.
-    With --model and --backups: all of these.
+    With --model and --backups also how many backup workers.
     """
     from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
 
-    question = Question(ranks, steps, seed, law, parameters or [], times, exponent, interpolation)
-    if backups is not None and model is None:
-        exchange = {"--nbytes": nbytes, "--cluster": cluster, "--wire": wire, "--batch": batch}
-        _leave_out("--backups is planned alone, or with --model", exchange | {"--compute-ms": compute_ms})
-        command.run_backups(backups, question, as_json)
-        return
+    waitings: list[BackupCost] = []
     if backups is None:
         times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
-        _leave_out("without --backups no rank is slow", times_of_ranks | {"--interpolation": interpolation})
-    known, waitings = (ranks or 4, []) if backups is None else command.waitings(backups, question)
-    case = Case(known, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
+        _leave_out("without --backups no rank is slow", times_of_ranks)
+    elif model is None:
+        raise UsageError("--backups needs a training step: give --model too, or use commrt simulate backup")
+    else:
+        question = Question(ranks, steps, seed, law, parameters or [], times, exponent)
+        ranks, waitings = command.waitings(backups, question)
+    case = Case(ranks or 4, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
     command.run(case, ["fp32", "bf16"] if wire is None else [wire.value], as_json, waitings)
 
 

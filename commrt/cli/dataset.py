@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from commrt.errors import UsageError
 from commrt.training.large_batch import BatchSizeControl, Rate, lars
 
 __all__ = [
-    "PLAIN", "RECIPES", "TRAIN_IMAGES", "Feed", "Images", "Recipe", "batches", "images_after", "lenet", "load",
+    "PLAIN", "RECIPES", "TRAIN_IMAGES", "Feed", "Images", "Recipe", "batches", "lenet", "load",
     "require_fit", "require_images",
 ]  # fmt: skip
 
@@ -119,17 +118,6 @@ def batches(recipe: Recipe, place: tuple[int, int], share: int, epochs: int, see
     rank, workers = place
     samples: DistributedSampler[int] = DistributedSampler(range(TRAIN_IMAGES), workers, rank, seed=seed, drop_last=True)  # type: ignore[arg-type]  # a range works too
     return BatchSizeControl(samples, recipe.sizes(share, epochs))
-
-
-def images_after(control: BatchSizeControl, updates: int) -> int:
-    """Return how many images a rank has used after `updates` updates."""
-    images = 0
-    for epoch in count():
-        here = min(updates, control.steps_in(epoch))
-        images, updates = images + here * control.batch_in(epoch), updates - here
-        if not updates:
-            break
-    return images
 
 
 class Feed:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from time import sleep, thread_time
 
@@ -22,15 +22,19 @@ __all__ = ["Fault", "Injection", "check", "extra_s", "parse"]
 
 LONGEST_S, MOST_TIMES = 2e6, 1e6
 FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "slow": (("prob", "seconds"), ("prob", "low", "high")),
+    "slow": (
+        ("prob", "seconds"),
+        ("rank", "prob", "seconds"),
+        ("prob", "low", "high"),
+        ("rank", "prob", "low", "high"),
+    ),
     "kill": (("rank", "step"),),
     "stop": (("rank", "step", "seconds"),),
 }
-"""By kind of fault, the fields that it needs; slow has two forms."""
-OPTIONAL = {"slow": "rank", "kill": "back"}
+"""By kind of fault, the fields of each of its forms."""
 EXAMPLES = {
     "slow": "slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20, with rank=2 for one rank alone",
-    "kill": "kill:rank=3,step=20, with back=2 for a process that takes its place 2 s later",
+    "kill": "kill:rank=3,step=20",
     "stop": "stop:rank=1,step=30,seconds=5",
 }
 WHOLE = {"rank", "step"}
@@ -56,8 +60,6 @@ class Fault:
     prob: float | None = None
     seconds: float | None = None
     """How much longer a slow step takes, or how long a stopped process rests."""
-    back: float | None = None
-    """After how many seconds another process takes the place of the killed one."""
     low: float | None = None
     high: float | None = None
     """A slow step computes `low` to `high` times as long."""
@@ -83,44 +85,36 @@ def parse(text: str) -> Fault:
     """Return the fault that `text` describes; raises `UsageError`.
 
     >>> parse("kill:rank=3,step=20")
-    Fault(kind='kill', rank=3, step=20, prob=None, seconds=None, back=None, low=None, high=None)
+    Fault(kind='kill', rank=3, step=20, prob=None, seconds=None, low=None, high=None)
     """
     kind, _, rest = text.partition(":")
     if kind not in FIELDS:
         raise UsageError(f"--inject {text}: no fault is called {kind!r}: choose one of {', '.join(sorted(FIELDS))}")
-    given = dict[str, float]()
-    parts = rest.split(",")
-    for part in parts:
-        name, _, value = part.partition("=")
-        known = {*OPTIONAL.values(), *(field for forms in FIELDS.values() for form in forms for field in form)}
-        try:
-            given |= {name: int(value) if name in WHOLE else float(value)} if name in known else {}
-        except ValueError:
-            what = "whole number" if name in WHOLE else "number"
-            raise UsageError(f"--inject {text}: {part} is not a {what}: write {EXAMPLES[kind]}") from None
-    forms = [{*form} for form in FIELDS[kind]]
-    if len(given) < len(parts) or given.keys() - {OPTIONAL.get(kind)} not in forms:
+    parts = [part.partition("=") for part in rest.split(",")]
+    fields = {name: value for name, _, value in parts}
+    if len(fields) < len(parts) or {*fields} not in [{*form} for form in FIELDS[kind]]:
         raise UsageError(f"--inject {text}: a field is missing, unknown or given twice: write {EXAMPLES[kind]}")
-    return Fault(kind, **given)  # type: ignore[arg-type]  # see WHOLE
+    try:
+        numbers = {name: int(value) if name in WHOLE else float(value) for name, value in fields.items()}
+    except ValueError as error:
+        raise UsageError(f"--inject {text}: {error}: write {EXAMPLES[kind]}") from None
+    return Fault(kind, **numbers)  # type: ignore[arg-type]  # see WHOLE
 
 
 def check(fault: Fault, workers: int, steps: int) -> None:
     """Raise `UsageError` if `fault` cannot happen in a run of `workers` workers and `steps` steps."""
-    given = {name: value for name, value in asdict(fault).items() if value is not None and name != "kind"}
-    text = ",".join(f"{name}={value:g}" for name, value in given.items())
     limits: dict[str, tuple[float, float]] = {
         "rank": (0, workers - 1),
         "step": (0, steps - 1),
         "prob": (0, 1),
         "seconds": (0, LONGEST_S),
-        "back": (0, LONGEST_S),
         "low": (1, MOST_TIMES),
         "high": (fault.low or 1, MOST_TIMES),
     }
     for name, (least, most) in limits.items():
-        if name in given and not least <= given[name] <= most:
-            where = f"--inject {fault.kind}:{text}"
-            raise UsageError(f"{where}: {name}={given[name]:g} must be in {least:g}..{most:g} in this run")
+        value = getattr(fault, name)
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"--inject {fault.kind}: {name}={value:g} must be in {least:g}..{most:g} in this run")
 
 
 def extra_s(faults: Sequence[Fault], seed: int, rank: int, step: int, usual_s: float = 0.0) -> float:

@@ -18,9 +18,9 @@ from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
-    "Batch", "BothWays", "BucketCapMb", "Case", "ClusterName", "ComputeMs", "Exponent", "Grid", "Interpolate",
-    "Interpolation", "Json", "Law", "LawName", "Model", "Nbytes", "Parameters", "Question", "RecipeName", "Seed",
-    "Steps", "TimesFile", "TopologyName", "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
+    "Batch", "BothWays", "BucketCapMb", "Case", "ClusterName", "ComputeMs", "Exponent", "Grid", "Json", "Law",
+    "LawName", "Model", "Nbytes", "Parameters", "Question", "RecipeName", "Seed", "Steps", "TimesFile", "TopologyName",
+    "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
 ]  # fmt: skip
 
 RESNET50, BATCH = "resnet50", 32
@@ -29,7 +29,6 @@ MOST_PARAMETERS = 10**15
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16"])
 RecipeName = StrEnum("RecipeName", {"plain": "plain", "large_batch": "large-batch"})
 LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
-Interpolation = StrEnum("Interpolation", ["linear", "power"])
 
 option = typer.Option
 shape_option = partial(typer.Option, rich_help_panel="Shape of the algorithm")
@@ -83,10 +82,6 @@ Exponent = Annotated[
         "does not help.",
     ),
 ]
-Interpolate = Annotated[
-    Interpolation | None, slow_option(show_default="linear", help="How to interpolate the published counts of updates.")
-]
-
 LIMITS = {"compute_ms": 1e9, "jitter": 1e9, "bucket_cap_mb": 1e9, "nbytes": 1e18}
 JITTER_STEPS, MOST_JITTER_TIMES = 50, 10_000_000
 """Default of --steps with --jitter, and the most ranks x steps that are simulated one by one."""
@@ -141,7 +136,6 @@ class Question(NamedTuple):
     """Of the law, each as NAME=NUMBER."""
     times: str | None
     exponent: float | None
-    interpolation: str | None
 
     @property
     def law_name(self) -> str:

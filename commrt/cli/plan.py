@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt plan``: which algorithm, grid, wire and buckets to use, how many backup workers, and why. Needs no torch.
 
-Advice on backups assumes that a late rank finishes its gradient before it goes on, as measured (docs/evidence.md). The
-published rule assumes that all ranks begin each step together; its answer is printed too.
+Backups are planned for late ranks that finish their gradients before they go on, as measured (docs/evidence.md).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from math import isnan
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from rich.table import Table
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.ring import Ring
 from commrt.cli.options import Case, Question, compute_of, json_of, workload_of
-from commrt.cli.simulate import CLUSTER, Answer, Row, answer, show, span
+from commrt.cli.simulate import CLUSTER, answer
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import BackupCost, Plan, exchange_plans, step_plans
 from commrt.cost.price import all_reduce_bound_s
@@ -28,7 +26,7 @@ from commrt.errors import UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 
-__all__ = ["run", "run_backups", "waitings"]
+__all__ = ["run", "waitings"]
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -139,7 +137,7 @@ def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
     for number in sorted({plan.backups for plan in plans} - {best.backups}):
         other = next(plan for plan in plans if plan.backups == number)
         ratio = f"{other.seconds / best.seconds:.2f} times as long"
-        yield f"with {_backups(number)} instead of {best.backups}: {other.name}, {ratio} to the goal"
+        yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
 
 
 def waitings(backups: str, question: Question) -> tuple[int, list[BackupCost]]:
@@ -149,75 +147,16 @@ def waitings(backups: str, question: Question) -> tuple[int, list[BackupCost]]:
     """
     found = answer(question)
     if backups == AUTO:
-        tried = {0, found.ranks - found.best_if_late_finish} | ({1} if found.ranks > 2 else set())
+        tried = {0, found.best_if_late_finish["backups"]} | ({1} if found.ranks > 2 else set())
+    elif re.fullmatch("[0-9]{1,9}", backups):
+        tried = {0, int(backups)}
     else:
-        tried = {0, _number(backups)}
+        raise UsageError(f"--backups {backups}: give auto, or a number")
     needed = np.array([BackupWorkers(number).needed(found.ranks) for number in sorted(tried)])
     updates = found.goal.iterations(needed) / found.goal.iterations(np.array([found.ranks]))
-    for count, known in zip(needed.tolist(), updates.tolist(), strict=True):
-        _require_known(count, known)
+    if np.isnan(updates).any():
+        fewest = needed[np.isnan(updates)].min()
+        raise UsageError(f"no count of updates is known for {fewest} gradients: give fewer backups, or --exponent")
     slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
     columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
     return found.ranks, [BackupCost(*row) for row in zip(*columns, strict=True)]
-
-
-def run_backups(backups: str, question: Question, as_json: bool) -> None:
-    """Print how many backups to use, and how `backups` compares if it is a number."""
-    wanted = None if backups == AUTO else _number(backups)
-    found = answer(question)
-    if wanted is not None and wanted >= found.ranks:
-        raise UsageError(f"--backups {wanted} of {found.ranks} ranks leaves none: give up to {found.ranks - 1}")
-    rows = found.rows([] if wanted is None else [found.ranks - wanted])
-    best = next(row for row in rows if row["quorum"] == found.best_if_late_finish)
-    asked = best if wanted is None else next(row for row in rows if row["backups"] == wanted)
-    _require_known(asked["quorum"], asked["late_finish_relative_time"])
-    low, high = found.choice.likely
-    if as_json:
-        record = {
-            "backups": best["backups"],
-            "best_quorum": best["quorum"],
-            "backups_if_all_begin_together": found.ranks - found.choice.best,
-            "likely_backups_if_all_begin_together": [found.ranks - high, found.ranks - low],
-            "asked": asked,
-            "table": rows,
-        }
-        print(json_of(record | found.record()))
-        return
-    show(found, rows, best["quorum"])
-    print(_advice(found, rows[-1], best))
-    if asked != best:
-        ratio = asked["late_finish_relative_time"] / best["late_finish_relative_time"]
-        print(f"{_backups(asked['backups'])}: {ratio:.2f} times as long as with {best['backups']}")
-
-
-def _number(backups: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", backups):
-        raise UsageError(f"--backups {backups}: give auto, or a number")
-    return int(backups)
-
-
-def _require_known(quorum: int, value: float) -> None:
-    if isnan(value):
-        raise UsageError(f"no count of updates is known for {quorum} gradients each: give fewer backups, or --exponent")
-
-
-def _advice(found: Answer, whole: Row, best: Row) -> str:
-    """Return how many backups to use and why; `whole` waits for all ranks."""
-    low, high = found.choice.likely
-    rule = (
-        f"the published rule, by which all begin each step together, says {found.ranks - found.choice.best} "
-        f"({span(found.ranks - high, found.ranks - low)})"
-    )
-    if not best["backups"]:
-        return f"use no backups: shorter steps would save less than the additional updates cost; {rule}"
-    best_s, all_s, time = best["late_finish_step_s"], whole["late_finish_step_s"], best["late_finish_relative_time"]
-    return (
-        f"use {_backups(best['backups'])}: a step ends with gradient {best['quorum']} of {found.ranks}, after "
-        f"{best_s:.4g} s instead of {all_s:.4g} s, where a late rank first finishes its own; with "
-        f"{time * all_s / best_s:.2f} times the updates the goal takes {time:.2f} of the time. "
-        f"{rule[0].upper()}{rule[1:]}"
-    )
-
-
-def _backups(number: int) -> str:
-    return f"{number} backup{'s' * (number != 1)}"

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import inf, isnan
+from math import ceil, inf, isnan
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,7 @@ from commrt.errors import UsageError
 from commrt.report.traces import read_times
 from commrt.schedule import Algorithm
 
-__all__ = [
-    "CLUSTER", "Answer", "Estimate", "Row", "answer", "run", "run_backups", "show", "span",
-]  # fmt: skip
+__all__ = ["CLUSTER", "Answer", "Estimate", "answer", "run", "run_backups"]
 
 CLUSTER = "abci"
 
@@ -180,15 +177,12 @@ Sampled = HeavyTails | Exponential | SlowSteps
 LAWS: dict[str, Sampled] = {"paper": HeavyTails(), "exponential": Exponential(), "slow": SlowSteps()}
 RANKS, STEPS, MOST_TIMES = 100, 10_000, 20_000_000
 """Defaults, and the most times of ranks in steps: they fit into memory several times over."""
-FEW = 12
-"""A table has a row for each number of backups up to this one, or for as many spread over more."""
-Row = dict[str, Any]
-"""One way to split the ranks, by names of `COLUMNS`; nan for what is unknown."""
+FEW, GROWTH = 12, 1.25
+"""Every number of backups up to the first is tried; after it, each one tried is so many times the one before."""
 COLUMNS = {
     "quorum": "wait for",
     "backups": "backups",
     "kth_time_s": "step, s",  # mean, if all ranks begin each step together
-    "expected_kth_time_s": "closed form",  # the same, if the law has one
     "hours": "hours",  # to the goal
     "relative_time": "time",  # to the goal, compared with waiting for all
     "late_finish_step_s": "step, s *",  # mean, if a late rank finishes its gradient before it goes on
@@ -215,19 +209,19 @@ class Answer:
     @cached_property
     def per_quorum(self) -> dict[str, PerRank]:
         """Return columns [ranks] for quorums of 1 to all ranks."""
-        expected_s = self.law.expected_kth_s(self.ranks)
         return {
             "kth_time_s": self.choice.kth_s,
-            "expected_kth_time_s": np.full(self.ranks, np.nan) if expected_s is None else expected_s,
             "hours": self.choice.goal_s * (1 / 3600 if self.goal.in_updates else np.nan),
             "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
         }
 
-    def rows(self, quorums: Iterable[int] = ()) -> list[Row]:
-        """Return a row for each of `quorums`, for those near the best, and for the best if late ranks finish first."""
-        most = min(self.ranks - 1, max(FEW, 2 * (self.ranks - self.choice.best)))
-        near = self.ranks - np.linspace(0, most, FEW + 1).round().astype(int)
-        needed = np.array(sorted({*quorums, *near.tolist(), self.choice.best, self.best_if_late_finish}))
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row by names of `COLUMNS` for each split that is tried, the one without backups last."""
+        tried = {*range(FEW + 1), self.ranks - self.choice.best}
+        while (larger := ceil(GROWTH * max(tried))) <= (self.ranks - 1) // 2:
+            tried.add(larger)
+        needed = np.array([self.ranks - backups for backups in sorted(tried, reverse=True) if backups < self.ranks])
         late_s = step_time_s(self.times_s, needed)
         late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
         known = [column[needed - 1] for column in self.per_quorum.values()]
@@ -235,20 +229,16 @@ class Answer:
         return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*cells, strict=True)]
 
     @cached_property
-    def best_if_late_finish(self) -> int:
-        """Return the best quorum that backup workers may have, found by refining: to try all would take long."""
-        low, high = self.ranks - (self.ranks - 1) // 2, self.ranks
-        while True:
-            tried = np.unique(np.linspace(low, high, FEW + 1).round().astype(int))
-            goal_s = step_time_s(self.times_s, tried) * self.goal.iterations(tried)
-            best = len(tried) - 1 - int(np.where(np.isnan(goal_s), inf, goal_s)[::-1].argmin())
-            if len(tried) == high - low + 1:
-                return int(tried[best])
-            low, high = int(tried[max(best - 1, 0)]), int(tried[min(best + 1, len(tried) - 1)])
+    def best_if_late_finish(self) -> dict[str, Any]:
+        """Return the row of the best quorum that backup workers may have, of those tried."""
+        allowed = [row for row in self.rows if row["backups"] <= (self.ranks - 1) // 2]
+        return min(reversed(allowed), key=lambda row: np.nan_to_num(row["late_finish_relative_time"], nan=inf))
 
-    def record(self) -> dict[str, object]:
-        """Return the inputs for JSON."""
+    def record(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        choice = self.choice
         parameters = {"file": self.question.times} if isinstance(self.law, Recorded) else asdict(self.law)
+        columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in self.per_quorum.items()}
         return {
             "ranks": self.ranks,
             "steps": len(self.times_s),
@@ -256,19 +246,23 @@ class Answer:
             "law": {"name": self.question.law_name} | parameters,
             "iterations": {"name": type(self.goal).__name__.lower()} | asdict(self.goal),
             "sources": self.sources(),
+            "best_quorum": choice.best,
+            "backups": self.ranks - choice.best,
+            "likely_quorums": choice.likely,
+            "best_quorum_if_late_finish": self.best_if_late_finish["quorum"],
+            **columns,
+            "table": self.rows,
         }
 
     def sources(self) -> str:
         """Return where times and numbers of updates come from."""
+        fitted = ", a fit of ours to two percentages published for 100 machines, as recalled"
+        times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
         if isinstance(self.law, Recorded):
             times = f"recorded, {self.question.times}"
-        else:
-            fitted = ", a fit of ours to two percentages published for 100 machines, as recalled"
-            times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
+        updates = "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
         if isinstance(self.goal, Scaling):
-            return f"times: {times}; updates: assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
-        between = "a power law" if self.goal.power_law else "a line"
-        updates = f"Inception's with 50 and 100 gradients each, published, as recalled; {between} between"
+            updates = f"assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
         return f"times: {times}; updates: {updates}"
 
 
@@ -312,73 +306,46 @@ def _sampled(question: Question) -> Sampled:
 
 
 def _goal(question: Question, ranks: int) -> Published | Scaling:
-    """Return the published counts for the published law, unless options say otherwise."""
-    if question.exponent is not None and question.interpolation is not None:
-        raise UsageError("--interpolation needs the published counts, which --exponent replaces: leave one out")
-    if question.exponent is not None:
-        return Scaling(question.exponent)
-    if question.interpolation is None and question.law_name != "paper":
-        return Scaling()
-    goal = Published(power_law=question.interpolation == "power")
-    if np.isnan(goal.iterations(np.array([ranks]))[0]):
+    """Return the published counts for the published law, unless --exponent is given."""
+    if question.exponent is not None or question.law_name != "paper":
+        return Scaling(1.0 if question.exponent is None else question.exponent)
+    if np.isnan(Published().iterations(np.array([ranks]))[0]):
         raise UsageError(
             f"the published counts of updates are for 50 to 100 gradients each, and say nothing of {ranks} ranks: give "
             "--exponent, 1 if twice the batch halves the updates, 0 if it does not help"
         )
-    return goal
+    return Published()
 
 
 def run_backups(question: Question, as_json: bool) -> None:
-    """Print what steps cost that wait for some of the ranks; raises `UsageError`."""
+    """Print what steps cost that wait for some of the ranks, and how many backups to use; raises `UsageError`."""
     found = answer(question)
-    choice, ranks = found.choice, found.ranks
-    rows = found.rows({1, *(max(1, ranks * percent // 100) for percent in (50, 80, 90))})
     if as_json:
-        print(json_of(_record(found, rows)))
+        print(json_of(found.record()))
         return
-    show(found, rows, choice.best)
-    bound = choice.bound_s / choice.goal_s[choice.best - 1]
-    print(
-        f"best: wait for {choice.best} of {ranks} ranks ({span(*choice.likely)}), which leaves {ranks - choice.best} "
-        f"backups; a quorum chosen for each step with hindsight would take {bound:.3f} times as long"
-    )
-
-
-def _record(found: Answer, rows: Sequence[Row]) -> dict[str, object]:
-    choice = found.choice
-    columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in found.per_quorum.items()}
-    return {
-        "best_quorum": choice.best,
-        "backups": found.ranks - choice.best,
-        "likely_quorums": choice.likely,
-        "best_quorum_if_late_finish": found.best_if_late_finish,
-        **columns,
-        "lower_bound_hours": choice.bound_s / 3600 if found.goal.in_updates else None,
-        "lower_bound_relative_time": choice.bound_s / choice.goal_s[-1],
-        "table": rows,
-    } | found.record()
-
-
-def show(found: Answer, rows: Sequence[Row], best: int) -> None:
-    """Print `rows` as a table with that of quorum `best` in bold, what the columns mean, and the sources."""
+    rows, best = found.rows, found.best_if_late_finish
     table = Table(title=f"{found.ranks} ranks, {len(found.times_s):,} steps")
     shown = [name for name in COLUMNS if not all(isnan(row[name]) for row in rows)]
     for name in shown:
         table.add_column(COLUMNS[name], justify="right")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in shown), style="bold" if row["quorum"] == best else None)
+        table.add_row(*(_cell(row[name]) for name in shown), style="bold" if row is best else None)
     Console().print(table)
-    print(
-        "time: to the goal, compared with waiting for all\n*: if a late rank finishes its gradient before it goes on; "
-        f"waiting for {found.best_if_late_finish} is then best"
-    )
+    print("time: to the goal, compared with waiting for all")
+    print("*: if a late rank finishes its gradient before it goes on, as in commrt")
     print(found.sources())
+    print(_advice(found, best))
 
 
 def _cell(value: float) -> str:
     return "-" if isnan(value) else str(value) if isinstance(value, int) else f"{value:#.4g}"
 
 
-def span(low: int, high: int) -> str:
-    """Return how certain a choice is, in words."""
-    return f"{low} to {high} in 90 % of resamplings" if low < high else f"{low} in 90 % of resamplings and more"
+def _advice(found: Answer, best: dict[str, Any]) -> str:
+    """Return how many backups to use, and what the published rule says."""
+    choice, (low, high) = found.choice, (found.ranks - quorum for quorum in reversed(found.choice.likely))
+    return (
+        f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of the time without\n"
+        f"the published rule, by which all begin each step together, says {found.ranks - choice.best} ({low} to {high} "
+        "in 90 % of resamplings)"
+    )

@@ -23,7 +23,7 @@ from commrt.cli.training_job import Job, work
 from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError
 from commrt.membership.launcher import chosen_transport, launched
-from commrt.report.files import prepare_report, write_report
+from commrt.report.files import prepare_report
 from commrt.report.page import environment_facts, page
 from commrt.report.tables import Result, results_table
 from commrt.training.replica import Stats
@@ -74,7 +74,7 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
 def _run_by_workers(job: Job, workers: int) -> Result:
     """Return the result of the first surviving worker; workers without a result are lost."""
     try:
-        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers), job.successors())
+        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers))
     finally:
         Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
     first = results[min(results)]
@@ -109,7 +109,7 @@ def _write_page(path: Path, backups: int, results: Sequence[Result]) -> None:
     transports = [result.record.transport for result in results if result.record]
     try:
         text = page(results, backups, [*environment_facts(sys.argv, transports, cpus())])
+        path.write_text(text, encoding="utf-8")
     except Exception as error:
         raise CommrtError(f"the run is over, but its page failed: {type(error).__name__}: {error}") from error
-    write_report(path, text)
     Console(stderr=True).print(f"report: {path}", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,9 +28,9 @@ from commrt.cli import dataset
 from commrt.cli.dataset import RECIPES, TRAIN_IMAGES, Images, lenet
 from commrt.cli.inject_faults import Fault, Injection, check
 from commrt.errors import UsageError
-from commrt.membership.launcher import is_timeout
+from commrt.membership.launcher import require_deadlines
 from commrt.report.files import require_writable
-from commrt.report.history import gather_record, recording_history, recording_timeline
+from commrt.report.history import HistoryRecorder, gather_record, recording_timeline
 from commrt.report.tables import Result
 from commrt.runtime.init import init
 from commrt.runtime.recording import within_range
@@ -43,9 +44,6 @@ from commrt.training.replica import Replica, Stats, StepReport
 __all__ = ["DDP", "DdpReplica", "Job", "Progress", "ddp_group", "work"]
 
 DDP = "ddp"
-SEEDS = range(-(2**63), 2**64)
-"""Seeds that torch accepts."""
-SECONDS = "give seconds, above 0 and up to 2,000,000"
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DDP_HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
@@ -88,37 +86,17 @@ class Job:
                 f"--batch-size {self.batch_size}: each of {workers} workers needs an image, and there are "
                 f"{TRAIN_IMAGES} to train on"
             )
-        self._check_numbers()
+        for option, value in (("--lr", self.lr), ("--bucket-cap-mb", self.bucket_cap_mb)):
+            if not 0 <= value < inf:
+                raise UsageError(f"{option} {value:g}: give a finite number, 0 or more")
+        require_deadlines(**{"--timeout-s": self.timeout_s, "--start-timeout-s": self.start_timeout_s})
         dataset.require_fit(self.recipe, self.batch_size, self.epochs)
         if self.algorithm == BACKUP:
             BackupWorkers(self.backups).needed(workers)
-        self._check_faults(workers)
-        if self.trace is not None:
-            require_writable("--trace", self.trace, "trace.json")
-
-    def _check_numbers(self) -> None:
-        for option, value, is_valid, advice in (
-            ("--timeout-s", self.timeout_s, is_timeout(self.timeout_s), SECONDS),
-            ("--start-timeout-s", self.start_timeout_s, is_timeout(self.start_timeout_s), SECONDS),
-            ("--bucket-cap-mb", self.bucket_cap_mb, 0 < self.bucket_cap_mb < inf, "give a number above 0, such as 25"),
-            ("--lr", self.lr, 0 <= self.lr < inf, "give a finite number, 0 or more"),
-        ):
-            if not is_valid:
-                raise UsageError(f"{option} {value:g}: {advice}")
-        if not (self.epochs >= 1 and SEEDS.start <= self.seed <= SEEDS.stop - self.epochs):
-            raise UsageError(
-                f"--seed {self.seed} with --epochs {self.epochs}: each epoch needs a seed of its own in "
-                f"{SEEDS.start}..{SEEDS.stop - 1}"
-            )
-
-    def _check_faults(self, workers: int) -> None:
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
-        replaced = [fault for fault in self.inject if fault.back is not None]
-        if len(self.successors()) < len(replaced):
-            raise UsageError("--inject kill: give back= once for each rank, since the replacement is not killed again")
-        if replaced and self.algorithm != BACKUP:
-            raise UsageError(f"--inject kill: {self.algorithm} cannot replace a dead process: leave back= out")
+        if self.trace is not None:
+            require_writable("--trace", self.trace, "trace.json")
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""
@@ -127,10 +105,6 @@ class Job:
     def batches(self, place: tuple[int, int]) -> BatchSizeControl:
         """Return the batches of `place` = (rank, workers)."""
         return dataset.batches(RECIPES[self.recipe], place, self.batch_size // place[1], self.epochs, self.seed)
-
-    def successors(self) -> dict[int, float]:
-        """Return the ranks that another process replaces, and how many seconds after their death."""
-        return {each.rank: each.back for each in self.inject if each.rank is not None and each.back is not None}
 
     def outlives(self, workers: int) -> int:
         """Return how many of `workers` workers may die without ending the run."""
@@ -179,11 +153,12 @@ class DdpReplica:
         """Do nothing: all replicas are equal."""
 
 
-class _Stretch(NamedTuple):
-    """The steps that one process took part in; a replacement starts in the middle."""
+class _Part(NamedTuple):
+    """The part of a run that one process took part in."""
 
-    begin: int
-    end: int
+    steps: int
+    images: int
+    """Of this rank, in gradients that counted."""
     seconds: float
 
 
@@ -197,30 +172,25 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
         optimizer = recipe.optimizer(model, job.lr)
         rate = recipe.rate(optimizer, control, job.epochs)
         replica = _replica(job, world, model, optimizer, rate)
-        feed, injected, end = dataset.Feed(data[0], control), _injection(job, world), job.steps(world.size)
-        begin, begin_s, wants_report = replica.step, perf_counter(), job.report is not None
-        with recording_timeline(world, job.trace), recording_history(world, wanted=wants_report) as recorder:
+        feed, injected = dataset.Feed(data[0], control), Injection(job.inject, job.seed, world.rank)
+        begin, end, begin_s, images = replica.step, job.steps(world.size), perf_counter(), 0
+        with recording_timeline(world, job.trace):
+            recorder = HistoryRecorder(world) if job.report is not None else None
             while (step := replica.step) < end:
                 batch = feed.batch(step)
                 injected.begin_step()
                 outputs, loss = _step(world, replica, optimizer, batch, injected, recipe.smoothing)
                 rate.step()
                 progress(replica.step, loss, replica.stats())
+                images += len(batch.digits) * (replica.last is None or replica.last.counted)
                 if recorder is not None:
                     recorder.record_iteration(step, loss, outputs, batch.digits, replica.last)
-            stretch = _Stretch(begin, end, perf_counter() - begin_s)
-        result = _result(job, data[1], world, replica, model, stretch)
+            part = _Part(end - begin, images, perf_counter() - begin_s)
+        result = _result(job, data[1], world, replica, model, part)
         if recorder is None:
             return result
         recorder.record_averaged_step(replica.last)  # gossip reports its last step late
         return replace(result, record=gather_record(world, recorder))
-
-
-def _injection(job: Job, world: World) -> Injection:
-    """Return the faults of this rank; a process that replaces a killed one is not killed again."""
-    is_replacement = world.config is not None
-    faults = [fault for fault in job.inject if not (is_replacement and fault.kind == "kill")]
-    return Injection(faults, job.seed, world.rank)
 
 
 def _step(
@@ -262,12 +232,13 @@ def _replica(
 
 
 def _result(
-    job: Job, test: Images, world: World, replica: Replica | DdpReplica, model: nn.Module, stretch: _Stretch
+    job: Job, test: Images, world: World, replica: Replica | DdpReplica, model: nn.Module, part: _Part
 ) -> Result:
-    steps, disagreement = max(stretch.end - stretch.begin, 1), replica.disagreement()
+    steps, disagreement = max(part.steps, 1), replica.disagreement()
     replica.consolidate()
     stats, mark, knows = replica.stats(), fingerprint(model), job.algorithm != DDP
-    told = _gathered(world, f"{stats.steps - stats.counted} {stats.late_s}")
+    texts = _gathered(world, json.dumps([stats.steps - stats.counted, stats.late_s, part.images]))
+    told = {rank: json.loads(text) for rank, text in texts.items()}
     with torch.no_grad():
         right = model(test.pixels).argmax(dim=1) == test.digits
     return Result(
@@ -276,33 +247,20 @@ def _result(
         workers=world.size,
         wire=job.wire,
         epochs=job.epochs,
-        steps=stretch.end,
+        steps=replica.step,
         test_accuracy=float(right.float().mean()),
         disagreement=disagreement,
         replicas_equal=world.all_equal("trained model", mark),
-        images_per_second=_images(job, world, stretch) / stretch.seconds,
-        step_seconds=stretch.seconds / steps,
+        images_per_second=sum(images for _, _, images in told.values()) / part.seconds,
+        step_seconds=part.seconds / steps,
         exposed_comm_seconds=stats.exposed_s / steps,
         comm_seconds=stats.comm_s / steps if knows else None,
         bytes_sent_per_step=stats.nbytes_sent // steps if knows else None,
         fingerprint=mark,
         lost=tuple(loss.rank for loss in world.lost),
-        late={rank: int(said.split()[0]) for rank, said in told.items()},
-        saved_seconds=sum(float(said.split()[1]) for said in told.values()),
+        late={rank: late for rank, (late, _, _) in told.items()},
+        saved_seconds=sum(late_s for _, late_s, _ in told.values()),
     )
-
-
-def _images(job: Job, world: World, stretch: _Stretch) -> int:
-    """Return how many images all ranks have used during `stretch`."""
-    control = job.batches((world.rank, world.size))
-
-    def of_a_rank(begin: int) -> int:
-        return dataset.images_after(control, stretch.end) - dataset.images_after(control, begin)
-
-    if job.algorithm == BACKUP:
-        return (world.size - job.backups) * of_a_rank(stretch.begin)
-    unused = sum(of_a_rank(max(loss.step, stretch.begin)) for loss in world.lost)
-    return world.size * of_a_rank(stretch.begin) - unused
 
 
 def _gathered(world: World, text: str) -> dict[int, str]:

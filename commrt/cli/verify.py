@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import cast
+from typing import Any, cast
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import by_name
@@ -15,8 +16,8 @@ from commrt.cli.options import json_of
 from commrt.errors import UsageError
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof, verify
-from commrt.proof.spec import all_reduce, gossip_mean
-from commrt.schedule import Algorithm
+from commrt.proof.spec import Collective, all_reduce, gossip_mean
+from commrt.schedule import Algorithm, Schedule
 
 __all__ = ["choose", "run"]
 
@@ -61,48 +62,51 @@ def _grid(text: str) -> tuple[int, int]:
 
 
 def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
-    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it is correct."""
-    if isinstance(algorithm, Gossip):
-        return _run_gossip(algorithm, ranks, show, as_json)
-    schedule = algorithm.schedule(0, ranks)
-    members = range(algorithm.needed(ranks)) if isinstance(algorithm, BackupWorkers) else None
-    proof = verify(schedule, all_reduce(ranks, schedule.chunks, members))
-    if as_json:
-        print(json_of(_record(proof, algorithm)))
-        return proof.ok
-    if show:
-        print(schedule)
-    print(_sentence(proof))
-    return proof.ok
+    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it is correct.
 
-
-def _run_gossip(algorithm: Gossip, ranks: int, show: bool, as_json: bool) -> bool:
-    """Verify each step of two periods, and print what a period does as a whole."""
-    period = algorithm.period(ranks)
-    schedules = [algorithm.schedule(step, ranks) for step in range(PERIODS * period)]
-    proofs = [verify(schedule, gossip_mean(algorithm, schedule)) for schedule in schedules]
+    For gossip, verify each step of two periods, and print what a period does as a whole.
+    """
+    steps = PERIODS * algorithm.period(ranks) if isinstance(algorithm, Gossip) else 1
+    schedules = [algorithm.schedule(step, ranks) for step in range(steps)]
+    proofs = [verify(schedule, _spec(algorithm, schedule)) for schedule in schedules]
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
-    report = mixing(schedules[:period], algorithm.within)
-    of_rows = replace(algorithm, within=1)  # a row acts as one rank
-    met = steps_to_meet_all(of_rows, ranks // algorithm.within, MOST_STEPS_TO_MEET) if algorithm.rotate else None
+    mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
     if as_json:
-        print(json_of(_record(worst, algorithm) | {"period": period, "met_all_after": met} | asdict(report)))
+        print(json_of(_record(worst, algorithm) | mixed))
         return worst.ok
     if show:
         print(*schedules, sep="\n")
     print(_sentence(worst))
-    if worst.ok:
-        who = "ranks" if algorithm.within == 1 else f"rows of {algorithm.within}"
-        exact = report.smallest == report.largest == 1
-        share = (
-            "exactly the mean" if exact else f"{report.smallest:.3g} to {report.largest:.3g} times its share of each"
-        )
-        meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
-        print(
-            f"after {period} step{'s' * (period != 1)} every rank holds {share}; {report.second_singular_value:.3g} "
-            f"of the differences between ranks is left at most; {who} {meet}"
-        )
+    if isinstance(algorithm, Gossip) and worst.ok:
+        print(_mixing_sentence(mixed, algorithm.within))
     return worst.ok
+
+
+def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
+    if isinstance(algorithm, Gossip):
+        return gossip_mean(algorithm, schedule)
+    members = range(algorithm.needed(schedule.ranks)) if isinstance(algorithm, BackupWorkers) else None
+    return all_reduce(schedule.ranks, schedule.chunks, members)
+
+
+def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
+    """Return what the steps of `period` do as a whole, and after how many steps each rank has met all others."""
+    met = None
+    if algorithm.rotate:
+        of_rows = replace(algorithm, within=1)  # a row acts as one rank
+        met = steps_to_meet_all(of_rows, period[0].ranks // algorithm.within, MOST_STEPS_TO_MEET)
+    return {"period": len(period), "met_all_after": met} | asdict(mixing(period, algorithm.within))
+
+
+def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
+    shares, period, met = (mixed["smallest"], mixed["largest"]), mixed["period"], mixed["met_all_after"]
+    share = "exactly the mean" if shares == (1, 1) else "{:.3g} to {:.3g} times its share of each".format(*shares)
+    who = "ranks" if within == 1 else f"rows of {within}"
+    meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
+    return (
+        f"after {period} step{'s' * (period != 1)} every rank holds {share}; {mixed['second_singular_value']:.3g} of "
+        f"the differences between ranks is left at most; {who} {meet}"
+    )
 
 
 def _record(proof: Proof, algorithm: Algorithm) -> dict[str, object]:

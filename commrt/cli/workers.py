@@ -13,14 +13,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch.distributed import Store
@@ -48,23 +46,12 @@ class _Worker(NamedTuple):
     process: BaseProcess
     result: Connection
     """Receives one message: (None, the value) or (name of the error, its text)."""
-    start: Connection
-    """Sends the signal to begin."""
-    delay_s: float | None
-    """For a replacement: seconds between the death of the first worker of this rank and its start."""
 
 
-def run_workers(
-    workers: int,
-    body: Callable[[], T],
-    may_lose: int = 0,
-    successors: Mapping[int, float] = MappingProxyType({}),
-    limit_s: float | None = None,
-) -> dict[int, T]:
+def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0, limit_s: float | None = None) -> dict[int, T]:
     """Call `body` in `workers` processes, with torchrun's variables set; return the results by rank.
 
-    Up to `may_lose` workers may be killed; they are missing in the result. `successors` gives ranks that another
-    process replaces, and the delay in seconds. Call it from the main thread.
+    Up to `may_lose` workers may be killed; they are missing in the result. Call it from the main thread.
 
     Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also if workers still
     run after `limit_s`. A signal that ends this process raises `KeyboardInterrupt` with that signal.
@@ -74,10 +61,9 @@ def run_workers(
     try:
         with _ending_signals_raise(), listen() as listener:
             with _signals_blocked():
-                places = [*((rank, None) for rank in range(workers)), *successors.items()]
-                processes.extend(_fork(rank, workers, listener, body, delay_s) for rank, delay_s in places)
-            store = hold(listener)  # starts threads, so it comes after the forks
-            return _Watch(processes, may_lose, inf if limit_s is None else limit_s).results()
+                processes.extend(_fork(rank, workers, listener, body) for rank in range(workers))
+            store = hold(listener)  # starts threads, so it comes after the forks; workers that connect earlier wait
+            return _Watch(processes, may_lose).results(limit_s)
     finally:
         for worker in processes:
             worker.process.kill()  # also ends stopped processes
@@ -85,7 +71,6 @@ def run_workers(
             worker.process.join()
             worker.process.close()
             worker.result.close()
-            worker.start.close()
         del store  # the traceback of an error would keep it alive
 
 
@@ -118,28 +103,23 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _fork(
-    rank: int, workers: int, listener: socket.socket, body: Callable[[], object], delay_s: float | None
-) -> _Worker:
+def _fork(rank: int, workers: int, listener: socket.socket, body: Callable[[], object]) -> _Worker:
     context = get_context("fork")
     try:
         result, sends = context.Pipe(duplex=False)
-        waits, start = context.Pipe(duplex=False)
-        given = rank, workers, listener, body, waits, sends, os.getpid()
+        given = rank, workers, listener, body, sends, os.getpid()
         process = context.Process(target=_work, args=given, daemon=True)
         process.start()
     except OSError as error:
         what = f"worker {rank} of {workers} could not be started: {error}: ask for fewer, or raise the limit (ulimit)"
         raise CommrtError(what) from error
     sends.close()
-    waits.close()
-    return _Worker(rank, process, result, start, delay_s)
+    return _Worker(rank, process, result)
 
 
 def _work(
-    rank: int, workers: int, listener: socket.socket, body: Callable[[], object],
-    start: Connection, result: Connection, parent: int,
-) -> None:  # fmt: skip
+    rank: int, workers: int, listener: socket.socket, body: Callable[[], object], result: Connection, parent: int
+) -> None:
     """Run in the worker. The parent alone handles Ctrl-C, which reaches all processes of a terminal."""
     if sys.platform == "linux":  # the kernel kills this process when its parent ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -151,7 +131,6 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     port = listener.getsockname()[1]
     listener.close()  # otherwise connections to a dead store would wait for this process
-    start.recv()
     announce(Launch("torchrun", rank, workers, rank, workers, LOOPBACK, port, store_exists=True))
     try:
         result.send((None, body()))
@@ -160,53 +139,36 @@ def _work(
 
 
 class _Watch:
-    """Starts workers, then replacements of dead ones, and collects how all of them end."""
+    """Collects how all workers end."""
 
-    def __init__(self, processes: Sequence[_Worker], may_lose: int, limit_s: float) -> None:
-        self._may_lose, self._limit_s, self._deadline = may_lose, limit_s, monotonic() + limit_s
-        self._replacements = {worker.rank: worker for worker in processes if worker.delay_s is not None}
-        self._due: list[tuple[float, _Worker]] = []
-        self._firsts = [worker for worker in processes if worker.delay_s is None]
-        self._running = {worker.result: worker for worker in self._firsts}
+    def __init__(self, workers: Sequence[_Worker], may_lose: int) -> None:
+        self._workers, self._may_lose = workers, may_lose
         self._values: dict[int, Any] = {}
         self._deaths: dict[int, str] = {}  # by rank, the signal's name
-        self._replaced: dict[int, str] = {}  # likewise
         self._failures: list[tuple[int, str, str]] = []  # rank, name of the error, text
-        for worker in self._firsts:
-            worker.start.send(None)
 
-    def results(self) -> dict[int, Any]:
-        """Return the results by rank; raises as soon as the run has failed."""
-        while self._running and len(self._deaths) <= self._may_lose:
-            ready = wait([*self._running], self._timeout_s())
-            if not ready and (self._failures or not self._firsts_run()):
+    def results(self, limit_s: float | None) -> dict[int, Any]:
+        """Return the results by rank; raises as soon as the run has failed, or after `limit_s`."""
+        running = {worker.result: worker for worker in self._workers}
+        deadline = None if limit_s is None else monotonic() + limit_s
+        while running and len(self._deaths) <= self._may_lose:
+            left_s = None if deadline is None else max(deadline - monotonic(), 0.0)
+            ready = wait([*running], CAUSE_S if self._failures else left_s)
+            if not ready and self._failures:
                 break
-            if not ready and monotonic() >= self._deadline:
-                silent = sorted(worker.rank for worker in self._running.values())
-                raise CommrtError(f"workers {silent} still ran after {self._limit_s:g} s, and were killed")
+            if not ready:
+                silent = sorted(worker.rank for worker in running.values())
+                raise CommrtError(f"workers {silent} still ran after {limit_s:g} s, and were killed")
             for pipe in ready:
-                self._note(self._running.pop(pipe))  # type: ignore[call-overload]  # wait returns what it got
-            self._start_replacements()
+                self._note(running.pop(pipe))  # type: ignore[call-overload]  # wait returns what it got
         if error := self._error():
             raise error
-        for worker in self._firsts:
+        for worker in self._workers:
             worker.process.join(EXIT_S)
         return self._values
 
-    def _firsts_run(self) -> bool:
-        return any(worker.delay_s is None for worker in self._running.values())
-
-    def _timeout_s(self) -> float | None:
-        if self._failures:
-            return CAUSE_S
-        if not self._firsts_run():
-            return EXIT_S
-        when = min([self._deadline, *(when for when, _ in self._due)])
-        return None if when == inf else max(when - monotonic(), 0.0)
-
     def _note(self, worker: _Worker) -> None:
         """Record how `worker` ended."""
-        rank = worker.rank
         try:
             kind, content = worker.result.recv()
         except (EOFError, OSError):  # it ended without a message
@@ -214,32 +176,20 @@ class _Watch:
             code = worker.process.exitcode
             if code is not None and code < 0:
                 names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
-                self._deaths[rank] = names.get(-code, f"signal {-code}")
-                if replacement := self._replacements.pop(rank, None):
-                    self._due.append((monotonic() + (replacement.delay_s or 0.0), replacement))
+                self._deaths[worker.rank] = names.get(-code, f"signal {-code}")
                 return
             kind, content = "silence", f"it ended with exit code {code} and sent no result"
         if kind is None:
-            self._values[rank] = content
-        elif worker.delay_s is None:
-            self._failures.append((rank, kind, content))
-        else:  # the others have gone on without it: their results still hold
-            self._deaths[rank] = self._replaced[rank]
-            print(f"commrt: worker {rank}, which replaced a killed one, failed: {kind}: {content}", file=sys.stderr)
-
-    def _start_replacements(self) -> None:
-        for when, worker in [due for due in self._due if due[0] <= monotonic()]:
-            self._due.remove((when, worker))
-            self._replaced[worker.rank] = self._deaths.pop(worker.rank)
-            self._running[worker.result] = worker
-            worker.start.send(None)
+            self._values[worker.rank] = content
+        else:
+            self._failures.append((worker.rank, kind, content))
 
     def _error(self) -> CommrtError | None:
         """Return what went wrong. A death comes first: it may have caused the failures."""
         deaths = ", ".join(f"worker {rank} was killed by {name}" for rank, name in self._deaths.items())
         if len(self._deaths) > self._may_lose:
             spare = f"can do without {self._may_lose}" if self._may_lose else "needs all"
-            workers = f"{spare} of its {len(self._firsts)} workers"
+            workers = f"{spare} of its {len(self._workers)} workers"
             return CommrtError(f"{deaths}: this run {workers}; if you did not kill it, check whether memory ran out")
         if not self._failures:
             return None

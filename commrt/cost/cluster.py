@@ -100,22 +100,15 @@ class Cluster:
     """Samples (images, say) per second and GPU, by model."""
 
     def __post_init__(self) -> None:
-        for what, value, kind in (
-            ("name", self.name, str),
-            ("about", self.about, str),
-            ("within", self.within, Link),
-            ("between", self.between, Between),
-            ("racks", self.racks or Racks(1), Racks),
-            ("compute", self.compute, Mapping),
-        ):
-            if not isinstance(value, kind):
+        kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
+        kinds |= {} if self.racks is None else {"racks": Racks}
+        for what, kind in kinds.items():
+            if not isinstance(value := getattr(self, what), kind):
                 raise UsageError(f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}")
-        nodes = 1 if self.nodes is None else self.nodes
-        _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, nodes=nodes)
+        _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, nodes=self.nodes)
         speeds = {f"compute of {model}": speed for model, speed in self.compute.items()}
-        for what in ("reduce_gbytes_per_s", "pack_gbytes_per_s"):
-            speeds |= {} if getattr(self, what) is None else {what: getattr(self, what)}
-        _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds)
+        rates = {"reduce_gbytes_per_s": self.reduce_gbytes_per_s, "pack_gbytes_per_s": self.pack_gbytes_per_s}
+        _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -198,8 +191,11 @@ def builtin_clusters() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in FOLDER.iterdir() if each.name.endswith(".toml"))
 
 
-def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float) -> None:
+def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float | None) -> None:
+    """Raise `UsageError` for a value out of range; None stands for one that is not given."""
     for name, value in values.items():
+        if value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
             must = f"it must be a number of at least {least:g}, and finite: up to {LARGEST:g}"
             raise UsageError(f"{what}: {name} is {_short(value)}: {must}")

@@ -9,7 +9,6 @@ Numbers of that paper are given from memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from math import inf
 from typing import ClassVar
 
@@ -20,22 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 from commrt.errors import UsageError
 
 __all__ = [
-    "Exponential",
-    "Goal",
-    "HeavyTails",
-    "Jitter",
-    "Law",
-    "PerRank",
-    "Published",
-    "QuorumChoice",
-    "Recorded",
-    "Scaling",
-    "SlowSteps",
-    "Times",
-    "choose",
-    "kth_time_s",
-    "step_time_s",
-]
+    "Exponential", "HeavyTails", "Jitter", "PerRank", "Published", "QuorumChoice", "Recorded", "Scaling", "SlowSteps",
+    "Times", "choose", "kth_time_s", "step_time_s",
+]  # fmt: skip
 
 Times = NDArray[np.float64]
 """[steps, ranks]: seconds from the begin of a step until a rank has its gradient."""
@@ -44,24 +30,12 @@ PerRank = NDArray[np.float64]
 PUBLISHED = {50: 137.5e3, 100: 76.2e3}
 """Gradients per update -> updates until Inception converged, with 6 backups: published, from memory."""
 RESAMPLES = 100
-
-
-class Law:
-    """A model of how long ranks compute."""
-
-    __slots__ = ()
-
-    def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
-        """Return random times of `steps` steps."""
-        raise NotImplementedError
-
-    def expected_kth_s(self, ranks: int) -> PerRank | None:
-        """Return `kth_time_s` of infinitely many steps, or None if it has no closed form."""
-        return None
+LEAST = 1e-9
+"""The smallest time, rate or exponent."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeavyTails(Law):
+class HeavyTails:
     """A normal body, sometimes a Pareto tail after it, and a factor that all ranks of a step have in common.
 
     The defaults are a fit to two percentages published for 100 machines: within 2 s, 98 gradients were there in 80 %
@@ -82,7 +56,7 @@ class HeavyTails(Law):
     def __post_init__(self) -> None:
         _within(0, 1, common_sd=self.common_sd, tail_chance=self.tail_chance)
         _within(0, inf, body_s=self.body_s, body_sd_s=self.body_sd_s, tail_scale_s=self.tail_scale_s)
-        _above_zero(floor_s=self.floor_s, tail_exponent=self.tail_exponent)
+        _within(LEAST, inf, floor_s=self.floor_s, tail_exponent=self.tail_exponent)
         _within(self.floor_s, inf, cap_s=self.cap_s)
 
     def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
@@ -96,32 +70,23 @@ class HeavyTails(Law):
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential(Law):
-    """A constant, then an exponential tail; the law with the simplest closed form.
-
-    >>> Exponential(constant_s=0.0, rate_per_s=1.0).expected_kth_s(3).round(3).tolist()
-    [0.333, 0.833, 1.833]
-    """
+class Exponential:
+    """A constant, then an exponential tail."""
 
     constant_s: float = 1.0
     rate_per_s: float = 1.0
 
     def __post_init__(self) -> None:
         _within(0, inf, constant_s=self.constant_s)
-        _above_zero(rate_per_s=self.rate_per_s)
+        _within(LEAST, inf, rate_per_s=self.rate_per_s)
 
     def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
         """Return random times of `steps` steps."""
         return self.constant_s + rng.exponential(1 / self.rate_per_s, (steps, ranks))
 
-    def expected_kth_s(self, ranks: int) -> PerRank:
-        """Return constant + (H(ranks) - H(ranks - k)) / rate, where H(n) = 1 + 1/2 + ... + 1/n."""
-        gaps = 1 / np.arange(ranks, 0, -1)  # after k gradients the next comes from the ranks - k that are left
-        return self.constant_s + np.cumsum(gaps) / self.rate_per_s
-
 
 @dataclass(frozen=True, slots=True)
-class SlowSteps(Law):
+class SlowSteps:
     """Injected delays: all ranks take `base_s`, but each, with `chance`, `low` to `high` times that, uniformly."""
 
     base_s: float = 1.0
@@ -130,7 +95,7 @@ class SlowSteps(Law):
     high: float = 20.0
 
     def __post_init__(self) -> None:
-        _above_zero(base_s=self.base_s)
+        _within(LEAST, inf, base_s=self.base_s)
         _within(0, 1, chance=self.chance)
         _within(1, inf, low=self.low)
         _within(self.low, inf, high=self.high)
@@ -140,18 +105,9 @@ class SlowSteps(Law):
         factor = rng.uniform(self.low, self.high, (steps, ranks))
         return self.base_s * np.where(rng.random((steps, ranks)) < self.chance, factor, 1.0)
 
-    def expected_kth_s(self, ranks: int) -> PerRank:
-        """Return the mean over how many are slow; the j-th of m slow ones is expected j / (m + 1) of the way up."""
-        chances = reduce(np.convolve, [(1 - self.chance, self.chance)] * ranks, np.ones(1))
-        slow, k = np.arange(ranks + 1)[:, None], np.arange(1, ranks + 1)
-        place = np.maximum(k - (ranks - slow), 0)
-        factor = np.where(place > 0, self.low + (self.high - self.low) * place / (slow + 1), 1.0)
-        expected: PerRank = self.base_s * (chances @ factor)
-        return expected
-
 
 @dataclass(frozen=True, slots=True)
-class Jitter(Law):
+class Jitter:
     """Log-normal times around `base_s`; sometimes, with `chance`, `factor` times as long."""
 
     base_s: float = 1.0
@@ -162,7 +118,7 @@ class Jitter(Law):
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        _above_zero(base_s=self.base_s)
+        _within(LEAST, inf, base_s=self.base_s)
         _within(0, inf, variation=self.variation)
         _within(0, 1, chance=self.chance)
         _within(1, inf, factor=self.factor)
@@ -175,7 +131,7 @@ class Jitter(Law):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded(Law):
+class Recorded:
     """The times of a real run. Its steps are drawn as a whole, so what their ranks have in common stays."""
 
     times_s: Times
@@ -226,26 +182,18 @@ def step_time_s(times_s: Times, needed: ArrayLike) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, interpolated between.
+    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, a line between.
 
     >>> Published().iterations(np.array([50, 96, 100])).tolist()
     [137500.0, 81104.0, 76200.0]
     """
 
-    power_law: bool = False
-    """Interpolate by a power law; else linearly, as the paper does."""
     in_updates: ClassVar[bool] = True
     """True if `iterations` counts updates; else it only compares quorums."""
 
     def iterations(self, needed: NDArray[np.int64]) -> PerRank:
         """Return the updates until the goal for each number of gradients per update; nan below 50 and above 100."""
-        gradients, updates = np.array([*PUBLISHED], dtype=np.float64), np.array([*PUBLISHED.values()])
-        if self.power_law:
-            between = np.exp(np.interp(np.log(needed), np.log(gradients), np.log(updates)))
-        else:
-            between = np.interp(needed, gradients, updates)
-        is_between = (needed >= gradients[0]) & (needed <= gradients[-1])
-        return np.where(is_between, between, np.nan).astype(np.float64)
+        return np.interp(needed, [*PUBLISHED], [*PUBLISHED.values()], left=np.nan, right=np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +235,6 @@ class QuorumChoice:
     """Gradients that a step should wait for."""
     likely: tuple[int, int]
     """Range of the best quorum in 90 % of resamplings of the steps."""
-    bound_s: float
-    """Lower bound of the time to the goal, even if each step's quorum were chosen with hindsight."""
 
 
 def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
@@ -301,7 +247,7 @@ def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
     again = sorted(_best(arrivals.sample(rng, steps, ranks).mean(axis=0) * iterations) for _ in range(RESAMPLES))
     likely = again[RESAMPLES // 20], again[-RESAMPLES // 20]
     goal_s = kth_s * iterations
-    return QuorumChoice(kth_s, goal_s, _best(goal_s), likely, _hindsight_bound_s(arrivals.times_s, iterations))
+    return QuorumChoice(kth_s, goal_s, _best(goal_s), likely)
 
 
 def _best(goal_s: PerRank) -> int:
@@ -309,30 +255,8 @@ def _best(goal_s: PerRank) -> int:
     return len(goal_s) - int(np.nanargmin(goal_s[::-1]))
 
 
-def _hindsight_bound_s(arrivals_s: Times, iterations: PerRank) -> float:
-    """Return the least time per goal if each step may end with any gradient; an update is worth 1 / iterations.
-
-    W. Dinkelbach (1967): at the right price of the goal, the best that all steps can do together is to break even.
-    """
-    known = ~np.isnan(iterations)
-    arrivals_s, worth = arrivals_s[:, known], 1 / iterations[known]
-    price_s = inf
-    better_s = float((arrivals_s.mean(axis=0) / worth).min())
-    while better_s < price_s * (1 - 1e-12):
-        price_s = better_s
-        ends = (arrivals_s - price_s * worth).argmin(axis=1)
-        better_s = float(arrivals_s[np.arange(len(ends)), ends].sum() / worth[ends].sum())
-    return price_s
-
-
 def _within(least: float, most: float, **values: float) -> None:
     for name, value in values.items():
         if not (least <= value <= most and value < inf):
             limit = f"between {least:g} and {most:g}" if most < inf else f"at least {least:g}, and finite"
             raise UsageError(f"{name} is {value:g}: it must be {limit}")
-
-
-def _above_zero(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < inf:
-            raise UsageError(f"{name} is {value:g}: it must be above 0, and finite")

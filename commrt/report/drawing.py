@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice, pairwise
@@ -40,7 +39,9 @@ def draw_schedule(schedule: Schedule) -> Figure:
     """
     steps = _require_small(schedule)
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
-    colours = _chunk_colours(schedule.chunks)
+    from matplotlib import colormaps  # noqa: PLC0415  # after new_figure, which says what to install
+
+    colours = colormaps["turbo"](np.linspace(0.05, 0.95, max(schedule.chunks, 2)))
     for number, step in enumerate(steps):
         _draw_transfers(axes, number, step, schedule.ranks, colours)
     for number, (begin, end, name) in enumerate(_phases(steps)):
@@ -66,12 +67,6 @@ def _require_small(schedule: Schedule) -> list[Step]:
     if len(steps) > MAX_STEPS:
         raise UsageError(f"{schedule.name} has more than {MAX_STEPS} steps: {SIZE_LIMIT}")
     return steps
-
-
-def _chunk_colours(chunks: int) -> np.ndarray:
-    from matplotlib import colormaps  # noqa: PLC0415  # heavy, and an extra
-
-    return np.asarray(colormaps["turbo"](np.linspace(0.05, 0.95, max(chunks, 2))))
 
 
 def _draw_transfers(axes: Axes, number: int, step: Step, ranks: int, colours: np.ndarray) -> None:
@@ -113,11 +108,6 @@ def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[s
     return figure
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
@@ -132,7 +122,6 @@ NEXT_HOP = "#fdbe85"
 """Neighbouring exchanges alternate between this colour and that of a hop."""
 COMM_RANGES = {"bucket", "hop", "combine"}
 LEGEND = {"bucket": "pack, unpack", "wait": "not hidden"}
-MAX_RANKS = 32
 MAX_NAMED_PHASES = 6
 MIN_NAMED_SHARE = 0.06
 """A bar shows its name if it takes at least this share of the picture's width."""
@@ -169,11 +158,7 @@ def _draw_slowest_rank(axes: Axes, top: float, step: StepTime, phases: Sequence[
     told = f"{end_ms - computed_ms:.2f} ms not hidden, efficiency {step.efficiency:.1%}"
     axes.text(end_ms, top - 0.08, told, ha="right", va="bottom", fontsize=9, color=COLOURS["wait"])
     if phases:
-        width_ms = axes.get_xlim()[1]
-        is_left = computed_ms > width_ms / 2
-        place_ms = computed_ms - 0.008 * width_ms if is_left else end_ms + 0.008 * width_ms
-        side = "right" if is_left else "left"
-        axes.text(place_ms, top + 1.25, f"steps: {_named(phases)}", ha=side, va="center", fontsize=9)
+        axes.text(end_ms, top + 1.85, f"steps: {_named(phases)}", ha="right", va="top", fontsize=9)
 
 
 def _draw_bar(axes: Axes, top: float, begin_ms: float, end_ms: float, colour: str, label: str = "") -> None:
@@ -217,18 +202,16 @@ def draw_recorded_step(spans: Sequence[Span], name: str, step: int | None = None
 
 def _windows(spans: Sequence[Span]) -> list[_Window]:
     """Return each step, from the first rank that ended the step before to the last rank that ended this one."""
-    optimizer_ends_ms: defaultdict[int, list[float]] = defaultdict(list)
-    ends_ms: defaultdict[int, list[float]] = defaultdict(list)
+    updates: defaultdict[int, list[float]] = defaultdict(list)  # by rank, the ends of its optimizer steps in ms
+    ends_ms: defaultdict[int, list[float]] = defaultdict(list)  # by step
     for span in sorted(spans, key=lambda span: span.end_ms):
         if span.name == "optimizer":
-            optimizer_ends_ms[span.rank].append(span.end_ms)
+            updates[span.rank].append(span.end_ms)
     for span in spans:
         if span.name == "wait" and span.step is not None:
-            later_ms = optimizer_ends_ms[span.rank]
-            place = bisect(later_ms, span.end_ms)
-            ends_ms[span.step].append(later_ms[place] if place < len(later_ms) else span.end_ms)
+            ends_ms[span.step].append(next((end for end in updates[span.rank] if end > span.end_ms), span.end_ms))
     if not ends_ms:  # waits of gossip and DDP have no step number: count the optimizer's steps of each rank
-        for rank_ends_ms in optimizer_ends_ms.values():
+        for rank_ends_ms in updates.values():
             for step, end_ms in enumerate(rank_ends_ms):
                 ends_ms[step].append(end_ms)
     return [_Window(step, min(ends_ms[before]), max(ends_ms[step])) for before, step in pairwise(sorted(ends_ms))]
@@ -254,7 +237,11 @@ def _draw_window(spans: Sequence[Span], window: _Window, name: str) -> Figure:
     axes.set_ylim(2.4 * len(ranks), -0.3)
     axes.set_xlim(0, window.width_ms)
     _label_time(axes, f"{name}, step {window.step}: {window.width_ms:.2f} ms")
-    _add_legend(figure, {span.name for span in shown})
+    from matplotlib.patches import Patch  # noqa: PLC0415  # after new_figure, which says what to install
+
+    there = [kind for kind in COLOURS if kind in {span.name for span in shown}]
+    handles = [Patch(color=COLOURS[kind], label=LEGEND.get(kind, kind)) for kind in there]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
     return figure
 
 
@@ -265,13 +252,6 @@ def _draw_ranges(axes: Axes, top: float, kind: str, spans: Sequence[Span], windo
         place = (top + 0.62, 0.28) if kind == "wait" else (top, 0.9)
         bars = [(span.begin_ms - window.begin_ms, span.end_ms - span.begin_ms) for span in spans]
         axes.broken_barh(bars, place, color=COLOURS[kind], ec="w", lw=0.2, clip_on=True)
-
-
-def _add_legend(figure: Figure, kinds: set[str]) -> None:
-    from matplotlib.patches import Patch  # noqa: PLC0415  # heavy, and an extra
-
-    handles = [Patch(color=COLOURS[kind], label=LEGEND.get(kind, kind)) for kind in COLOURS if kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
 
 
 def _label_time(axes: Axes, title: str) -> None:

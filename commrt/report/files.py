@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from commrt.errors import CommrtError, UsageError
@@ -15,22 +14,12 @@ from commrt.errors import CommrtError, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "GENERATOR",
-    "prepare_report",
-    "require_picture",
-    "require_writable",
-    "save_picture",
-    "write",
-    "write_report",
-]
+__all__ = ["GENERATOR", "prepare_report", "require_picture", "require_writable", "save_picture", "write"]
 
 PICTURE_FORMATS = (".svg", ".png", ".pdf")
 REPORT_NAME = "report.html"
 GENERATOR = "commrt train --report"
 """Marks the head of a page that commrt wrote."""
-HEAD_CHARACTERS = 2000
-"""Length of the beginning of a page, which contains its head."""
 
 
 def require_writable(option: str, path: str, example: str) -> None:
@@ -82,23 +71,12 @@ def prepare_report(folder: str) -> Path:
     path = Path(folder) / REPORT_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):
-            pass
-        is_ours = not path.exists() or GENERATOR in path.read_text(encoding="utf-8", errors="replace")[:HEAD_CHARACTERS]
+        is_ours = not path.exists() or GENERATOR in path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"--report {folder}: nothing can be written there: {error}") from error
+    require_writable("--report", str(path), REPORT_NAME)
     if not is_ours:
         raise UsageError(
             f"--report {folder}: there is a {REPORT_NAME} that commrt did not write: move it, or name another folder"
         )
     return path
-
-
-def write_report(path: Path, text: str) -> None:
-    """Write the page, whole or not at all; raise `CommrtError` if the disk refuses."""
-    part = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise CommrtError(f"the run is over, but {path} could not be written: {error}") from error

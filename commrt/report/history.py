@@ -13,24 +13,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from commrt.membership.generations import Loss
 from commrt.report.files import write
 from commrt.runtime.recording import Event, Timeline, chrome_trace
 from commrt.runtime.world import World
 from commrt.training.replica import StepReport
 
 __all__ = [
-    "MAX_ITERATIONS",
-    "TIMELINE_ITERATIONS",
-    "AveragedStep",
-    "HistoryRecorder",
-    "Iteration",
-    "LostRank",
-    "RankHistory",
-    "RunRecord",
-    "gather_record",
-    "recording_history",
-    "recording_timeline",
-]
+    "MAX_ITERATIONS", "TIMELINE_ITERATIONS", "AveragedStep", "HistoryRecorder", "Iteration", "RankHistory", "RunRecord",
+    "gather_record", "recording_timeline",
+]  # fmt: skip
 
 MAX_ITERATIONS = 20_000
 """Iterations that a rank keeps: about 3 MB."""
@@ -59,14 +51,6 @@ class AveragedStep(NamedTuple):
     comm_s: float | None
     """None, like `nbytes_sent`, if the library does not report it."""
     nbytes_sent: int | None
-
-
-class LostRank(NamedTuple):
-    """A rank that the others went on without, from `step` on."""
-
-    rank: int
-    step: int
-    why: str
 
 
 @dataclass(slots=True)
@@ -99,7 +83,8 @@ class RunRecord:
 
     transport: str
     histories: tuple[RankHistory, ...]
-    lost: tuple[LostRank, ...] = ()
+    lost: tuple[Loss, ...] = ()
+    """Ranks that the others went on without."""
 
     def members_by_step(self) -> dict[int, frozenset[int]]:
         """Return the ranks that took part in each step that a remaining rank has seen."""
@@ -169,24 +154,13 @@ class HistoryRecorder:
             self._world.recorder = self._recorder_before
 
 
-@contextmanager
-def recording_history(world: World, *, wanted: bool) -> Iterator[HistoryRecorder | None]:
-    """Give a recorder for the training loop in the body, or None unless it is `wanted`."""
-    recorder = HistoryRecorder(world) if wanted else None
-    try:
-        yield recorder
-    finally:
-        if recorder is not None:
-            recorder.stop_timeline()
-
-
 def gather_record(world: World, recorder: HistoryRecorder) -> RunRecord | None:
     """Return what all ranks recorded, on the first rank that is left; collective."""
+    recorder.stop_timeline()
     texts = _gather(world, "history", recorder.history.to_json())
     if texts is None:
         return None
-    lost = tuple(LostRank(loss.rank, loss.step, loss.why) for loss in world.lost)
-    return RunRecord(world.transport.kind, tuple(map(RankHistory.from_json, texts)), lost)
+    return RunRecord(world.transport.kind, tuple(map(RankHistory.from_json, texts)), world.lost)
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import BACKUP, GOSSIP, by_name
 from commrt.errors import UsageError
-from commrt.report import charts
+from commrt.report.charts import data_url, draw_curves, draw_members, steps_per_column
 from commrt.report.drawing import draw_recorded_step, draw_schedule
 from commrt.report.files import GENERATOR
 from commrt.report.history import MAX_ITERATIONS, Iteration, RankHistory, RunRecord
@@ -61,11 +61,10 @@ def page(results: Sequence[Result], backups: int, facts: Sequence[tuple[str, str
         names=[result.algorithm for result in results],
         title=title(results),
         rows=[*rows(results)],
-        charts=_line_charts(results),
+        charts=_curves(results),
         left_out=sum(history.left_out for result in results for history in _record(result).histories),
-        runs=[_run_section(result, backups, f"run{number}") for number, result in enumerate(results)],
+        runs=[_run_section(result, backups) for result in results],
         facts=facts,
-        layout=charts,
     )
 
 
@@ -73,59 +72,42 @@ def _record(result: Result) -> RunRecord:
     return result.record or NOTHING_RECORDED
 
 
-def _line_charts(results: Sequence[Result]) -> list[charts.LineChart]:
-    end = max(result.steps for result in results)
+class _Picture(NamedTuple):
+    caption: str
+    url: str
 
-    def chart(title: str, unit: str, value: Callable[[Iteration], float], high: float = 0.0) -> charts.LineChart:
-        lines = [(each.algorithm, _points(each, value)) for each in results]
-        means = [point.mean for _, points in lines for point in points]
-        return charts.LineChart(title, unit, lines, max(end, 1), high or 1.08 * max(means, default=1.0) or 1.0)
+
+def _curves(results: Sequence[Result]) -> list[_Picture]:
+    end = max(result.steps for result in results)
+    recorded = {each.algorithm: [i for h in _record(each).histories for i in h.iterations] for each in results}
+
+    def chart(name: str, value: Callable[[Iteration], float], high: float | None = None) -> _Picture:
+        curves = {run: [(each.step, value(each)) for each in iterations] for run, iterations in recorded.items()}
+        return _Picture(name, data_url(draw_curves(curves, end, high)))
 
     return [
-        chart("Loss", "", lambda each: each.loss),
-        chart("Accuracy on each step's images", " %", lambda each: 100 * each.accuracy, high=100.0),
-        chart("Time of a step", " ms", lambda each: 1e3 * each.seconds),
+        chart("Loss", lambda each: each.loss),
+        chart("Accuracy on each step's images, %", lambda each: 100 * each.accuracy, 102.0),
+        chart("Time of a step, ms", lambda each: 1e3 * each.seconds),
     ]
 
 
-def _points(result: Result, value: Callable[[Iteration], float]) -> list[charts.Point]:
-    iterations = [each for history in _record(result).histories for each in history.iterations]
-    return charts.merge_steps([(each.step, value(each)) for each in iterations], result.steps)
-
-
-class _Picture(NamedTuple):
-    caption: str
-    svg: str
-
-
-class _RunSection(NamedTuple):
-    """What the page shows of one run; a string stands for a picture that cannot be drawn, and says why."""
-
-    name: str
-    timeline: _Picture | str
-    mix_counts: list[list[int]] | None
-    """None without gossip."""
-    contributions: charts.StepGrid | str
-    ranks: list[list[str]]
-    lost: list[str]
-    schedule: _Picture | str
-
-
-def _run_section(result: Result, backups: int, prefix: str) -> _RunSection:
+def _run_section(result: Result, backups: int) -> dict[str, Any]:
+    """Return what the page shows of one run; a string stands for a picture that cannot be drawn, and says why."""
     record = _record(result)
     histories = {history.rank: history for history in record.histories}
-    return _RunSection(
-        result.algorithm,
-        _timeline(record, result.algorithm, prefix),
-        record.mix_counts(result.workers) if result.algorithm == GOSSIP else None,
-        _contributions(result, record),
-        [_rank_row(rank, histories.get(rank)) for rank in range(result.workers)],
-        [*_lost_ranks(result, record), *_replaced_ranks(record)],
-        _schedule(result, backups, prefix),
-    )
+    return {
+        "name": result.algorithm,
+        "timeline": _timeline(record, result.algorithm),
+        "mix_counts": record.mix_counts(result.workers) if result.algorithm == GOSSIP else None,
+        "contributions": _contributions(result, record),
+        "ranks": [_rank_row(rank, histories.get(rank)) for rank in range(result.workers)],
+        "lost": [*_lost_ranks(result, record)],
+        "schedule": _schedule(result, backups),
+    }
 
 
-def _timeline(record: RunRecord, name: str, prefix: str) -> _Picture | str:
+def _timeline(record: RunRecord, name: str) -> _Picture | str:
     events = [event for history in record.histories for event in history.events]
     try:
         figure = draw_recorded_step(spans_of(events), name)
@@ -133,11 +115,10 @@ def _timeline(record: RunRecord, name: str, prefix: str) -> _Picture | str:
         return f"{error}."
     if figure is None:
         return "No step was recorded."
-    svg = charts.svg_of(figure, f"{prefix}-timeline")
-    return _Picture("Who did what when in a step that took as long as most", svg)
+    return _Picture("Who did what when in a step that took as long as most", data_url(figure))
 
 
-def _schedule(result: Result, backups: int, prefix: str) -> _Picture | str:
+def _schedule(result: Result, backups: int) -> _Picture | str:
     if result.algorithm == DDP:
         return "torch's DDP chooses among Gloo's own algorithms: there is no schedule to show."
     if result.algorithm == BACKUP:
@@ -149,22 +130,22 @@ def _schedule(result: Result, backups: int, prefix: str) -> _Picture | str:
         schedule = by_name(result.algorithm).schedule(0, result.workers)
         caption = f"The schedule of {'the first' if result.algorithm == GOSSIP else 'each'} step"
     try:
-        return _Picture(caption, charts.svg_of(draw_schedule(schedule), f"{prefix}-schedule"))
+        return _Picture(caption, data_url(draw_schedule(schedule)))
     except UsageError as error:
         return f"{error}."
 
 
-def _contributions(result: Result, record: RunRecord) -> charts.StepGrid | str:
+def _contributions(result: Result, record: RunRecord) -> _Picture | str:
     found = record.members_by_step()
     if not found:
         return "No rank that was left at the end recorded it."
     took, take = ("took part in", "take part") if result.algorithm == GOSSIP else ("counted in", "count")
     if set(found.values()) == {frozenset(range(result.workers))}:
         return f"All {result.workers} ranks {took} each of {len(found):,} steps."
-    width, shares = charts.steps_per_column(result.steps), charts.shares_by_column(found, result.workers, result.steps)
-    column = "a column is a step" if width == 1 else f"a column is {width} steps, paler where it was in some of them"
-    title = f"Blue: it {took} the step; orange: it did not {take}; {column}"
-    return charts.StepGrid(title, [f"rank {rank}" for rank in range(result.workers)], shares, width, result.steps)
+    width = steps_per_column(result.steps)
+    column = "a column is a step" if width == 1 else f"a column is {width} steps, in between where it was in some"
+    caption = f"Blue: it {took} the step; orange: it did not {take}; {column}"
+    return _Picture(caption, data_url(draw_members(found, result.workers, result.steps)))
 
 
 def _rank_row(rank: int, history: RankHistory | None) -> list[str]:
@@ -199,10 +180,3 @@ def _lost_ranks(result: Result, record: RunRecord) -> Iterator[str]:
             yield f"Rank {rank}: step {max(steps)} was the last in which it counted; nobody waited for it after that"
         else:
             yield f"Rank {rank}: it counted in no step that the others recorded"
-
-
-def _replaced_ranks(record: RunRecord) -> Iterator[str]:
-    """Return which ranks a second process has taken over: those that did not begin with step 0."""
-    for history in record.histories:
-        if history.iterations and (step := history.iterations[0].step) > 0:
-            yield f"Rank {history.rank} was lost; another process took its place, and began with step {step}"

@@ -45,9 +45,7 @@ class Result:
 
     def facts(self) -> dict[str, Any]:
         """Return everything but the record, for JSON."""
-        facts = asdict(replace(self, record=None))
-        facts.pop("record")
-        return facts
+        return {name: value for name, value in asdict(replace(self, record=None)).items() if name != "record"}
 
 
 Row = tuple[str, Callable[[Result], str]]
@@ -64,7 +62,7 @@ ROWS: tuple[Row, ...] = (
 LATE_ROWS: tuple[Row, ...] = (
     (
         "gradients too late",
-        lambda r: ", ".join(f"rank {rank}: {late}" for rank, late in r.late.items() if late) or "none",
+        lambda r: ", ".join(f"rank {rank}: {n}" for rank, n in r.late.items() if n) or "none",
     ),
     ("not waited for them", lambda r: f"{r.saved_seconds:.1f} s"),
 )

@@ -7,6 +7,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,24 +61,12 @@ def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def _parse_span(event: dict[str, Any]) -> Span:
-    args = event["args"]
-    if not isinstance(args, dict):
-        raise TypeError("args must be an object")
-    step = args.get("step")
-    if not (isinstance(event["name"], str) and _is_count(event["pid"]) and (step is None or _is_count(step))):
-        raise TypeError("name must be a text, and pid and step must be whole numbers from 0 on")
-    begin_ms = _parse_ms(event["ts"])
-    return Span(event["pid"], event["name"], begin_ms, begin_ms + _parse_ms(event["dur"]), step)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_COUNT
-
-
-def _parse_ms(time_us: object) -> float:
-    if isinstance(time_us, bool) or not isinstance(time_us, int | float) or not 0 <= time_us < MAX_COUNT:
-        raise TypeError(f"ts and dur must be microseconds from 0 to {MAX_COUNT:g}")
-    return time_us / 1e3
+    rank, name, step = event["pid"], event["name"], dict(event["args"]).get("step")
+    begin_us, width_us = event["ts"], event["dur"]
+    is_valid = isinstance(name, str) and type(rank) is int and (step is None or type(step) is int)
+    if not (is_valid and all(0 <= number < MAX_COUNT for number in (rank, step or 0, begin_us, width_us))):
+        raise TypeError(f"name must be a text, and pid, ts, dur and args.step numbers from 0 to {MAX_COUNT:g}")
+    return Span(rank, name, begin_us / 1e3, (begin_us + width_us) / 1e3, step)
 
 
 def compute_times_s(spans: Sequence[Span]) -> list[list[float]]:
@@ -108,10 +97,18 @@ def read_times(path: str) -> Recorded:
         if len(step) != ranks or not step:
             raise UsageError(f"{path}: step {number} has {len(step)} times, step 0 has {ranks}: give each rank's")
         for rank, value in enumerate(step):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_STEP_S:
+            if not 0 < _number(value) < MAX_STEP_S:
                 place = f"{path}: step {number}, rank {rank}"
                 raise UsageError(f"{place}: {value!r:.80} is no number of seconds above 0 and below {MAX_STEP_S:g}")
     return Recorded(np.array(steps, dtype=np.float64))
+
+
+def _number(value: Any) -> float:
+    """Return `value` as a number, nan if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return nan
 
 
 def _parse_json(path: str, text: str) -> list[Sequence[object]]:
@@ -127,17 +124,9 @@ def _parse_json(path: str, text: str) -> list[Sequence[object]]:
 
 
 def _parse_csv(path: str, text: str) -> list[Sequence[object]]:
-    """Return the lines as numbers, without a first line of column names."""
+    """Return the lines, without a first line of column names."""
     try:
-        lines = [[_parse_cell(cell) for cell in line] for line in csv.reader(text.splitlines()) if line]
+        lines = [line for line in csv.reader(text.splitlines()) if line]
     except csv.Error as error:
         raise UsageError(f"{path} is no CSV: {error}; {TIMES_FORMAT}") from error
-    has_header = bool(lines) and all(isinstance(cell, str) for cell in lines[0])
-    return list(lines[has_header:])
-
-
-def _parse_cell(cell: str) -> float | str:
-    try:
-        return float(cell)
-    except ValueError:
-        return cell.strip()
+    return list(lines[1:] if lines and isnan(_number(lines[0][0])) else lines)

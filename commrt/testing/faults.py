@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from functools import partial
+from typing import Literal
 
 from commrt.errors import Place, TransportError
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
@@ -14,19 +15,11 @@ from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 __all__ = ["Fault", "FaultyTransport", "delay_at", "drop_at", "fail_at", "with_faults"]
 
 
-class Kind(Enum):
-    """Kinds of fault."""
-
-    FAIL = "fail"
-    DELAY = "delay"
-    DROP = "drop"
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault; None matches every rank, step or bucket."""
 
-    kind: Kind
+    kind: Literal["fail", "delay", "drop"]
     rank: int | None = None
     step: int | None = None
     bucket: int | str | None = None
@@ -37,21 +30,12 @@ class Fault:
         return self.step in (None, tag.step) and self.bucket in (None, tag.bucket)
 
 
-def fail_at(rank: int | None = None, step: int | None = None, bucket: int | str | None = None) -> Fault:
-    """Return a fault: the rank's group raises `TransportError`, and its world then closes the connections."""
-    return Fault(Kind.FAIL, rank, step, bucket)
-
-
-def delay_at(
-    rank: int | None = None, step: int | None = None, bucket: int | str | None = None, *, seconds: float
-) -> Fault:
-    """Return a fault: each bucket takes `seconds` longer at this rank."""
-    return Fault(Kind.DELAY, rank, step, bucket, seconds)
-
-
-def drop_at(rank: int | None = None, step: int | None = None, bucket: int | str | None = None) -> Fault:
-    """Return a fault: messages that the rank sends never arrive."""
-    return Fault(Kind.DROP, rank, step, bucket)
+fail_at = partial(Fault, "fail")
+"""The rank's group raises `TransportError`, and its world then closes the connections."""
+delay_at = partial(Fault, "delay")
+"""Each bucket takes `seconds` longer at this rank."""
+drop_at = partial(Fault, "drop")
+"""Messages that the rank sends never arrive."""
 
 
 class FaultyTransport:
@@ -83,12 +67,12 @@ class FaultyTransport:
         def run(tag: Tag) -> None:
             faults = [fault for fault in self._faults if fault.matches(tag)]
             kinds = {fault.kind for fault in faults}
-            if Kind.FAIL in kinds:
+            if "fail" in kinds:
                 raise TransportError("an injected failure", Place(self.rank, None, *tag, group.hop))
-            if Kind.DELAY in kinds and tag != self._delayed:
+            if "delay" in kinds and tag != self._delayed:
                 self._delayed = tag  # once per bucket, not once per hop
                 time.sleep(sum(fault.seconds for fault in faults))
-            (run_without_sends if Kind.DROP in kinds else run_all)(tag)
+            (run_without_sends if "drop" in kinds else run_all)(tag)
 
         return run
 

@@ -34,23 +34,10 @@ from typing import ClassVar
 from commrt.testing.graphs import Graph, recording
 
 __all__ = [
-    "NCCL_BFLOAT16",
-    "NCCL_FLOAT16",
-    "NCCL_FLOAT32",
-    "NCCL_FLOAT64",
-    "NCCL_INT8",
-    "NCCL_INT32",
-    "NCCL_INT64",
-    "NCCL_UINT8",
-    "NcclCommunicator",
-    "NcclError",
-    "available",
-    "get_build_version",
-    "get_unique_id",
-    "get_version",
-    "groupEnd",
-    "groupStart",
-]
+    "NCCL_BFLOAT16", "NCCL_FLOAT16", "NCCL_FLOAT32", "NCCL_FLOAT64", "NCCL_INT8", "NCCL_INT32", "NCCL_INT64",
+    "NCCL_UINT8", "NcclCommunicator", "NcclError", "available", "get_build_version", "get_unique_id", "get_version",
+    "groupEnd", "groupStart",
+]  # fmt: skip
 
 available = True
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 0, 1, 2, 4
@@ -59,16 +46,10 @@ NBYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 UNIQUE_ID_NBYTES = 128
 VERSION = 22809
 
-UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = range(1, 7)
-STATUSES = {
-    UNHANDLED_CUDA_ERROR: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
-    SYSTEM_ERROR: "NCCL_ERROR_SYSTEM_ERROR",
-    INTERNAL_ERROR: "NCCL_ERROR_INTERNAL_ERROR",
-    INVALID_ARGUMENT: "NCCL_ERROR_INVALID_ARGUMENT",
-    INVALID_USAGE: "NCCL_ERROR_INVALID_USAGE",
-    REMOTE_ERROR: "NCCL_ERROR_REMOTE_ERROR",
-}
-"""Ends at 6 as in CuPy, where 7 (in progress) raises `KeyError`."""
+INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = range(3, 7)
+STATUSES = dict(enumerate(("UNHANDLED_CUDA_ERROR", "SYSTEM_ERROR", "INTERNAL_ERROR", "INVALID_ARGUMENT",
+                           "INVALID_USAGE", "REMOTE_ERROR"), start=1))  # fmt: skip
+"""Names by status; ends at 6 as in CuPy, which has no name for 7 (in progress)."""
 
 
 class NcclError(RuntimeError):
@@ -76,7 +57,7 @@ class NcclError(RuntimeError):
 
     def __init__(self, status: int) -> None:
         self.status = status
-        super().__init__(STATUSES[status])
+        super().__init__(f"NCCL_ERROR_{STATUSES[status]}")
 
 
 @dataclass(slots=True, eq=False)

@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, Literal
-
-from torch.distributed import Store
 
 from commrt.membership.launcher import LOOPBACK
 from commrt.membership.rendezvous import hold, listen
@@ -68,7 +65,9 @@ def run_processes(
     each is new, and imports for itself, in 2 to 3 s.
     """
     context = _context(start)
-    port, store = _store() if holds_store else (free_port(), None)
+    listener = listen() if holds_store else None
+    port = free_port() if listener is None else int(listener.getsockname()[1])
+    store = listener and hold(listener)
 
     def start_rank(rank: int) -> tuple[BaseProcess, Connection]:
         ours, theirs = context.Pipe(duplex=False)
@@ -87,11 +86,10 @@ def run_processes(
     return outcomes
 
 
-def _context(start: Start) -> ForkServerContext | SpawnContext:
-    if start == "spawn":
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+def _context(start: Start) -> Any:
+    context = get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(IMPORTED)
     return context
 
 
@@ -100,12 +98,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
-
-
-def _store() -> tuple[int, Store]:
-    listener = listen()
-    port = int(listener.getsockname()[1])
-    return port, hold(listener)
 
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
@@ -149,7 +141,12 @@ def _listen(
                 del unfinished[rank]
                 process.join(timeout=5.0)  # it closed the pipe by ending, which takes a while
                 continue
-            _record(outcomes[rank], kind, content, seconds)
+            outcome = outcomes[rank]
+            if kind == "message":
+                outcome.messages.append(content)
+            else:
+                outcome.seconds = seconds
+                setattr(outcome, kind, content)
             answer = on_message(rank, content, process) if kind == "message" and on_message is not None else None
             if answer == RESTART:
                 process.join(timeout=5.0)
@@ -157,17 +154,6 @@ def _listen(
                 unfinished[rank] = processes[rank][1]
             elif answer:
                 del unfinished[rank]
-
-
-def _record(outcome: Outcome, kind: str, content: Any, seconds: float) -> None:
-    if kind == "message":
-        outcome.messages.append(content)
-        return
-    outcome.seconds = seconds
-    if kind == "value":
-        outcome.value = content
-    else:
-        outcome.error = content
 
 
 def _end(processes: Sequence[BaseProcess], outcomes: list[Outcome]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
@@ -43,41 +44,26 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
         return list(pool.map(connect, range(ranks)))
 
 
-Reconnect = Callable[[int, int, Sequence[int], float], Transport]
-"""(rank, generation, members, timeout_s) -> the transport of `rank` in a later generation."""
-
-
-def _reconnect_over_threads(_: Store, ranks: int) -> Reconnect:
-    fabrics: dict[int, Fabric] = {}
-
-    def connect(rank: int, generation: int, _: Sequence[int], timeout_s: float) -> Transport:
-        return fabrics.setdefault(generation, Fabric(ranks, timeout_s)).transport(rank)
-
-    return connect
-
-
-def _reconnect_over_nccl(store: Store, _: int) -> Reconnect:
-    def connect(rank: int, generation: int, members: Sequence[int], timeout_s: float) -> Transport:
-        return NcclTransport(PrefixStore(f"nccl {generation}", store), rank, members, timeout_s, CPU, nccl)
-
-    return connect
-
-
-RECONNECT: dict[Connect, Callable[[Store, int], Reconnect]] = {
-    over_threads: _reconnect_over_threads,
-    over_nccl: _reconnect_over_nccl,
-}
+RECONNECTING = (over_threads, over_nccl)
 
 
 def local_worlds(
     size: int, timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport, connect: Connect | None = None
 ) -> list[World]:
-    """Return worlds of `size` threads that share a store; connected by `over_threads`, transports passed to `wrap`."""
-    store, chosen = HashStore(), connect or over_threads
-    reconnect = RECONNECT[chosen](store, size) if chosen in RECONNECT else None
+    """Return worlds of `size` threads that share a store; transports are passed to `wrap`.
+
+    Worlds connected by `over_threads` or `over_nccl` connect again without lost ranks.
+    """
+    store, fabrics, chosen = HashStore(), dict[int, Fabric](), connect or over_threads
+
+    def reconnect(rank: int, generation: int, members: Sequence[int], timeout_s: float) -> Transport:
+        if chosen is over_nccl:
+            prefix = PrefixStore(f"nccl {generation}", store)
+            return wrap(NcclTransport(prefix, rank, members, timeout_s, CPU, nccl))
+        return wrap(fabrics.setdefault(generation, Fabric(size, timeout_s)).transport(rank))
 
     def open_one(rank: int, transport: Transport) -> World:
-        means = None if reconnect is None else Means(lambda *given: wrap(reconnect(rank, *given)), LOOPBACK)
+        means = Means(partial(reconnect, rank), LOOPBACK) if chosen in RECONNECTING else None
         return World(wrap(transport), store, rank, "threads", means=means)
 
     return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]
