@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -130,8 +131,8 @@ def test_strangers_who_know_the_name_but_not_the_password_are_shown_out(said):
 
     first = threading.Thread(target=rank, args=(0,))
     first.start()
-    store.wait(["0"])
-    name, _ = store.get("0").decode().split()
+    store.wait(["record/0"])
+    name, _ = json.loads(store.get("record/0"))
     for _ in range(3):
         line = channel._socket()
         line.connect(channel._address(name))

@@ -63,7 +63,7 @@ MUTANTS = {
     "the others not told": (nccl, "self._notices.announce(None)", "pass"),
     "the others not asked": (nccl, "self._lost_peer(pending) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
-    "an id of each rank's own": (nccl_communicator, 'said = store.get("id")', "said = _new_id(binding).hex().encode()"),
+    "an id of each rank's own": (nccl_communicator, "bytes.fromhex(infos[members[0]].unique_id)", "_new_id(binding)"),
     "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),
 }
 

@@ -195,7 +195,7 @@ class World:
         """
         with self.collective(f"agree ({topic})"):
             try:
-                self._consistency.agree(self.store, topic, claim)
+                self._consistency.agree(topic, claim)
             except DisagreementError:
                 raise
             except BaseException as error:
@@ -281,7 +281,7 @@ class World:
         if self.config is not None:
             self.transport.add(device, NullTransport(self.rank, self.members, self.timeout_s))
         else:
-            self.transport.add(device, self._connect_gpu(self._consistency.latest_key, device))
+            self.transport.add(device, self._connect_gpu(f"connect {self.elastic.generation.number}", device))
         self.comm_thread.streams = streams
 
     def _connect_gpu(self, name: str, device: torch.device) -> QueueingTransport:
@@ -314,7 +314,6 @@ class World:
         self.elastic.depart(f"it failed: {failure}")
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
-        self._consistency.end_next_agreement(self.store, failure)
         diagnose(self.store, self.rank, self.size, failure)
         if self.holds_store:
             wait_for_readers(self.store)
@@ -324,7 +323,7 @@ class World:
         if not self.elastic.is_elastic:  # else each exchange has a call that waits for it
             self._late_failure = failure
             leave_report(self.store, self.rank, failure)
-            self._consistency.end_next_agreement(self.store, failure)
+            self.transport.abort_host()
 
     def close(self) -> None:
         """Finish what was started, then close the connections. Not collective. Call it again after a Ctrl-C in it."""
@@ -365,8 +364,6 @@ class World:
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
-        if is_news:
-            self._consistency.end_next_agreement(self.store, reason)
         if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             wait_for_readers(self.store)  # the others know nothing of this rank's own errors
 
