@@ -383,7 +383,7 @@ def step_of(bucket, step_graphs, programs, step, scale=1.0):
     return done
 
 
-def test_what_is_replayed_has_the_step_s_own_stamp_scale_and_gradients(bucket):
+def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
     step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
     layout = layout_of([40, 33])
     for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
@@ -393,7 +393,7 @@ def test_what_is_replayed_has_the_step_s_own_stamp_scale_and_gradients(bucket):
         replayed = step_of(bucket, step_graphs, programs, step, scale)
         assert replayed == (step >= BY_CALLS)
         assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
-        assert torch.equal(layout.stamp(bucket.wire) != 0, bits(word))
+        assert torch.equal(layout.header(bucket.wire) != 0, bits(word))
         assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
     assert step_graphs.reasons == {}
 

@@ -126,10 +126,10 @@ def test_another_process_takes_the_place_of_a_killed_one_and_none_is_lost():
         store = meet(launched(), LIMIT_S)
         if rank() == 1 and store.add("lives", 1) == 1:
             die()
-        store.wait(["seen"]) if rank() != 1 else store.set("seen", "by its successor")
+        store.wait(["seen"]) if rank() != 1 else store.set("seen", "by its replacement")
         return os.getpid()
 
-    values = run_workers(3, body, may_lose=1, successors={1: 0.01, 2: 0.0})
+    values = run_workers(3, body, may_lose=1, replacements={1: 0.01, 2: 0.0})
     assert sorted(values) == [0, 1, 2]
 
 
@@ -143,12 +143,12 @@ def test_one_that_fails_in_the_place_of_a_dead_one_takes_nothing_from_the_others
             raise UsageError("it came too late")
         store.wait(["seen"])
 
-    assert sorted(run_workers(2, body, may_lose=1, successors={1: 0.0})) == [0]
+    assert sorted(run_workers(2, body, may_lose=1, replacements={1: 0.0})) == [0]
     assert "which replaced a killed one, failed: UsageError: it came too late" in capfd.readouterr().err
 
 
 def test_a_process_that_would_come_too_late_is_not_waited_for():
-    assert sorted(run_workers(2, lambda: rank() and die(), may_lose=1, successors={1: LIMIT_S})) == [0]
+    assert sorted(run_workers(2, lambda: rank() and die(), may_lose=1, replacements={1: LIMIT_S})) == [0]
 
 
 def test_who_ends_without_a_word_has_failed():
@@ -236,7 +236,7 @@ def test_only_with_backup_workers_another_process_takes_a_dead_ones_place():
         "backup", 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0, inject=(Fault("kill", 2, 3, back=0.5), Fault("kill", 1, 5))
     )
     job.check(4)
-    assert job.successors() == {2: 0.5}
+    assert job.replacements() == {2: 0.5}
     with pytest.raises(UsageError, match="torus2d cannot replace a dead process: leave back= out"):
         replace(job, algorithm="torus2d").check(4)
 

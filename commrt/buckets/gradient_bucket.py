@@ -182,7 +182,7 @@ class GradientBucket:
 
     def _require_agreement(self) -> None:
         if self._packing.disputed:
-            why = explain_mismatch(self.layout.stamp(self.wire))
+            why = explain_mismatch(self.layout.header(self.wire))
             raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
 
     def _require_unchanged(self) -> None:

@@ -74,7 +74,7 @@ def _start(jobs: Sequence[Job], workers: int) -> list[Result]:
 def _run_by_workers(job: Job, workers: int) -> Result:
     """Return the result of the first surviving worker; workers without a result are lost."""
     try:
-        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers), job.successors())
+        results = run_workers(workers, lambda: _work_through([job])[0], job.outlives(workers), job.replacements())
     finally:
         Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
     first = results[min(results)]

@@ -115,7 +115,7 @@ class Job:
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
         replaced = [fault for fault in self.inject if fault.back is not None]
-        if len(self.successors()) < len(replaced):
+        if len(self.replacements()) < len(replaced):
             raise UsageError("--inject kill: give back= once for each rank, since the replacement is not killed again")
         if replaced and self.algorithm != BACKUP:
             raise UsageError(f"--inject kill: {self.algorithm} cannot replace a dead process: leave back= out")
@@ -128,7 +128,7 @@ class Job:
         """Return the batches of `place` = (rank, workers)."""
         return dataset.batches(RECIPES[self.recipe], place, self.batch_size // place[1], self.epochs, self.seed)
 
-    def successors(self) -> dict[int, float]:
+    def replacements(self) -> dict[int, float]:
         """Return the ranks that another process replaces, and how many seconds after their death."""
         return {each.rank: each.back for each in self.inject if each.rank is not None and each.back is not None}
 

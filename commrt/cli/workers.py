@@ -58,12 +58,12 @@ def run_workers(
     workers: int,
     body: Callable[[], T],
     may_lose: int = 0,
-    successors: Mapping[int, float] = MappingProxyType({}),
+    replacements: Mapping[int, float] = MappingProxyType({}),
     limit_s: float | None = None,
 ) -> dict[int, T]:
     """Call `body` in `workers` processes, with torchrun's variables set; return the results by rank.
 
-    Up to `may_lose` workers may be killed; they are missing in the result. `successors` gives ranks that another
+    Up to `may_lose` workers may be killed; they are missing in the result. `replacements` gives ranks that another
     process replaces, and the delay in seconds. Call it from the main thread.
 
     Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also if workers still
@@ -74,7 +74,7 @@ def run_workers(
     try:
         with _ending_signals_raise(), listen() as listener:
             with _signals_blocked():
-                places = [*((rank, None) for rank in range(workers)), *successors.items()]
+                places = [*((rank, None) for rank in range(workers)), *replacements.items()]
                 processes.extend(_fork(rank, workers, listener, body, delay_s) for rank, delay_s in places)
             store = hold(listener)  # starts threads, so it comes after the forks
             return _Watch(processes, may_lose, inf if limit_s is None else limit_s).results()

@@ -265,7 +265,7 @@ class Membership:
             limit = limit if known == keys else Deadline(self.timeout_s())
         return True
 
-    def take_place(self, fetch_state: Callable[[], bool]) -> None:
+    def join_as_replacement(self, fetch_state: Callable[[], bool]) -> None:
         """Become a member in place of a dead or evicted rank, between two collectives; for a new process.
 
         `fetch_state` copies the state of a member and returns True if that member was in a step: then it has made all

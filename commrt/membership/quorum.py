@@ -190,27 +190,27 @@ def quorum_step(rank: int, generation: int, needed: int, step: int, attempt: int
         if step < int(floor):
             return Outcome((), counts=False, attempt=attempt)
         order = require_valid(parse_announcements(said, generation))
-        settled = yield from _settled(order, needed, step, attempt)
-        if settled is None:
+        chosen = yield from _chosen(order, needed, step, attempt)
+        if chosen is None:
             return Outcome((), counts=False, attempt=attempt)
-        members = tuple(word.rank for word in settled)
+        members = tuple(word.rank for word in chosen)
         # The whole announcement is compared: the dead process of this rank may have been a member.
-        is_member = mine in settled
+        is_member = mine in chosen
         is_first = is_member and rank == members[0]
         outcome = (yield from _outcome(is_member, is_first, step, attempt, members)) if members else FAILED
         if not outcome:
             return Outcome((), counts=False, attempt=attempt)
         if outcome == DONE:
-            notes, place = tuple(word.note for word in settled), [word.rank for word in order].index(rank)
+            notes, place = tuple(word.note for word in chosen), [word.rank for word in order].index(rank)
             return Outcome(members, is_member, attempt, notes, place=place)
         attempt += 1
-        agreed = yield NextAttempt(settled[0].generation + 1 if settled else generation)
+        agreed = yield NextAttempt(chosen[0].generation + 1 if chosen else generation)
         if agreed is None:
             return Outcome((), counts=False, attempt=attempt, is_over=False)
         generation = agreed
 
 
-def _settled(
+def _chosen(
     order: list[Announcement], needed: int, step: int, attempt: int
 ) -> Generator[Operation, Any, list[Announcement] | None]:
     """Return the members: empty if the attempt came to nothing, None if the store has deleted them."""

@@ -138,7 +138,7 @@ class QuorumVote:
         except BaseException:
             if read is not None:  # or the store thread would wait for ever
                 with suppress(Exception):
-                    self._settle(read, FAILED if read.members else NO_MEMBERS)
+                    self._write(read, FAILED if read.members else NO_MEMBERS)
             raise
 
     def _is_unanswered(self) -> bool:
@@ -155,7 +155,7 @@ class QuorumVote:
         following = self._settings.membership.next_member(read.members)
         is_lost = self._settings.is_called() or self._is_gone(following)
         if is_lost or waited_s > self._settings.timeout_s():
-            self._settle(read, FAILED)
+            self._write(read, FAILED)
 
     def _is_gone(self, rank: int) -> bool:
         members = self._settings.membership.generation.members
@@ -167,9 +167,9 @@ class QuorumVote:
         said = self._asked(lambda: self._store.get(written))
         words = parse(written, said, lambda each: require_valid(parse_announcements(each.decode(), generation)))
         if len(words) >= self._settings.needed:  # the last of them died before it could say so
-            self._settle(read, choose_members(words, self._settings.needed))
+            self._write(read, choose_members(words, self._settings.needed))
         elif self._settings.is_called():
-            self._settle(read, NO_MEMBERS)
+            self._write(read, NO_MEMBERS)
         else:
             self._end_if_too_few({word.rank for word in words}, read, waited_s)
 
@@ -186,7 +186,7 @@ class QuorumVote:
         is_late = bool(waiting) and (self._was_over or waited_s > self._settings.timeout_s() / 2)
         if len(here) + len(absent.silent) < self._settings.needed or is_late:
             self.is_over = True
-            self._settle(read, NO_MEMBERS)
+            self._write(read, NO_MEMBERS)
         elif waited_s > self._settings.timeout_s():
             membership.current()  # as below
             silent = list(absent.silent)
@@ -219,7 +219,7 @@ class QuorumVote:
             if is_first:
                 self._store_thread.do(lambda store: _delete_steps(store, oldest, words))
 
-    def _settle(self, read: WaitFor, value: str) -> None:
+    def _write(self, read: WaitFor, value: str) -> None:
         self._asked(lambda: set_once(self._store, read.key, value))
 
     def _asked(self, question: Callable[[], T]) -> T:

@@ -75,7 +75,7 @@ class World:
     ) -> None:
         self.config = config
         """The configuration that this process must fit, until it has taken the place of a lost rank; else None."""
-        self.is_successor = config is not None
+        self.is_replacement = config is not None
         """True if this process takes, or took, the place of a rank that was lost while the others trained."""
         self.transport = TransportByDevice(transport)
         self.store = store

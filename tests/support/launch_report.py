@@ -79,7 +79,7 @@ def steps_of_resnet50(fake: Driver) -> dict[str, Any]:
         "unaligned_warps": warps,
         "wires": [bucket.wire.data_ptr() for bucket in buckets],
         "wire_arguments": [call["wire"] for call in arguments],
-        "stamps": [call["stamp"] for call in arguments],
+        "headers": [call["header"] for call in arguments],
         "loads": fake.loads,
     }
 
