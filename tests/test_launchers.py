@@ -17,7 +17,7 @@ import pytest
 from launched_ranks import in_a_group, with_variables
 from network_namespaces import address, hosts, why_none
 
-from commrt.membership.launcher import LAUNCHERS, read_launch
+from commrt.membership.launcher import LAUNCHERS, launched
 from commrt.testing.processes import free_port, run_processes
 
 pytestmark = pytest.mark.processes
@@ -175,8 +175,8 @@ def test_two_steps_of_one_slurm_job_at_once_do_not_meet():
 
 def job_at_the_port_of(variables):
     """The number of another job for which the same port is derived."""
-    port = read_launch(variables).port
-    return next(job for job in count(JOB + 1) if read_launch(variables | {"SLURM_JOB_ID": str(job)}).port == port)
+    port = launched(variables).port
+    return next(job for job in count(JOB + 1) if launched(variables | {"SLURM_JOB_ID": str(job)}).port == port)
 
 
 def test_ranks_of_two_jobs_that_derive_the_same_port_are_no_world():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import socket
 import threading
@@ -18,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Event
 from typing import TypeVar
-from weakref import WeakSet
 
 from torch.distributed import Store
 
@@ -33,6 +31,7 @@ from commrt.membership.store_client import (
     parse_int,
     require,
 )
+from commrt.threads.comm_thread import release_in_forked_child
 
 __all__ = [
     "CLOSED_ERRNOS",
@@ -64,7 +63,7 @@ class LivenessListener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self.address = f"{host} {self._socket.getsockname()[1]}"
-        _LISTENERS.add(self)
+        release_in_forked_child(self)
         threading.Thread(target=_accept, args=(self._socket,), daemon=True, name="commrt-liveness").start()
 
     def close(self) -> None:
@@ -201,17 +200,6 @@ def parse_address(text: bytes) -> str:
 
 def _key(rank: int) -> str:
     return f"process/{rank}"
-
-
-_LISTENERS: WeakSet[LivenessListener] = WeakSet()
-
-
-def _after_fork() -> None:
-    for listener in tuple(_LISTENERS):
-        listener.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 GRACE_S = 1.0

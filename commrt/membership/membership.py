@@ -226,13 +226,20 @@ class Membership:
         has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
         return not has_finished or not self.processes.answers(rank)
 
-    def require_enough(self, generation: Generation, step: int) -> None:
-        """Raise `QuorumLost` if fewer than `needed` ranks are left."""
-        if len(generation.members) + sum(loss.finished for loss in generation.lost) < self.needed:
+    def require_enough(self, generation: Generation, step: int, departed: Sequence[Loss] = ()) -> None:
+        """Raise `QuorumLost` if fewer than `needed` ranks are left when these of the generation have `departed`.
+
+        Raises `Evicted` instead if the others went on without this rank.
+        """
+        lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
+        gone = {loss.rank for loss in departed}
+        left = [rank for rank in generation.ranks if rank not in gone]
+        if len(left) + sum(loss.finished for loss in (*generation.lost, *departed)) < self.needed:
+            self.current()
             raise QuorumLost(
-                f"{generation.lost[-1]}. Ranks {list(generation.ranks)} are left, fewer than the {self.needed} whose "
-                "gradients make a step: start again from a checkpoint, with more backups or fewer ranks",
-                Place(self.rank, step=step),
+                f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} whose gradients make a step: start "
+                "again from a checkpoint, with more backups or fewer ranks",
+                Place(self.rank, lost[-1].rank, step),
             )
 
     def has_lost_neighbor(self, generation: Generation) -> bool:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ from commrt.runtime.executor import bind
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
-from commrt.threads.comm_thread import CommThread
+from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.streams import streams_of
 from commrt.transport.by_device import NullTransport, TransportByDevice
 from commrt.transport.protocol import QueueingTransport, Tag, Transport
@@ -97,7 +95,7 @@ class World:
         self.elastic = Elastic(store, self.transport, self.comm_thread, means, self._connect_gpu)
         self._consistency = ConsistencyCheck(self.transport, self.elastic)
         self._collectives = Collectives(self.transport, self.comm_thread, self.elastic, self._consistency)
-        _OPEN.add(self)
+        release_in_forked_child(self)
 
     @property
     def rank(self) -> int:
@@ -367,6 +365,11 @@ class World:
         if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             wait_for_readers(self.store)  # the others know nothing of this rank's own errors
 
+    def leave_to_parent(self) -> None:
+        """Close the world in a forked child, and tell nobody: to the other ranks the parent is this rank."""
+        self._closed = self._is_inherited = True
+        self.comm_thread.leave_to_parent()
+
     def __enter__(self) -> Self:
         self._entered += 1
         return self
@@ -382,16 +385,3 @@ class World:
                 self.abort(error)
         finally:
             self.close()
-
-
-_OPEN: WeakSet[World] = WeakSet()
-
-
-def _after_fork() -> None:
-    """Close all worlds in a forked child, and tell nobody: to the other ranks the parent is this rank."""
-    for world in tuple(_OPEN):
-        world._closed = world._is_inherited = True  # noqa: SLF001
-        world.comm_thread.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -26,6 +26,7 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.membership.store_client import run_within, start_call
+from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
@@ -36,7 +37,7 @@ from commrt.transport.nccl_communicator import (
     create,
     load,
 )
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, release_in_forked_child, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, split_self, zeros
 
 __all__ = ["NcclTransport"]
 
