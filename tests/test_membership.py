@@ -73,7 +73,7 @@ def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished)
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([OPEN, GATHERING]))
 def test_a_head_reads_as_it_was_written(number, collective, phase):
     head = Head(number, "4/0.0.1", collective, phase)
-    assert Head.parse(str(head).encode()) == head
+    assert Head.from_json(head.to_json().encode()) == head
 
 
 def test_of_proposals_for_one_generation_the_first_stands_for_all():

@@ -141,7 +141,7 @@ def test_a_store_listens_on_the_address_of_its_launch_alone(monkeypatch, address
         raise OSError("none of this machine's own")
 
     monkeypatch.setattr(rendezvous, "listen", listen)
-    assert rendezvous._is_number(address)
+    assert rendezvous._number(address)
     assert rendezvous._listener(Launch("torchrun", 0, 2, 0, 2, address, 29500)) is None
     assert hosts == [asked]
-    assert not rendezvous._is_number("node1")
+    assert rendezvous._number("node1") is None

@@ -29,7 +29,7 @@ from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
-from commrt.membership.store_client import run_within
+from commrt.membership.store_client import start_call
 from commrt.testing import graphs, nccl
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE
@@ -323,7 +323,7 @@ def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkey
 def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu):
     with two_transports() as (transports, exchanges):
         for transport in transports:
-            run_within(20, transport._abandon)  # which is called then, and when it is collected
+            start_call(transport._abandon).result(20)  # which is called then, and when it is collected
             assert transport._communicator.comm == 0
         assert len(exchanges) == 2
 

@@ -141,19 +141,16 @@ class Membership:
         self._is_in = False
         self._closed.set()
         loss = next((loss for loss in generation.lost if loss.rank == self.rank), None)
-        if loss is None:
-            why, by = "another process has taken its place", None
-        else:
-            why, by = loss.why, loss.by
-        return Evicted(why, Place(self.rank), generation.number, by)
+        why = "another process has taken its place" if loss is None else loss.why
+        return Evicted(why, Place(self.rank), generation.number, None if loss is None else loss.by)
 
     def adopt(self, generation: Generation) -> None:
         """Exchange in `generation` from now on, and let the watcher wait for the next one.
 
         Wake-ups may be missing: a rank may die between its proposal and the wake-up.
         """
-        missed = range(self.generation.number + 1, generation.number + 1)
-        keys = [_wake_key(self.rank, number) for number in missed] or [_wake_key(self.rank, generation.number)]
+        first = min(self.generation.number + 1, generation.number)
+        keys = [_wake_key(self.rank, number) for number in range(first, generation.number + 1)]
         self.generation = generation
         self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # torch's stub is behind
 
@@ -326,24 +323,19 @@ class Membership:
     def close(self) -> None:
         """Release the store; call it after `depart`."""
         self._closed.set()
-        self._end_watcher()
-        self.processes.close()
-        self.store = HashStore()
-
-    def _end_watcher(self) -> None:
-        """Stop the watcher: a thread inside the store's C++ code aborts the process while the interpreter ends."""
-        watcher = self._watcher
-        if watcher is not None and watcher is not threading.current_thread():
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            # A thread inside the store's C++ code would abort the process while the interpreter ends.
             with suppress(RuntimeError, TransportError):
                 own = _wake_key(self.rank, self._watched)
                 call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
-            watcher.join(STORE_ANSWER_S)
+            self._watcher.join(STORE_ANSWER_S)
+        self.processes.close()
+        self.store = HashStore()
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""
-        lines = parse("departures", self.text("departed"), _parse_departures)
-        members = generation.members
-        return [Loss(rank, 0, why, done) for rank, process, why, done in lines if members.get(rank) == process]
+        said = parse("departures", self.text("departed"), _parse_departures)
+        return [loss for loss, process in said if generation.members.get(loss.rank) == process]
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""
@@ -398,10 +390,11 @@ def _parse_arrivals(text: bytes) -> dict[int, Arrival]:
     return found
 
 
-def _parse_departures(text: bytes) -> list[tuple[int, int, str, bool]]:
-    lines: list[tuple[int, int, str, bool]] = []
+def _parse_departures(text: bytes) -> list[tuple[Loss, int]]:
+    """Return each loss with the incarnation of the process that left."""
+    found: list[tuple[Loss, int]] = []
     for line in text.splitlines():
         rank, incarnation, why, finished = parse_list(line, 4)
         require(isinstance(why, str) and isinstance(finished, bool))
-        lines.append((parse_int(rank), parse_int(incarnation), why, finished))
-    return lines
+        found.append((Loss(parse_int(rank), 0, why, finished), parse_int(incarnation)))
+    return found

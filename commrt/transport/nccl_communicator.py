@@ -32,7 +32,6 @@ from commrt.membership.store_client import (
     parse_int,
     parse_list,
     require,
-    run_within,
     start_call,
 )
 from commrt.threads.future import Future
@@ -178,7 +177,7 @@ def create(
         return binding.NcclCommunicator(len(members), unique_id, members.index(rank))
 
     try:
-        return run_within(timeout_s, construct)
+        return start_call(construct).result(timeout_s)
     except TimeoutError as error:
         what = f"all ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
         raise DeadlineExceeded(what, Place(rank)) from error
