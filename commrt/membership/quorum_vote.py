@@ -35,7 +35,6 @@ from commrt.membership.quorum import (
     choose_members,
     parse_announcements,
     quorum_key,
-    require_valid,
 )
 from commrt.membership.store_client import (
     MALFORMED,
@@ -162,7 +161,7 @@ class QuorumVote:
         """Check whether enough ranks have announced, or still can."""
         written = quorum_key(read.step, read.attempt, "announced")
         said = self._asked(lambda: self._store.get(written))
-        words = parse(written, said, lambda each: require_valid(parse_announcements(each.decode(), generation)))
+        words = parse(written, said, lambda each: parse_announcements(each.decode(), generation))
         if len(words) >= self._settings.needed:  # the last of them died before it could say so
             self._write(read, choose_members(words, self._settings.needed))
         elif self._settings.is_called():

@@ -32,9 +32,10 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["KEPT", "SCHEDULES_KEPT", "ConsistencyCheck"]
 
-Comparison = Callable[[str, int, torch.dtype], None]
+Compared = dict[tuple[int, tuple[int, ...]], set[str]]
+"""What the players of a generation have compared, by both."""
 KEPT = 256
-"""Comparisons that each set of players remembers: those used last."""
+"""Comparisons that each set of players remembers."""
 SCHEDULES_KEPT = 16
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""
@@ -64,8 +65,8 @@ class ConsistencyCheck:
         # Remembers schedules by object, and keeps them alive: no new one can come to lie at the address of an old one.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._movable = lru_cache(KEPT)(self._require_movable)
-        self._compared: dict[tuple[int, tuple[int, ...]], Comparison] = {}  # by generation and players
-        self._compared_now: dict[tuple[int, tuple[int, ...]], Comparison] = {}  # on the communication thread
+        self._compared: Compared = {}
+        self._compared_now: Compared = {}  # on the communication thread
 
     def digest(self, schedule: Schedule) -> str:
         """Return `Schedule.digest`, remembered."""
@@ -81,8 +82,9 @@ class ConsistencyCheck:
         traits = self._traits(schedule)
         self._movable(buffer.device, buffer.dtype, traits.combines)
         if self._transport.rank in traits.players:
-            compare = self._remembered(self._compared, self._compare, traits.players)
-            compare(traits.digest, buffer.numel(), buffer.dtype)
+            claim = f"{traits.digest} {buffer.numel()} {buffer.dtype}"
+            task = partial(self._gather, claim, traits.players)
+            self._compare_once(self._compared, traits.players, claim, lambda: self._elastic.submit(task).result())
 
     def require_players(self, schedule: Schedule) -> None:
         """Raise `UsageError`, on all ranks alike, if `schedule` names a rank that is lost."""
@@ -96,7 +98,8 @@ class ConsistencyCheck:
         self, schedule: Schedule, players: tuple[int, ...], numel: int, dtype: torch.dtype
     ) -> None:
         """Raise `DisagreementError` on all `players` if they differ. On the communication thread."""
-        self._remembered(self._compared_now, self._compare_now, players)(self.digest(schedule), numel, dtype)
+        claim = f"{self.digest(schedule)} {numel} {dtype}"
+        self._compare_once(self._compared_now, players, claim, lambda: self._gather(claim, players))
 
     def require_same_schedule_now(self, digest: str, players: Sequence[int], step: int) -> None:
         """Raise `DisagreementError` on all `players` if their schedules differ. On the communication thread."""
@@ -117,33 +120,24 @@ class ConsistencyCheck:
         self._transport.allocate(0, dtype, device)  # raises for a device or dtype that it cannot move
         _require_arithmetic(dtype, combines)
 
-    def _remembered(
-        self,
-        compared: dict[tuple[int, tuple[int, ...]], Comparison],
-        compare: Callable[..., None],
-        players: tuple[int, ...],
-    ) -> Comparison:
-        """Return `compare` for `players`, which does nothing for arguments that it was called with before."""
+    def _compare_once(
+        self, compared: Compared, players: tuple[int, ...], claim: str, gather: Callable[[], dict[int, str]]
+    ) -> None:
+        """Raise `DisagreementError` unless all players make the same `claim`, or made it before in this generation."""
         generation = self._elastic.generation.number
-        if (generation, players) not in compared:
-            for other in [key for key in compared if key[0] != generation]:
-                compared.pop(other, None)
-            compared[generation, players] = lru_cache(KEPT)(partial(compare, players))
-        return compared[generation, players]
-
-    def _compare(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
-        claim = f"{digest} {numel} {dtype}"
-        self._require_equal(self._elastic.submit(lambda: self._gather(claim, players)).result())
-
-    def _compare_now(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
-        self._require_equal(self._gather(f"{digest} {numel} {dtype}", players))
-
-    def _require_equal(self, claims: Mapping[int, str]) -> None:
-        if difference := _difference(claims):
+        for key in [key for key in compared if key[0] != generation]:
+            del compared[key]
+        known = compared.setdefault((generation, players), set())
+        if claim in known:
+            return
+        if difference := _difference(gather()):
             raise DisagreementError(
                 f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "
                 "with as many elements of one dtype"
             )
+        if len(known) == KEPT:  # all players forget at the same call
+            known.clear()
+        known.add(claim)
 
     def _claims_now(self, tag: Tag, claim: str) -> dict[int, str]:
         """Return what the first member claims, and the first one that differs. On the communication thread.

@@ -126,7 +126,8 @@ def interrupted_in_an_agreement(tell, victim, last):
             world.store.wait([f"waiting/{victim}"])
             Event().wait(0.5)  # it is in the question by then
             os.kill(int(world.store.get(f"pid/{victim}")), signal.SIGINT)
-        world.store.set(f"waiting/{world.rank}", "")
+        if world.rank == victim:
+            world.store.set(f"waiting/{victim}", "")
         world.agree("lunch", where="here")
 
 
