@@ -78,7 +78,7 @@ def test_a_head_reads_as_it_was_written(number, collective, phase):
 
 def test_of_proposals_for_one_generation_the_first_stands_for_all():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(3), 0))
-    logs = [Generations(store, lambda question: question(), f"{rank}.0", founders) for rank in range(3)]
+    logs = [Generations(store, lambda question: question(), founders) for _ in range(3)]
     head, _ = logs[0].current()
     lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
     assert [log.propose(head, founders.without(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
@@ -90,7 +90,7 @@ def test_of_proposals_for_one_generation_the_first_stands_for_all():
 
 def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_one():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(2), 0))
-    log = Generations(store, lambda question: question(), "0.0", founders)
+    log = Generations(store, lambda question: question(), founders)
     head, _ = log.current()
     old = store.get("head")
     assert log.propose(head, founders.without([Loss(1, 0, "gone")], 0))

@@ -151,13 +151,12 @@ class WorldConfig:
                 f"the others train their attached model number {self.model}, and this process, which takes the place "
                 f"of rank {rank}, attaches its number {model}: start all ranks again"
             )
-        for name in sorted(self.claim.keys() | claim.keys()):
+        if (name := _first_difference(claim, self.claim)) is not None:
             mine, theirs = claim.get(name, "nothing"), self.claim.get(name, "nothing")
-            if mine != theirs:
-                raise DisagreementError(
-                    f"this process takes the place of rank {rank}, and differs from the others in {name}: "
-                    f"{mine!r:.200} against {theirs!r:.200}. Start it with the same program and options"
-                )
+            raise DisagreementError(
+                f"this process takes the place of rank {rank}, and differs from the others in {name}: "
+                f"{_excerpt(mine, theirs)}. Start it with the same program and options"
+            )
 
 
 def _parse_config(text: bytes) -> WorldConfig | None:

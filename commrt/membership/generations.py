@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import NamedTuple
 
 from torch.distributed import Store
@@ -129,10 +130,9 @@ class Generations:
     `ask` runs a question to the store within a deadline. Safe to use from several threads.
     """
 
-    def __init__(self, store: Store, ask: StoreCall, author: str, founders: Generation) -> None:
-        self._store, self._ask, self._author = store, ask, author
+    def __init__(self, store: Store, ask: StoreCall, founders: Generation) -> None:
+        self._store, self._ask = store, ask
         self._known = {FOUNDERS: founders}  # by proposal; a thread may still hold an older head than another has read
-        self._proposals = 0
         self._compare_set("", Head(founders.number, FOUNDERS, 0, OPEN).to_json())
 
     def current(self) -> tuple[Head, Generation]:
@@ -146,8 +146,7 @@ class Generations:
 
     def propose(self, head: Head, generation: Generation) -> bool:
         """Make `generation` the current one if `head` still stands; True if it does now."""
-        self._proposals += 1
-        proposal = f"{generation.number}/{self._author}.{self._proposals}"
+        proposal = f"{generation.number}/{token_hex(8)}"
         self._ask(lambda: self._store.set(f"generation/{proposal}", generation.to_json()))
         return self._change(head, Head(generation.number, proposal, head.collective, head.phase))
 

@@ -98,13 +98,12 @@ class Membership:
     def found(self) -> None:
         """Become a member of generation 0, as all first processes do."""
         self.processes.register()
-        self.generations = self.open_generations()
+        self.open_generations()
         self._start()
 
-    def open_generations(self) -> Generations:
-        """Return this process's access to the generations on the store."""
-        author = f"{self.rank}.{self.processes.incarnation}"
-        return Generations(self.store, self.call_store, author, self._founders)
+    def open_generations(self) -> None:
+        """Get access to the generations on the store, and become the one who writes the first if nobody did."""
+        self.generations = Generations(self.store, self.call_store, self._founders)
 
     def _start(self) -> None:
         self._is_in, self._watched = True, self.generation.number + 1
@@ -276,10 +275,9 @@ class Membership:
         collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
         `DeadlineExceeded` if the others do not come out of a collective.
         """
-        self.generations = self.open_generations()
+        self.open_generations()
         self._require_vacant()
         self.processes.replace()
-        self.generations = self.open_generations()  # proposals of this process need names of their own
         limit = Deadline(self.timeout_s())
         while not self._is_admitted(fetch_state):
             if limit.left_s <= 0:

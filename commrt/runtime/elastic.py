@@ -300,7 +300,9 @@ class Elastic:
         self._is_refused = False
         try:
             step = max(self.next_step, self.submitted_steps)
-            self._due = self.barrier.arrive(what, step, self._follow_now, self.require_open)
+            self._due = self.barrier.arrive(
+                what, step, lambda: self._comm_thread.submit(self._follow).result(), self.require_open
+            )
             yield
         except REFUSALS as error:
             if not isinstance(error, DisagreementError) and not self._is_refused:
@@ -309,9 +311,6 @@ class Elastic:
             raise
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
-
-    def _follow_now(self) -> None:
-        self._comm_thread.submit(self._follow).result()
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
