@@ -75,6 +75,7 @@ class World:
         """The configuration that this process must fit, until it has taken the place of a lost rank; else None."""
         self.is_replacement = config is not None
         """True if this process takes, or took, the place of a rank that was lost while the others trained."""
+        self.is_successor = self.is_replacement  # until docs/backup_workers.md uses the new name
         self.transport = TransportByDevice(transport)
         self.store = store
         self.local_rank = local_rank
