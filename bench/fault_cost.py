@@ -156,20 +156,20 @@ def work(
     """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        is_successor = world.config is not None
+        is_replacement = world.config is not None
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         begin_s = time.perf_counter()
         replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
         attached_s = time.perf_counter() - begin_s
-        injector = FaultInjector(tell, [each for each in faults if each.rank == world.rank and not is_successor])
+        injector = FaultInjector(tell, [each for each in faults if each.rank == world.rank and not is_replacement])
         injector.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
         model[2].weight.register_hook(lambda _: injector.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
         replica.before_giving_up(lambda: tell(("giving up", replica.step)))
-        if is_successor:
+        if is_replacement:
             _load_a_checkpoint(replica)
         are_replaced = any(each.kind == "replace" for each in faults)
-        goal = partial(_goal, world, is_successor) if are_replaced else lambda _: length.steps
+        goal = partial(_goal, world, is_replacement) if are_replaced else lambda _: length.steps
         log = StepLog(world.rank, max(length.most_s, MOST_S * are_replaced))
         for _ in range(length.epochs or 1):
             if length.epochs:
@@ -183,7 +183,7 @@ def work(
             "equal": all(log.equal),
             "together_s": max(log.together_s),
             "longest_s": max(log.times_s),
-            "attached_s": attached_s if is_successor else None,
+            "attached_s": attached_s if is_replacement else None,
             "params": [param.detach().numpy() for param in model.parameters()],
             "lost": [loss.rank for loss in replica.lost],
         }
@@ -196,9 +196,9 @@ def _load_a_checkpoint(replica: Replica) -> None:
     replica.load_state_dict({"step": 0})
 
 
-def _goal(world: commrt.World, is_successor: bool, used: dict[int, tuple[int, ...]]) -> int:
+def _goal(world: commrt.World, is_replacement: bool, used: dict[int, tuple[int, ...]]) -> int:
     """Return how many updates the run will have, if that is known."""
-    if is_successor and used:
+    if is_replacement and used:
         world.store.compare_set("goal", "", str(min(used) + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
 

@@ -56,7 +56,7 @@ class RandomDeaths(FaultInjector):
 
     def __init__(self, tell: Callable[[Any], None], world: commrt.World, backups: int, deaths: int, begin: int) -> None:
         self._store, self._backups, self._deaths = world.store, backups, deaths
-        self._counts_as_gone = world.is_successor
+        self._counts_as_gone = world.is_replacement
         rng = Random(f"{world.rank} {begin}")
         steps = _every(rng, max(begin, FIRST))
         faults = (Fault(world.rank, next(steps), rng.choice(PLACES), "replace") for _ in range(50))
@@ -109,7 +109,7 @@ def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: floa
         return {
             "equal": replica.replicas_equal(),
             "params": [param.detach().numpy() for param in model.parameters()],
-            "attached_s": attached_s if world.is_successor else None,
+            "attached_s": attached_s if world.is_replacement else None,
             "longest_s": longest_s,
         }
 

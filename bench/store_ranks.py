@@ -99,8 +99,8 @@ class Table(NamedTuple):
             store = PrefixStore(name, store)
         founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
         membership = Membership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
-        membership.generations = membership.open_generations()  # without a watcher: nobody is lost
-        terms = VoteSettings(rank, self.ranks, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
+        membership.open_generations()  # without a watcher: nobody is lost
+        terms = VoteSettings(rank, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
         ballot = QuorumVote(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms)
         counts.clear()
         return ballot

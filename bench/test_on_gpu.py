@@ -27,7 +27,7 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = list(product(DTYPES, DTYPES))
-STAMP = 0xF000_0000_0000_0005
+HEADER = 0xF000_0000_0000_0005
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -67,14 +67,14 @@ def test_pack_and_unpack_are_their_definitions_bit_by_bit(dtype: torch.dtype, wi
     away, packing, here, reference = wires(layout, wire, sources)
     sources[5] = None
     sent = [source if source is None else there(source, skew) for source in sources]
-    packing.pack(sent, 1 / 6, STAMP)
-    reference.pack(sources, 1 / 6, STAMP)
+    packing.pack(sent, 1 / 6, HEADER)
+    reference.pack(sources, 1 / 6, HEADER)
     assert same(away, here)
     assert packing.present() == reference.present()
     targets = [torch.zeros(count, dtype=dtype) for count in LENGTHS]
     back = [there(target, skew) for target in targets]
-    packing.unpack(back, STAMP)
-    reference.unpack(targets, STAMP)
+    packing.unpack(back, HEADER)
+    reference.unpack(targets, HEADER)
     assert all(map(same, back, targets))
 
 
@@ -114,17 +114,17 @@ def test_options_are_their_definitions_and_norms_the_same_in_every_run(wire: tor
     _, packing, _, reference = wires(layout_of(LENGTHS), wire, tensors)
     moved = [there(tensor) for tensor in tensors]
     found, expected = packing.findings(), reference.findings()
-    packing.pack(moved, 0.3, STAMP, found)
-    reference.pack(tensors, 0.3, STAMP, expected)
+    packing.pack(moved, 0.3, HEADER, found)
+    reference.pack(tensors, 0.3, HEADER, expected)
     torch.testing.assert_close(packing.norm(found).cpu(), reference.norm(expected), rtol=1e-5, atol=0.0)
     assert bool(found.nonfinite.item()) == bool(expected.nonfinite.item())
     norms = set()
     for _ in range(5):
-        packing.pack(moved, 0.3, STAMP, found)
+        packing.pack(moved, 0.3, HEADER, found)
         norms.add(packing.norm(found).item())
     assert len(norms) == 1
-    packing.unpack(moved, STAMP, scale=0.7, accumulate=accumulate, findings=found)
-    reference.unpack(tensors, STAMP, scale=0.7, accumulate=accumulate, findings=expected)
+    packing.unpack(moved, HEADER, scale=0.7, accumulate=accumulate, findings=found)
+    reference.unpack(tensors, HEADER, scale=0.7, accumulate=accumulate, findings=expected)
     assert all(map(same, moved, tensors))
     torch.testing.assert_close(packing.norm(found).cpu(), reference.norm(expected), rtol=1e-5, atol=0.0)
 
@@ -134,18 +134,18 @@ def test_what_is_not_finite_is_found():
     tensors[0][4999] = float("inf")
     _, packing, _, _ = wires(layout_of([5000]), torch.bfloat16, tensors)
     found = packing.findings()
-    packing.pack(tensors, 1.0, STAMP, found)
+    packing.pack(tensors, 1.0, HEADER, found)
     assert found.nonfinite.item() == 1
 
 
-def test_a_disputed_stamp_shows_when_the_kernel_has_run():
+def test_a_disputed_header_shows_when_the_kernel_has_run():
     tensors = [there(random(100, torch.float32, 0))]
     _, packing, _, _ = wires(layout_of([100]), torch.float16, tensors)
-    packing.pack(tensors, 1.0, STAMP)
-    packing.unpack(tensors, STAMP)
+    packing.pack(tensors, 1.0, HEADER)
+    packing.unpack(tensors, HEADER)
     finish()
     assert not packing.disputed
-    packing.unpack(tensors, STAMP ^ 2)
+    packing.unpack(tensors, HEADER ^ 2)
     finish()
     assert packing.disputed
 
@@ -154,12 +154,12 @@ def test_a_steady_step_neither_allocates_nor_waits():
     tensors = [there(random(count, torch.float32, count)) for count in LENGTHS]
     _, packing, _, _ = wires(layout_of(LENGTHS), torch.bfloat16, tensors)
     for _ in range(2):
-        packing.pack(tensors, 0.5, STAMP)
-        packing.unpack(tensors, STAMP)
+        packing.pack(tensors, 0.5, HEADER)
+        packing.unpack(tensors, HEADER)
     before = allocations()
     with waiting_is_an_error():
-        packing.pack(tensors, 0.5, STAMP)
-        packing.unpack(tensors, STAMP)
+        packing.pack(tensors, 0.5, HEADER)
+        packing.unpack(tensors, HEADER)
     assert allocations() == before
 
 
@@ -195,7 +195,7 @@ def test_two_streams_wait_for_each_other_where_they_are_told_to():
 
 @needs_gpu
 @pytest.mark.parametrize("skew", [0, 1])
-def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_stamp(skew):
+def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_header(skew):
     first = [there(random(count, torch.float32, count)) for count in LENGTHS]
     away, packing, _, _ = wires(layout_of(LENGTHS), torch.bfloat16, first)
     packing.load()
@@ -210,15 +210,15 @@ def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_s
         second = [there(random(count, torch.float32, count + 1), skew) for count in LENGTHS]
         originals = [tensor.clone() for tensor in second]
         torch.cuda.synchronize()
-        packing.aim(second, 0.25, STAMP ^ 6)
+        packing.aim(second, 0.25, HEADER ^ 6)
         graph.replay()
         packing.repeated(second)
         torch.cuda.synchronize()
     replayed, quarters = away.cpu(), [tensor.cpu() for tensor in second]
     for tensor, original in zip(second, originals, strict=True):
         tensor.copy_(original)
-    packing.pack(second, 0.25, STAMP ^ 6)
-    packing.unpack(second, STAMP ^ 6)
+    packing.pack(second, 0.25, HEADER ^ 6)
+    packing.unpack(second, HEADER ^ 6)
     assert same(away, replayed)
     assert all(map(same, second, quarters))
     assert not packing.disputed
@@ -283,7 +283,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_packed_to_its_end():
     layout = layout_of([count])
     wire = torch.full((layout.numel,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     packing = dispatch.packing(wire, layout, [tensor])
-    packing.pack([tensor], 0.5, STAMP)
+    packing.pack([tensor], 0.5, HEADER)
     place = layout.tensor(wire, 0)
     assert torch.equal(place[-5000:], tensor[-5000:] * 0.5)
     assert not place.isnan().any()

@@ -63,7 +63,7 @@ class Workload:
             tables = Tables(layout, sizes.tile, DEVICE)
             tables.point_at(grads)
             given = {name: tensor.data_ptr() for name, tensor in memory.items()} | {
-                "stamp": 1,
+                "header": 1,
                 "nonfinite": 0,
                 "sums": 0,
             }

@@ -224,7 +224,7 @@ class Training:
     def resume(self) -> None:
         """Load the checkpoint, if there is one. All ranks must find it, or none."""
         path: Path | None = self.options.checkpoint
-        if path is None or self.world.is_successor:  # it has the others' state
+        if path is None or self.world.is_replacement:  # it has the others' state
             return
         self.world.agree(f"checkpoint {path}, which all ranks must be able to read", found=str(path.exists()))
         if not path.exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a wire buffer: a header of stamp and flags, then the tensors.
+"""The layout of a wire buffer: a header, the flags, then the tensors.
 
 Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every dtype. Elements between
 two tensors are never written, and stay 0.
@@ -13,12 +13,12 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-__all__ = ["GRANULE", "STAMP_NUMEL", "Layout", "layout_of", "overlap", "padded", "require_as_many"]
+__all__ = ["GRANULE", "HEADER_NUMEL", "Layout", "layout_of", "overlap", "padded", "require_as_many"]
 
 GRANULE = 16
 """Elements; each part of a wire buffer begins at a multiple."""
-STAMP_NUMEL = 64
-"""Elements of the stamp, one for each bit of a 64-bit word: not 0 where the bit is set."""
+HEADER_NUMEL = 64
+"""Elements of the header, one for each bit of a 64-bit word: not 0 where the bit is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Layout:
     numel: int
     """Elements of the whole wire buffer."""
 
-    def stamp(self, wire: Tensor) -> Tensor:
-        """Return the view of `wire` that holds the stamp, [STAMP_NUMEL]."""
-        return wire[:STAMP_NUMEL]
+    def header(self, wire: Tensor) -> Tensor:
+        """Return the view of `wire` that holds the header, [HEADER_NUMEL]."""
+        return wire[:HEADER_NUMEL]
 
     def flags(self, wire: Tensor) -> Tensor:
         """Return the view of `wire` that holds the flags, [tensors]: not 0 for each tensor that any rank had."""
-        return wire[STAMP_NUMEL : STAMP_NUMEL + len(self.counts)]
+        return wire[HEADER_NUMEL : HEADER_NUMEL + len(self.counts)]
 
     def tensor(self, wire: Tensor, index: int) -> Tensor:
         """Return the view of `wire` that holds tensor `index`, [counts[index]]."""
@@ -56,8 +56,8 @@ def layout_of(counts: Sequence[int]) -> Layout:
     >>> layout_of([5, 0, 16, 17])
     Layout(counts=(5, 0, 16, 17), places=(80, 96, 96, 112), numel=144)
     """
-    header = STAMP_NUMEL + padded(len(counts))
-    *places, numel = accumulate(map(padded, counts), initial=header)
+    first = HEADER_NUMEL + padded(len(counts))
+    *places, numel = accumulate(map(padded, counts), initial=first)
     return Layout(tuple(counts), tuple(places), numel)
 
 

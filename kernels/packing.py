@@ -42,15 +42,15 @@ class Packing(Protocol):
 
     @property
     def disputed(self) -> bool:
-        """Return True if any `unpack` so far met another stamp than its own; on a GPU once its kernel has run."""
+        """Return True if any `unpack` so far met another header than its own; on a GPU once its kernel has run."""
 
     def findings(self) -> Findings:
         """Return zeros, to be given to `pack` or `unpack` of this wire."""
 
     def pack(
-        self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
+        self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
     ) -> None:
-        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `stamp`."""
+        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `header`."""
 
     def present(self) -> list[bool]:
         """Return for each tensor whether any rank had it; waits for the wire."""
@@ -58,13 +58,13 @@ class Packing(Protocol):
     def unpack(
         self,
         tensors: Sequence[Tensor | None],
-        stamp: int,
+        header: int,
         *,
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
     ) -> None:
-        """Write places times `scale` to tensors, or add them; compare the wire's stamp with `stamp`.
+        """Write places times `scale` to tensors, or add them; compare the wire's header with `header`.
 
         After a mismatch, plain torch writes nothing; a GPU notices it only while it writes.
         """
@@ -79,8 +79,8 @@ class Packing(Protocol):
 class Repeatable(Packing, Protocol):
     """A `Packing` whose launches can be recorded in a CUDA graph, and replayed with other tensors."""
 
-    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
-        """Set the tensors, scale and stamp for `pack_aimed` and `unpack_aimed`; absent tensors travel as zeros."""
+    def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
+        """Set the tensors, scale and header for `pack_aimed` and `unpack_aimed`; absent tensors travel as zeros."""
 
     def load(self) -> None:
         """Compile and load the kernels of the next two, which cannot be done during a capture."""
@@ -101,7 +101,7 @@ class TorchPacking:
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
         self._layout, self._like = layout, like
         self._views = self._views_of(wire)
-        self._flags, self._stamp = layout.flags(wire), layout.stamp(wire)
+        self._flags, self._header = layout.flags(wire), layout.header(wire)
         self.disputed = False
 
     def findings(self) -> Findings:
@@ -110,7 +110,7 @@ class TorchPacking:
         return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(len(self._like), device=device))
 
     def pack(
-        self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
+        self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
     ) -> None:
         """See `Packing.pack`: one pass over each tensor, two more with `findings`."""
         require_as_many(tensors, len(self._like))
@@ -118,7 +118,7 @@ class TorchPacking:
         self._flags.fill_(1)
         for i in (i for i, tensor in enumerate(tensors) if tensor is None):
             self._flags[i] = 0
-        self._stamp.copy_(bits(stamp))
+        self._header.copy_(bits(header))
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -128,15 +128,15 @@ class TorchPacking:
     def unpack(
         self,
         tensors: Sequence[Tensor | None],
-        stamp: int,
+        header: int,
         *,
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
     ) -> None:
-        """See `Packing.unpack`: compares the stamp first, and writes nothing after a mismatch."""
+        """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
         require_as_many(tensors, len(self._like))
-        self.disputed = self.disputed or not torch.equal((self._stamp != 0).cpu(), bits(stamp))
+        self.disputed = self.disputed or not torch.equal((self._header != 0).cpu(), bits(header))
         if not self.disputed:
             _, sums = self._outputs(findings)
             unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)

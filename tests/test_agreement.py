@@ -1,89 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks leave a question with the same answer, in time, and nothing of it stays behind."""
+"""Records are gathered in time or the missing ranks are named; all ranks leave a question with the same answer."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from time import monotonic
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore
 
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost
-from commrt.membership import agreement, store_client
-from commrt.membership.agreement import agree
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost
+from commrt.membership import store_client
+from commrt.membership.agreement import gather, wait_until_read
 from commrt.membership.store_client import call_store
-from commrt.testing.processes import free_port
+from commrt.runtime import connection
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads.future import Future
 
 PATIENT_S = 30.0
 
 
-def one_in_memory(ranks):
-    return [HashStore()] * ranks
+@pytest.fixture
+def store():
+    return HashStore()
 
 
-def one_behind_sockets(ranks):
-    port, limit = free_port(), timedelta(seconds=PATIENT_S)
-    return [TCPStore("127.0.0.1", port, None, rank == 0, limit, wait_for_workers=False) for rank in range(ranks)]
+def on_threads(ranks, body):
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(body, rank) for rank in ranks]
+        return [future.exception() or future.result() for future in futures]
 
 
-def one_with_prefixes(ranks):
-    return [PrefixStore("outer", PrefixStore("inner", store)) for store in one_behind_sockets(ranks)]
+def test_all_ranks_get_the_records_of_all():
+    store = PrefixStore("a prefix", HashStore())
+    found = on_threads(range(3), lambda rank: gather(store, rank, range(3), [rank], PATIENT_S, json.loads))
+    assert found == [{0: [0], 1: [1], 2: [2]}] * 3
 
 
-def answers(stores, claims, timeouts_s=None):
-    """What each rank that comes leaves with; a claim of None is a rank that does not come."""
-
-    def answer(rank):
-        try:
-            timeout_s = timeouts_s[rank] if timeouts_s else PATIENT_S
-            agree(stores[rank], rank, range(len(claims)), "colour", {"colour": claims[rank]}, timeout_s)
-        except CommrtError as error:
-            return error
-        return None
-
-    come = [rank for rank, claim in enumerate(claims) if claim is not None]
-    with ThreadPoolExecutor(len(come)) as pool:
-        return list(pool.map(answer, come))
-
-
-@pytest.mark.parametrize("make", [one_in_memory, one_behind_sockets, one_with_prefixes])
-@pytest.mark.parametrize("claims", [["red"] * 3, ["red", "red", "blue"]], ids=["a yes", "a no"])
-def test_an_answer_leaves_nothing_on_the_store(make, claims):
-    stores = make(3)
-    before = stores[0].num_keys()
-    for _ in range(3):
-        assert {type(answer) for answer in answers(stores, claims)} == {
-            type(None) if len(set(claims)) == 1 else DisagreementError
-        }
-    assert stores[0].num_keys() == before
-
-
-def test_who_gives_up_first_answers_for_all():
-    begin = monotonic()
-    errors = answers(one_in_memory(3), ["red", "red", None], [PATIENT_S, 0.2, PATIENT_S])
+def test_ranks_that_do_not_come_are_named(store):
+    errors = on_threads([0, 2], lambda rank: gather(store, rank, range(4), rank, 0.2, json.loads))
     assert [type(error) for error in errors] == [DeadlineExceeded] * 2
-    assert all("ranks [2] did not come within 0.2 s" in str(error) for error in errors)
-    assert monotonic() - begin < PATIENT_S / 2
+    assert all("ranks [1, 3] did not come within 0.2 s" in str(error) for error in errors)
 
 
-def test_who_comes_after_the_others_gave_up_is_told_so():
-    stores = one_in_memory(2)
-    answers(stores, ["red", None], [0.1, 0.1])
+def test_the_first_rank_leaves_after_all_others_have_read(store):
+    order = []
+
+    def leave(rank):
+        gather(store, rank, range(3), rank, PATIENT_S, json.loads)
+        if rank == 2:
+            store.wait(["early"])
+        wait_until_read(store, rank, range(3))
+        order.append(rank)
+        if rank == 1:
+            store.set("early", "")
+
+    on_threads(range(3), leave)
+    assert sorted(order[:2]) == [1, 2]
+    assert order[2] == 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 3)])
+def test_ranks_that_start_with_different_worlds_need_no_deadline_to_find_it(store, sizes):
     begin = monotonic()
-    (late,) = answers(stores, [None, "red"])
-    assert isinstance(late, DeadlineExceeded)
-    assert "ranks [1] did not come within 0.1 s" in str(late)
+    errors = on_threads(
+        range(len(sizes)), lambda rank: connection._compare_starts(store, rank, range(sizes[rank]), PATIENT_S)
+    )
+    assert any(isinstance(error, DisagreementError) and error.about == "world size" for error in errors)
     assert monotonic() - begin < PATIENT_S / 2
+
+
+def test_ranks_of_different_hosts_refuse_shared_memory_alike(store, monkeypatch):
+    monkeypatch.setattr(connection, "host_identity", lambda: str(monotonic()))
+    monkeypatch.setattr(connection, "chosen_transport", lambda: "shared")
+    errors = on_threads(range(2), lambda rank: connection._compare_starts(store, rank, range(2), PATIENT_S))
+    assert all("not all ranks are on one Linux host" in str(error) for error in errors)
+
+
+def test_a_claim_of_any_length_is_compared_and_the_difference_is_shown():
+    def body(world):
+        world.agree("colours", long="red " * 1000)
+        with pytest.raises(DisagreementError) as caught:
+            world.agree("colours", long="red " * 1000 + ("blue" if world.rank == 2 else "red"))
+        world.agree("colours", long="red")
+        return caught.value
+
+    for error in run_ranks(4, body):
+        assert error.about == "long"
+        assert "rank 2 disagrees with rank 0 about long: '...red" in str(error)
+        assert "red blue' against '" in str(error)
 
 
 def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
     world, _ = local_worlds(2, timeout_s=0.2)
-    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
+    with pytest.raises(DeadlineExceeded, match=r"with ranks \[1\] within 0.2 s.*bucket weights"):
         world.all_equal("weights", "mark")
+
+
+def test_a_rank_that_leaves_ends_the_question_for_those_who_wait():
+    def body(world):
+        if world.rank == 1:
+            raise KeyboardInterrupt
+        with pytest.raises(PeerLost) as caught:
+            world.agree("colour")
+        return str(caught.value)
+
+    first, second = local_worlds(2, timeout_s=PATIENT_S)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(body, first)
+        with pytest.raises(KeyboardInterrupt), second:
+            body(second)
+        assert "Rank 1 saw KeyboardInterrupt" in waiting.result()
 
 
 def test_another_question_is_an_error_and_no_inequality():
@@ -93,50 +121,6 @@ def test_another_question_is_an_error_and_no_inequality():
         return caught.value.about
 
     assert run_ranks(2, body) == ["topic"] * 2
-
-
-@pytest.fixture
-def leaves(monkeypatch):
-    """Let a rank be interrupted in a question as soon as another finds `key` on the store; what it left behind."""
-    pool = ThreadPoolExecutor(1)
-
-    def interrupted(store, rank, size, key, other):
-        left = []
-
-        def interrupted_ask(question, limit_s, asker=None):
-            monkeypatch.undo()
-            left.append(pool.submit(question))
-            other.wait([key], timedelta(seconds=PATIENT_S))
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(agreement, "call_store", interrupted_ask)
-        with pytest.raises(KeyboardInterrupt):
-            agree(store, rank, range(size), "colour", {"colour": "red"}, PATIENT_S)
-        return left[0]
-
-    yield interrupted
-    pool.shutdown()
-
-
-@pytest.mark.parametrize("make", [one_in_memory, one_behind_sockets, one_with_prefixes])
-def test_nobody_votes_in_the_name_of_a_rank_that_left(leaves, make):
-    begin, stores = monotonic(), make(2)
-    left = leaves(stores[1], 1, 2, "colour/here/1", stores[0])
-    left.result()
-    (error,) = answers(stores, ["red", None])
-    assert isinstance(error, PeerLost)
-    assert "colour: rank 1 left it by a KeyboardInterrupt" in str(error)
-    assert monotonic() - begin < PATIENT_S / 2
-
-
-def test_who_leaves_ends_the_question_for_those_who_wait(leaves):
-    begin, stores = monotonic(), one_behind_sockets(3)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(answers, stores, ["red", None, None])
-        left = leaves(stores[1], 1, 3, "colour/agreeing", stores[2])
-        left.result()
-        assert isinstance(waiting.result()[0], PeerLost)
-    assert monotonic() - begin < PATIENT_S / 2
 
 
 class JustTooLate(Future):

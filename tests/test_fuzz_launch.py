@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commrt.errors import UsageError
-from commrt.membership.launcher import LAUNCHERS, first_host, is_timeout, read_launch, read_timeout_s, read_transport
+from commrt.membership.launcher import LAUNCHERS, chosen_transport, default_timeout_s, first_host, is_timeout, launched
 
 NAMES = sorted(
     {name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size, *one.job, one.sign)}
@@ -28,7 +28,7 @@ WHOLE_STEP = {
 
 
 def require_whole(env):
-    launch = read_launch(env)
+    launch = launched(env)
     if launch is not None:
         assert 0 <= launch.rank < launch.size
         assert 0 < launch.port < 65536
@@ -69,12 +69,12 @@ def test_a_launch_with_variables_that_someone_changed_is_one_or_is_refused_in_wo
 @pytest.mark.parametrize("text", ["", "two", "1_0", "1e0", "1.0", "0x1", "1 2", "1,2", "٣", "9" * 5000, "-1"])
 def test_a_number_is_a_number_or_its_variable_is_named(name, text):
     with pytest.raises(UsageError, match=name):
-        read_launch(WHOLE | {name: text})
+        launched(WHOLE | {name: text})
 
 
 @pytest.mark.parametrize("text", ["4", "4(x2)", "4(x2),3", "4,3"])
 def test_a_count_in_slurms_way_is_the_first_nodes(text):
-    assert read_launch(WHOLE_STEP | {"SLURM_STEP_TASKS_PER_NODE": text}).local_size == 4
+    assert launched(WHOLE_STEP | {"SLURM_STEP_TASKS_PER_NODE": text}).local_size == 4
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ def test_a_node_list_of_any_text_has_a_first_host_or_is_refused(nodes):
 @cases(100)
 @given(TEXTS | st.floats().map(str))
 def test_a_deadline_is_one_or_is_refused_in_words(text):
-    limit_s = met(read_timeout_s, {"COMMRT_TIMEOUT_S": text})
+    limit_s = met(default_timeout_s, {"COMMRT_TIMEOUT_S": text})
     assert limit_s is None or is_timeout(limit_s)
-    met(read_transport, {"COMMRT_TRANSPORT": text})
+    met(chosen_transport, {"COMMRT_TRANSPORT": text})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from stray_connections import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt.membership.liveness import LivenessListener, is_answering, is_gone
+from commrt.membership.liveness import LivenessListener, probe
 from commrt.testing.processes import run_processes
 from commrt.training import catch_up
 from commrt.training.catch_up import ANSWER, StateServer, request_state
@@ -110,8 +111,7 @@ def test_a_doorbell_goes_on_after_any_bytes(said):
     host, port = bell.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)
-    assert is_answering(bell.address)
-    assert not is_gone(bell.address)
+    assert probe(bell.address)
     bell.close()
 
 
@@ -130,8 +130,8 @@ def test_strangers_who_know_the_name_but_not_the_password_are_shown_out(said):
 
     first = threading.Thread(target=rank, args=(0,))
     first.start()
-    store.wait(["0"])
-    name, _ = store.get("0").decode().split()
+    store.wait(["record/0"])
+    name, _ = json.loads(store.get("record/0"))
     for _ in range(3):
         line = channel._socket()
         line.connect(channel._address(name))

@@ -34,8 +34,8 @@ LENGTHS = (0, 1, 7, 8, 9, 127, TILE - 1, TILE, TILE + 1, 2 * TILE, 1009, 4099, 5
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PAIRS = list(product(KINDS, KINDS))
 CPU = torch.device("cpu")
-STAMP = 0xF000_0000_0000_0005
-HELD_STAMP = torch.tensor([STAMP], dtype=torch.uint64)
+HEADER = 0xF000_0000_0000_0005
+HELD_HEADER = torch.tensor([HEADER], dtype=torch.uint64)
 
 
 def vector(tensor, wire):
@@ -108,17 +108,17 @@ class Case:
         """The wire as it must be: what the reference says, and NaN between."""
         wire = poisoned(self.layout.numel, self.wire.dtype)
         pack(self.tensors, self.places(wire), scale)
-        self.layout.stamp(wire).copy_(bits(STAMP))
+        self.layout.header(wire).copy_(bits(HEADER))
         self.layout.flags(wire).copy_(torch.tensor([tensor is not None for tensor in self.tensors]))
         return wire
 
     def pack(self, scale, *, held=False, nonfinite=True, sums=False):
         factor = torch.tensor([scale])
         more = {"WARPS": WARPS, "HELD": held, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": ""}
-        stamp = HELD_STAMP if held else STAMP
-        with watched(self.everything(factor, HELD_STAMP)) as memory:
+        header = HELD_HEADER if held else HEADER
+        with watched(self.everything(factor, HELD_HEADER)) as memory:
             pack_kernel[(self.tables.tiles,)](
-                *self.tables.columns, self.wire, stamp, factor, self.flag, self.sums, **self.kinds, **more
+                *self.tables.columns, self.wire, header, factor, self.flag, self.sums, **self.kinds, **more
             )
         return memory
 
@@ -126,10 +126,10 @@ class Case:
         factor = torch.tensor([scale or 1.0])
         more = {"WARPS": WARPS, "HELD": held, "SCALED": scale is not None, "ACCUMULATE": accumulate}
         more |= {"SUMS": sums, "EVICT": ""}
-        stamp = HELD_STAMP if held else STAMP
-        with watched(self.everything(factor, HELD_STAMP)) as memory:
+        header = HELD_HEADER if held else HEADER
+        with watched(self.everything(factor, HELD_HEADER)) as memory:
             unpack_kernel[(self.tables.tiles,)](
-                *self.tables.columns, self.wire, stamp, self.flag, factor, self.sums, **self.kinds, **more
+                *self.tables.columns, self.wire, header, self.flag, factor, self.sums, **self.kinds, **more
             )
         return memory
 
@@ -195,7 +195,7 @@ def test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing
     assert torch.equal(case.tensors[2], case.places()[2].float())
 
 
-def test_a_stamp_in_memory_is_packed_as_one_that_is_passed():
+def test_a_header_in_memory_is_packed_as_one_that_is_passed():
     case = Case([random(1030, torch.float32, 0)], torch.bfloat16)
     case.pack(0.5, held=True)
     assert same(case.wire, case.packed(0.5))
@@ -204,9 +204,9 @@ def test_a_stamp_in_memory_is_packed_as_one_that_is_passed():
 @pytest.mark.parametrize("held", [False, True], ids=["passed", "in memory"])
 @pytest.mark.parametrize("wire", KINDS, ids=str)
 @pytest.mark.parametrize("spoil", [None, 0, 31, 63])
-def test_unpack_notices_another_stamp_wherever_it_differs(wire, spoil, held):
+def test_unpack_notices_another_header_wherever_it_differs(wire, spoil, held):
     case = Case([random(1030, torch.float32, 0)], wire)
-    case.layout.stamp(case.wire).copy_(bits(STAMP).to(wire) * 64)  # of 64 ranks
+    case.layout.header(case.wire).copy_(bits(HEADER).to(wire) * 64)  # of 64 ranks
     if spoil is not None:
         case.wire[spoil] = float(case.wire[spoil] == 0)
     case.unpack(held=held)
@@ -376,7 +376,7 @@ CHECKS = {
     "unpack": [
         lambda: test_unpack_is_its_definition_bit_by_bit(F32, BF16, 0.3, accumulate=True),
         test_an_absent_tensor_is_sent_as_zeros_without_its_flag_and_receives_nothing,
-        lambda: test_unpack_notices_another_stamp_wherever_it_differs(F32, 31, held=False),
+        lambda: test_unpack_notices_another_header_wherever_it_differs(F32, 31, held=False),
         lambda: test_the_norm_is_that_of_all_tensors_and_the_same_in_every_run("unpack"),
         test_unpack_adds_up_squares_before_the_cast,
     ],

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.launcher import LAUNCHERS, Launch, read_launch, read_timeout_s, read_transport
+from commrt.membership.launcher import LAUNCHERS, Launch, chosen_transport, default_timeout_s, launched
 
 AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
 OPEN_MPI = {
@@ -35,32 +35,32 @@ HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 def test_torchrun_says_everything():
     env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **AT}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert read_launch(env) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321)
-    assert read_launch(env | agent) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321, store_exists=True, attempt=1)
+    assert launched(env) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321)
+    assert launched(env | agent) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321, store_exists=True, attempt=1)
 
 
 def test_open_mpi_and_mpich_are_recognised():
-    assert read_launch(OPEN_MPI | AT) == Launch("Open MPI", 3, 8, 1, 2, "10.1.2.3", 4321)
-    assert read_launch(HYDRA | AT) == Launch("MPICH", 3, 4, 1, 2, "10.1.2.3", 4321)
+    assert launched(OPEN_MPI | AT) == Launch("Open MPI", 3, 8, 1, 2, "10.1.2.3", 4321)
+    assert launched(HYDRA | AT) == Launch("MPICH", 3, 4, 1, 2, "10.1.2.3", 4321)
     pals = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
-    assert read_launch(pals | AT) == Launch("PMI", 3, 8, 1, 2, "10.1.2.3", 4321)
+    assert launched(pals | AT) == Launch("PMI", 3, 8, 1, 2, "10.1.2.3", 4321)
 
 
 @pytest.mark.parametrize(("mpirun", "name"), [(OPEN_MPI, "Open MPI"), (HYDRA, "MPICH")])
 @pytest.mark.parametrize("slurm", [BATCH, SLURM], ids=["that forks", "that starts its helpers with srun"])
 def test_mpirun_inside_a_slurm_job_is_mpirun_and_its_first_node_holds_the_store(mpirun, name, slurm):
-    launch = read_launch(slurm | {"SLURM_JOB_NODELIST": "gpu[4-5]"} | mpirun)
+    launch = launched(slurm | {"SLURM_JOB_NODELIST": "gpu[4-5]"} | mpirun)
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.local_rank, launch.address) == (name, 3, 1, "gpu4")
 
 
 def test_a_slurm_step_is_a_launch_of_its_own_size():
     step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_ID": "12"}
-    assert read_launch(SLURM | step | AT) == Launch("Slurm", 5, 6, 1, 3, "10.1.2.3", 4321)
+    assert launched(SLURM | step | AT) == Launch("Slurm", 5, 6, 1, 3, "10.1.2.3", 4321)
 
 
 def test_srun_with_pmi_is_slurm():
-    launch = read_launch(SLURM | {"SLURM_STEP_NODELIST": "gpu[4-5]"} | PMI2)
+    launch = launched(SLURM | {"SLURM_STEP_NODELIST": "gpu[4-5]"} | PMI2)
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("Slurm", 5, 8, 1)
     assert launch.address == "gpu4"
@@ -80,7 +80,7 @@ def test_srun_with_pmi_is_slurm():
     ids=["script", "script with a step's number", "salloc", "ssh", "srun --pty", "srun --pty with PMI", "login node"],
 )
 def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
-    assert read_launch(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
+    assert launched(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
 
 
 @pytest.mark.parametrize(
@@ -88,37 +88,27 @@ def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
     [("gpu[003-007,9],login1", "gpu003"), ("a1,a2", "a1"), ("node-7", "node-7"), ("r[1-2]-ib", "r1-ib")],
 )
 def test_slurm_hosts_the_store_on_its_first_node(hosts, first):
-    launch = read_launch(SLURM | {"SLURM_JOB_NODELIST": hosts})
+    launch = launched(SLURM | {"SLURM_JOB_NODELIST": hosts})
     assert launch is not None
     assert launch.address == first
 
 
 def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
     nodes = {"SLURM_JOB_NODELIST": "a"}
-    ports = [read_launch(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
+    ports = [launched(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
     assert len(set(ports)) == 1
-    assert read_launch(SLURM | nodes | {"SLURM_JOB_ID": "78"}).port != ports[0]
-    assert read_launch(SLURM | nodes | {"SLURM_STEP_ID": "1"}).port != ports[0]
-
-
-def test_mpich_tells_jobs_apart_by_the_process_that_started_all_ranks_of_this_host():
-    here = HYDRA | {"MPI_LOCALNRANKS": "4"}
-    ports = [read_launch(here, lambda name, pid=pid: f"{name} {pid}").port for pid in (70, 71, 70)]
-    assert (ports[0] == ports[2], ports[0] == ports[1]) == (True, False)
-    named = here | {"PMI_JOBID": "9"}
-    assert read_launch(named, lambda name: "another").port == read_launch(named).port
-    apart = HYDRA | {"MASTER_ADDR": "10.1.2.3"}
-    assert read_launch(apart, lambda name: "differs between hosts").port == read_launch(apart).port
+    assert launched(SLURM | nodes | {"SLURM_JOB_ID": "78"}).port != ports[0]
+    assert launched(SLURM | nodes | {"SLURM_STEP_ID": "1"}).port != ports[0]
 
 
 def test_a_port_that_is_given_is_all_that_ranks_need_to_share():
-    assert read_launch(SLURM | AT).job == ""
-    assert read_launch(SLURM | {"MASTER_ADDR": "10.1.2.3"}).job == "77.0"
+    assert launched(SLURM | AT).job == ""
+    assert launched(SLURM | {"MASTER_ADDR": "10.1.2.3"}).job == "77.0"
 
 
 def test_ranks_on_one_machine_need_no_address():
     for env in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}):
-        launch = read_launch(env | {"SLURM_JOB_NODELIST": "gpu4"})
+        launch = launched(env | {"SLURM_JOB_NODELIST": "gpu4"})
         assert launch is not None
         assert launch.address == "127.0.0.1"
 
@@ -153,29 +143,29 @@ def test_ranks_on_one_machine_need_no_address():
 )
 def test_contradictions_are_refused_with_a_sentence(env, says):
     with pytest.raises(UsageError, match=says):
-        read_launch(env)
+        launched(env)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])
 def test_a_deadline_is_a_positive_number_of_seconds(text):
     with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
-        read_timeout_s({"COMMRT_TIMEOUT_S": text})
+        default_timeout_s({"COMMRT_TIMEOUT_S": text})
 
 
 def test_the_default_deadline_is_five_minutes():
-    assert read_timeout_s({}) == 300
-    assert read_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
+    assert default_timeout_s({}) == 300
+    assert default_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
 
 
 @pytest.mark.parametrize("kind", ["", "nccl", "Shared"])
 def test_a_transport_is_one_that_there_is(kind):
     with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
-        read_transport({"COMMRT_TRANSPORT": kind})
+        chosen_transport({"COMMRT_TRANSPORT": kind})
 
 
 def test_nothing_is_asked_for_unless_it_is():
-    assert read_transport({}) is None
-    assert read_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
+    assert chosen_transport({}) is None
+    assert chosen_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
 
 
 variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size")]
@@ -187,7 +177,7 @@ known = st.sampled_from([*variables, *others])
 @given(st.dictionaries(known, st.one_of(st.text("0123456789-[](),ax ", max_size=8), st.integers(-2, 70000).map(str))))
 def test_any_environment_gives_a_launch_or_a_sentence(env):
     with suppress(CommrtError):
-        launch = read_launch(env)
+        launch = launched(env)
         assert launch is None or (0 <= launch.rank < launch.size and 0 < launch.port < 65536)
 
 

@@ -17,7 +17,7 @@ import pytest
 from launched_ranks import in_a_group, with_variables
 from network_namespaces import address, hosts, why_none
 
-from commrt.membership.launcher import LAUNCHERS, read_launch
+from commrt.membership.launcher import LAUNCHERS, launched
 from commrt.testing.processes import free_port, run_processes
 
 pytestmark = pytest.mark.processes
@@ -120,12 +120,19 @@ def mpiruns():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mpirun"), list(mpiruns()))
-def test_two_jobs_of_mpirun_at_once_on_one_machine_need_no_port_and_do_not_meet(here, tmp_path, name, mpirun):
+def test_two_jobs_of_mpirun_at_once_on_one_machine_do_not_meet(here, tmp_path, name, mpirun):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    job = [*here, *mpirun, "-n", "2", sys.executable, WORKER]
-    run(*([*job, folder, 10 * number, "init"] for number, folder in enumerate(folders)))
+    # MPICH does not name its jobs, so only there each needs a port
+    ports = [["-genv", "MASTER_PORT", str(free_port())] if name == "MPICH" else [] for _ in folders]
+    worker = ["-n", "2", sys.executable, WORKER]
+    run(
+        *(
+            [*here, *mpirun, *port, *worker, folder, 10 * number, "init"]
+            for number, (folder, port) in enumerate(zip(folders, ports, strict=True))
+        )
+    )
     assert [seen(folder) for folder in folders] == [
         ([(0, 2, 0), (1, 2, 1)], (name, "shared", 1.0)),
         ([(0, 2, 0), (1, 2, 1)], (name, "shared", 21.0)),
@@ -175,8 +182,8 @@ def test_two_steps_of_one_slurm_job_at_once_do_not_meet():
 
 def job_at_the_port_of(variables):
     """The number of another job for which the same port is derived."""
-    port = read_launch(variables).port
-    return next(job for job in count(JOB + 1) if read_launch(variables | {"SLURM_JOB_ID": str(job)}).port == port)
+    port = launched(variables).port
+    return next(job for job in count(JOB + 1) if launched(variables | {"SLURM_JOB_ID": str(job)}).port == port)
 
 
 def test_ranks_of_two_jobs_that_derive_the_same_port_are_no_world():

@@ -60,11 +60,11 @@ def test_a_program_is_launched_for_every_tile_of_the_bucket(report):
     assert sum(steps["tiles"]) == 6334  # of 4096 elements, in 161 tensors
 
 
-def test_launches_carry_the_address_of_the_wire_and_the_stamp_of_the_bucket(report):
+def test_launches_carry_the_address_of_the_wire_and_the_header_of_the_bucket(report):
     steps = report["resnet50"]
     assert steps["wire_arguments"] == [wire for wire in steps["wires"] for _ in ("pack", "unpack")]
-    assert steps["stamps"][::2] == steps["stamps"][1::2]
-    assert len(set(steps["stamps"])) == steps["buckets"]
+    assert steps["headers"][::2] == steps["headers"][1::2]
+    assert len(set(steps["headers"])) == steps["buckets"]
 
 
 def test_a_step_of_training_is_pack_reduce_and_unpack_of_each_bucket_on_each_rank(report):

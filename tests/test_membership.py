@@ -73,12 +73,12 @@ def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished)
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([OPEN, GATHERING]))
 def test_a_head_reads_as_it_was_written(number, collective, phase):
     head = Head(number, "4/0.0.1", collective, phase)
-    assert Head.parse(str(head).encode()) == head
+    assert Head.from_json(head.to_json().encode()) == head
 
 
 def test_of_proposals_for_one_generation_the_first_stands_for_all():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(3), 0))
-    logs = [Generations(store, lambda question: question(), f"{rank}.0", founders) for rank in range(3)]
+    logs = [Generations(store, lambda question: question(), founders) for _ in range(3)]
     head, _ = logs[0].current()
     lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
     assert [log.propose(head, founders.without(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
@@ -90,7 +90,7 @@ def test_of_proposals_for_one_generation_the_first_stands_for_all():
 
 def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_one():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(2), 0))
-    log = Generations(store, lambda question: question(), "0.0", founders)
+    log = Generations(store, lambda question: question(), founders)
     head, _ = log.current()
     old = store.get("head")
     assert log.propose(head, founders.without([Loss(1, 0, "gone")], 0))
@@ -301,7 +301,7 @@ def test_who_refuses_in_place_of_a_vote_tells_all_others_why():
 # a new process in a lost rank's place
 
 
-def successor(store, rank, ranks):
+def replacement(store, rank, ranks):
     return Membership(
         store, rank, Generation(0, dict.fromkeys(range(ranks), 0)), lambda: SHORT_S, host="127.0.0.1", needed=1
     )
@@ -310,7 +310,7 @@ def successor(store, rank, ranks):
 def test_nobody_takes_the_place_of_a_process_that_lives():
     found = members(2, store=(store := HashStore()))
     with pytest.raises(UsageError, match=r"a process of rank 1 is a member and answers: another can take its place"):
-        successor(store, 1, 2).take_place(lambda: True)
+        replacement(store, 1, 2).join_as_replacement(lambda: True)
     end(found)
 
 
@@ -321,8 +321,8 @@ def test_a_new_process_takes_a_lost_ranks_place_and_the_old_one_is_out(was_evict
         roll_call(found[:1], [4])
     else:
         found[1].processes.close()
-    new = successor(store, 1, 2)
-    new.take_place(lambda: True)
+    new = replacement(store, 1, 2)
+    new.join_as_replacement(lambda: True)
     assert found[0].current().members == {0: 0, 1: 1}
     assert new.current().ranks == (0, 1)
     with pytest.raises(Evicted):
@@ -333,13 +333,13 @@ def test_a_new_process_takes_a_lost_ranks_place_and_the_old_one_is_out(was_evict
 def test_of_two_processes_that_take_a_place_at_once_only_one_is_a_member():
     found = members(2, store=(store := HashStore()))
     found[1].processes.close()
-    new = [successor(store, 1, 2) for _ in range(2)]
+    new = [replacement(store, 1, 2) for _ in range(2)]
 
-    def take_place(each):
-        each.take_place(lambda: True)
+    def join(each):
+        each.join_as_replacement(lambda: True)
         return each
 
-    taken = [each for each in at_once([lambda each=each: take_place(each) for each in new]) if each in new]
+    taken = [each for each in at_once([lambda each=each: join(each) for each in new]) if each in new]
     ends = at_once([each.current for each in taken])
     assert [isinstance(each, Generation) for each in ends].count(True) == 1
     assert {type(each) for each in ends} <= {Generation, Evicted}
@@ -352,10 +352,10 @@ def test_no_process_takes_a_place_in_the_middle_of_a_collective():
     found[0].adopt(found[0].current())
     arriving(found[0])()
     with pytest.raises(DeadlineExceeded, match="did not come out of a collective"):
-        successor(store, 1, 2).take_place(lambda: True)
+        replacement(store, 1, 2).join_as_replacement(lambda: True)
     found[0].calls.leave()
-    new = successor(store, 1, 2)
-    new.take_place(lambda: True)
+    new = replacement(store, 1, 2)
+    new.join_as_replacement(lambda: True)
     assert new.current().ranks == (0, 1)
     end([*found, new])
 
@@ -365,5 +365,5 @@ def test_where_all_others_have_finished_there_is_no_place_to_take():
     found[1].processes.close()
     found[0].depart("it closed its world", finished=True)
     with pytest.raises(UsageError, match="all others have finished or are gone"):
-        successor(store, 1, 2).take_place(lambda: True)
+        replacement(store, 1, 2).join_as_replacement(lambda: True)
     end(found)

@@ -143,7 +143,7 @@ def queued(monkeypatch):
     queue = Queue()
     monkeypatch.setattr(transport_module, "streams_of", lambda device: queue)
     monkeypatch.setattr(
-        nccl_communicator, "_rank_infos", lambda *_: dict.fromkeys(range(2), nccl_communicator._RankInfo(22809, None))
+        nccl_communicator, "gather", lambda *_: dict.fromkeys(range(2), nccl_communicator._RankInfo(22809, None, "00"))
     )
     binding = Silent(queue)
     store = HashStore()

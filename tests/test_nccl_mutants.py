@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from torch.distributed import HashStore
 
-from commrt.membership.store_client import run_within
+from commrt.membership.store_client import start_call
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.transport import nccl, nccl_communicator
@@ -63,7 +63,7 @@ MUTANTS = {
     "the others not told": (nccl, "self._notices.announce(None)", "pass"),
     "the others not asked": (nccl, "self._lost_peer(pending) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
-    "an id of each rank's own": (nccl_communicator, 'said = store.get("id")', "said = _new_id(binding).hex().encode()"),
+    "an id of each rank's own": (nccl_communicator, "bytes.fromhex(infos[members[0]].unique_id)", "_new_id(binding)"),
     "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),
 }
 
@@ -98,7 +98,7 @@ def complaint(transport, monkeypatch, patience_s=PATIENT_S):
     try:
         for check in conformance.CHECKS:
             try:
-                run_within(3 * patience_s, partial(check, make))
+                start_call(partial(check, make)).result(3 * patience_s)
             except Exception:  # whatever it is
                 return conformance.name(check)
     finally:

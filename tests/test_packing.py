@@ -69,7 +69,7 @@ def test_backends_make_the_same_wire_and_the_same_tensors(counts, dtype, wire_dt
     assert all(map(torch.equal, *results))
 
 
-def test_a_stamp_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
+def test_a_header_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
     tensors = values([5], torch.float32)
     _, wire, packing = wired(tensors, torch.float16)
     packing.pack(tensors, 1.0, 0b1011)
@@ -106,7 +106,7 @@ def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_m
     assert all(map(torch.equal, some, values([5, 6, 7, 8], torch.float32)))
 
 
-def test_torch_writes_nothing_where_the_stamp_is_disputed():
+def test_torch_writes_nothing_where_the_header_is_disputed():
     tensors = values([5], torch.float32)
     _, _, packing = wired(tensors, torch.float16)
     packing.pack(values([5], torch.float32, seed=1), 1.0, 1)
@@ -348,7 +348,7 @@ def test_a_gradient_that_was_made_on_the_lane_s_stream_is_not_freed_under_the_re
     layout.flags(bucket.wire).fill_(1)  # another rank had it
     bucket.unpack()
     bucket._made = {0: bucket._made[0].as_subclass(OnGpu)}
-    bucket.settle()
+    bucket.assign_gradients()
     assert param.grad.used_on == ("the reader's on cpu",)
 
 
@@ -390,7 +390,7 @@ def test_training_with_the_kernels_is_training_with_their_definitions_bit_by_bit
 def test_a_layout_leaves_no_two_things_in_one_place(counts):
     layout = layout_of(counts)
     taken = torch.zeros(layout.numel, dtype=torch.int32)
-    for piece in (layout.stamp(taken), layout.flags(taken), *(layout.tensor(taken, i) for i in range(len(counts)))):
+    for piece in (layout.header(taken), layout.flags(taken), *(layout.tensor(taken, i) for i in range(len(counts)))):
         piece.add_(1)
     assert taken.max() == 1
     assert all(place % GRANULE == 0 for place in layout.places)

@@ -127,7 +127,7 @@ def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weigh
 
 
 @pytest.mark.processes
-def test_deaths_upon_deaths_of_two_at_once_and_a_successor_for_each_cost_no_step():
+def test_deaths_upon_deaths_of_two_at_once_and_a_replacement_for_each_cost_no_step():
     voyage = train_with_deaths(6, 2, deaths=5)
     assert voyage.deaths == 5
 
@@ -152,7 +152,7 @@ def test_a_death_at_the_end_of_an_epoch_to_which_ranks_come_from_different_steps
 
 
 @pytest.mark.processes
-def test_a_successor_makes_the_calls_that_come_after_the_step_that_it_begins_with():
+def test_a_replacement_makes_the_calls_that_come_after_the_step_that_it_begins_with():
     ends = run_processes(4, replacement_ranks.calls_at, (10, 12, 40), on_message=killed)
     assert [end.error for end in ends] == [None] * 4
     assert all(equal for end in ends for _, equal in end.value)

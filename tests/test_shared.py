@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -264,8 +265,8 @@ def test_strangers_are_shown_out():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)
-        store.wait(["0"], timedelta(seconds=PATIENT_S))
-        name = store.get("0").decode().split()[0]
+        store.wait(["record/0"], timedelta(seconds=PATIENT_S))
+        name, _ = json.loads(store.get("record/0"))
         for greeting in (b"", channel.RANK.pack(1) + bytes(channel.PASSWORD_NBYTES), b"hello"):
             with channel._socket() as stranger:
                 stranger.connect(channel._address(name))

@@ -29,7 +29,7 @@ from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
-from commrt.membership.store_client import run_within
+from commrt.membership.store_client import start_call
 from commrt.testing import graphs, nccl
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE
@@ -323,7 +323,7 @@ def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkey
 def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu):
     with two_transports() as (transports, exchanges):
         for transport in transports:
-            run_within(20, transport._abandon)  # which is called then, and when it is collected
+            start_call(transport._abandon).result(20)  # which is called then, and when it is collected
             assert transport._communicator.comm == 0
         assert len(exchanges) == 2
 
@@ -377,13 +377,13 @@ def step_of(bucket, step_graphs, programs, step, scale=1.0):
     if not done:
         bucket.pack(scale)
         bucket.unpack()
-    bucket.settle()
+    bucket.assign_gradients()
     if step_graphs.is_due:
         step_graphs.capture(agree)
     return done
 
 
-def test_what_is_replayed_has_the_step_s_own_stamp_scale_and_gradients(bucket):
+def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
     step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
     layout = layout_of([40, 33])
     for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
@@ -393,7 +393,7 @@ def test_what_is_replayed_has_the_step_s_own_stamp_scale_and_gradients(bucket):
         replayed = step_of(bucket, step_graphs, programs, step, scale)
         assert replayed == (step >= BY_CALLS)
         assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
-        assert torch.equal(layout.stamp(bucket.wire) != 0, bits(word))
+        assert torch.equal(layout.header(bucket.wire) != 0, bits(word))
         assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
     assert step_graphs.reasons == {}
 

@@ -15,7 +15,7 @@ import failing_ranks
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.membership.liveness import LivenessListener, is_gone
+from commrt.membership.liveness import LivenessListener, probe
 from commrt.membership.store_client import delete_once, set_once
 from commrt.testing.processes import run_processes
 
@@ -24,9 +24,9 @@ LIMIT_S = 20.0
 
 def test_a_listener_answers_until_it_is_closed():
     bell = LivenessListener("127.0.0.1")
-    assert [is_gone(bell.address) for _ in range(3)] == [False] * 3
+    assert [probe(bell.address) for _ in range(3)] == [True] * 3
     bell.close()
-    assert is_gone(bell.address)
+    assert probe(bell.address) is False
     bell.close()
 
 
@@ -41,15 +41,15 @@ def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
     def fail(*_):
         raise error
 
-    assert is_gone("127.0.0.1 1")
+    assert probe("127.0.0.1 1") is False
     monkeypatch.setattr(socket, "create_connection", fail)
-    assert not is_gone("127.0.0.1 1")
+    assert probe("127.0.0.1 1") is None
 
 
 def test_a_listener_answers_more_often_than_a_queue_is_long(monkeypatch):
     monkeypatch.setattr(socket, "SOMAXCONN", 2)
     bell = LivenessListener("127.0.0.1")
-    assert [is_gone(bell.address) for _ in range(20)] == [False] * 20
+    assert [probe(bell.address) for _ in range(20)] == [True] * 20
     bell.close()
 
 
@@ -58,10 +58,10 @@ def test_a_stopped_process_answers_and_a_killed_one_does_not_even_if_its_child_l
     def on_message(_, message, process):
         address, child = message
         os.kill(process.pid, signal.SIGSTOP)
-        before = is_gone(address)
+        before = probe(address) is False
         process.kill()
         process.join()
-        found.append((before, is_gone(address)))
+        found.append((before, probe(address) is False))
         os.kill(child, signal.SIGKILL)
         return True
 

@@ -202,14 +202,14 @@ def test_ctrl_c_ends_a_worker_in_the_middle_of_an_agreement_and_the_others_with_
     error = with_one_interrupted(rendezvous_ranks.interrupted_in_an_agreement, victim)
     assert error is not None
     assert error.startswith("PeerLost")
-    assert "rank 1 left it by a KeyboardInterrupt" in error or victim == 0  # its store goes with it
+    assert "Rank 1 saw KeyboardInterrupt" in error or victim == 0  # its store goes with it
 
 
 def test_a_rank_that_leaves_between_two_questions_ends_the_next_one_for_the_others():
     first, second = local_worlds(2, timeout_s=PATIENT_S)
     with pytest.raises(ZeroDivisionError), second:
         raise ZeroDivisionError
-    with pytest.raises(PeerLost, match=r"lunch: rank 1 left it by a ZeroDivisionError"):
+    with pytest.raises(PeerLost, match=r"Rank 1 saw ZeroDivisionError"):
         first.agree("lunch")
 
 
@@ -389,9 +389,9 @@ def test_what_was_compared_is_forgotten_after_a_while(comparisons):
         schedule = ring.all_reduce(2)
         for numel in [*range(KEPT + 5), 0]:
             world.run(schedule, torch.ones(numel))
-        return [compared.cache_info().currsize for compared in world._consistency._compared.values()]
+        return [len(known) for known in world._consistency._compared.values()]
 
-    assert run_ranks(2, body) == [[KEPT], [KEPT]]
+    assert run_ranks(2, body) == [[6], [6]]
     assert len(comparisons) == 2 * (KEPT + 6)
 
 
@@ -418,13 +418,13 @@ def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
 def test_an_agreement_too_many_is_not_taken_for_the_next_one():
     first, second = local_worlds(2, timeout_s=PATIENT_S)
     first.transport.timeout_s = 0.2
-    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
+    with pytest.raises(DeadlineExceeded, match=r"with ranks \[1\] within 0.2 s"):
         first.all_equal("weights", "mark")
     first.transport.timeout_s = PATIENT_S
     for collective in (lambda: first.all_equal("weights", "mark"), lambda: first.run(RING, torch.ones(2))):
-        with pytest.raises(TransportClosed, match=r"It was DeadlineExceeded: weights: ranks \[1\] did not come"):
+        with pytest.raises(TransportClosed, match=r"It was DeadlineExceeded: no transfer with ranks \[1\]"):
             collective()
-    with pytest.raises(PeerLost, match="Rank 0 saw DeadlineExceeded: weights"):
+    with pytest.raises(PeerLost, match="Rank 0 saw DeadlineExceeded: no transfer with ranks"):
         second.run(RING, torch.ones(2))
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,7 +32,7 @@ __all__ = ["BuildBuckets", "Engine", "Span"]
 KEPT = 16
 """Proofs and bound programs that are kept, of the schedules and members used last."""
 COMPARISONS_KEPT = 256
-"""Schedules and members used last, of which the engine knows that all ranks agree; a digest and a few numbers each."""
+"""Schedules and members of which the engine knows that all ranks agree; a digest and a few numbers each."""
 
 BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
 """Makes buckets of parameters, given in ready order."""
@@ -106,7 +105,7 @@ class Engine:
 
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
-        self._compared: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
+        self._compared: set[tuple[str, tuple[int, ...]]] = set()
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, {}))
 
@@ -130,7 +129,11 @@ class Engine:
 
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
-        return self.world.comm_thread.submit(lambda: self._call_roll(present, step))
+
+        def call_roll() -> None:
+            self.members = self._who(present, tuple(range(self.world.size)), Tag(step, "roll call"))
+
+        return self.world.comm_thread.submit(call_roll)
 
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
@@ -213,19 +216,15 @@ class Engine:
         if key not in self._compared and key != (self._digest(self.schedule(0)), tuple(range(self.world.size))):
             self.world.require_same_now(*key, step)
             self._greet(member_program(schedule, self.members, self.world.rank, self.world.size), step)
-        self._compared[key] = None
-        self._compared.move_to_end(key)
-        if len(self._compared) > COMPARISONS_KEPT:
-            self._compared.popitem(last=False)
+        if len(self._compared) == COMPARISONS_KEPT:  # all members forget at the same step
+            self._compared.clear()
+        self._compared.add(key)
 
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
         begin_s = perf_counter()
         nbytes_sent = self.world.broadcast_now(flat, self.members, Tag(step, "state"))
         return Span("state", begin_s, perf_counter(), nbytes_sent)
-
-    def _call_roll(self, present: bool, step: int) -> None:
-        self.members = self._who(present, tuple(range(self.world.size)), Tag(step, "roll call"))
 
     def _who(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         """Return those of the `asked` ranks that say yes."""

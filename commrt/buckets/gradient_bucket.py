@@ -74,9 +74,9 @@ class OverlapCheck:
 class GradientBucket:
     """Parameters whose gradients travel together in the buffer `wire`.
 
-    In each step the thread that trains calls `take` and at the end `settle`. In between the communication thread calls
-    `pack` and `unpack`, or a device graph does their work between `prepare_replay` and `finish_replay`. Nobody else may
-    touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
+    In each step the thread that trains calls `take` and at the end `assign_gradients`. In between the communication
+    thread calls `pack` and `unpack`, or a device graph does their work between `prepare_replay` and `finish_replay`.
+    Nobody else may touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class GradientBucket:
             self._packing.unpack([self._made.get(i) for i in range(len(self._grads))], self._word)
         self._end_unpack()
 
-    def settle(self) -> None:
+    def assign_gradients(self) -> None:
         """Give the parameters what has arrived."""
         self._require_unchanged()
         for (name, param), grad in zip(self.params, self._grads, strict=True):
@@ -167,7 +167,7 @@ class GradientBucket:
         self.release()
 
     def release(self) -> None:
-        """Let go of the gradients, which would otherwise live until the next step; without `settle` drop them."""
+        """Let go of the gradients, which would otherwise live until the next step."""
         self._grads, self._made, self._versions = [], {}, []
 
     def _make_missing(self) -> None:
@@ -182,7 +182,7 @@ class GradientBucket:
 
     def _require_agreement(self) -> None:
         if self._packing.disputed:
-            why = explain_mismatch(self.layout.stamp(self.wire))
+            why = explain_mismatch(self.layout.header(self.wire))
             raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
 
     def _require_unchanged(self) -> None:

@@ -12,7 +12,7 @@ from threading import Event
 
 from commrt.errors import DisagreementError
 from commrt.membership.generations import GATHERING, OPEN, RUNNING, Generation, Head
-from commrt.membership.membership import NOBODY, Absent, Arrival, Membership, arrival_key
+from commrt.membership.membership import NOBODY, Arrival, Membership, arrival_key
 from commrt.threads.deadline import Deadline
 
 __all__ = ["Barrier"]
@@ -56,20 +56,20 @@ class Barrier:
         for pause_s in members.pauses(limit):
             require_open()
             head, now = members.head()
-            self._require_no_refusal()
+            arrivals = members.arrivals(key)
+            self._require_same(what, arrivals)  # first, as a rank that came to something else has gone on
             if head.has_begun(number):
                 break
             if now.number != generation.number:
                 return None
-            arrivals = members.arrivals(key)
-            self._require_same(what, arrivals)
             absent = members.absent(generation, arrivals)
             if absent == NOBODY:
                 members.generations.set_phase(head, number, RUNNING)
             elif members.is_roll_called(generation.number + 1):  # it decides who lives, and takes a timeout itself
                 Event().wait(pause_s)
             elif not absent.silent or limit.left_s <= 0:
-                self._evict(head, generation, absent, what, arrivals)
+                why = f"it did not come to {what} within {members.timeout_s():g} s"
+                members.evict(head, generation, absent, why, arrivals)
             else:
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
@@ -82,34 +82,17 @@ class Barrier:
                 return head, generation
             self._membership.generations.set_phase(head, self._membership.collective, GATHERING)
 
-    def _evict(
-        self, head: Head, generation: Generation, absent: Absent, what: str, arrivals: Mapping[int, Arrival]
-    ) -> None:
-        why = f"it did not come to {what} within {self._membership.timeout_s():g} s"
-        self._membership.evict(head, generation, absent, why, arrivals)
-
     def _require_same(self, what: str, arrivals: Mapping[int, Arrival]) -> None:
         for rank, arrival in arrivals.items():
             if arrival.what != what:
-                refusal = (
+                raise DisagreementError(
                     f"rank {self._rank} comes to {what} where rank {rank} comes to {arrival.what}: make the same "
                     "collective calls in the same order on all ranks"
                 )
-                self._membership.call_store(lambda: self._membership.store.set(self._refusal_key, refusal))  # noqa: B023  # raised in this turn
-                raise DisagreementError(refusal)
-
-    def _require_no_refusal(self) -> None:
-        """Raise the refusal of another rank: that rank has gone on, so the collective looks as if it had begun."""
-        if refusal := self._membership.text(self._refusal_key):
-            raise DisagreementError(refusal.decode(errors="replace"))
-
-    @property
-    def _refusal_key(self) -> str:
-        return f"refused/{self._membership.collective}"
 
     def _delete_keys_of_last(self, generation: Generation, key: str) -> None:
         """Delete what the last collective left on the store: all have come to this one, so no rank reads it."""
-        used, self._used = self._used, [key, self._refusal_key]
+        used, self._used = self._used, [key]
         if generation.ranks[0] == self._rank:
             for each in used:
                 self._membership.call_store(lambda each=each: self._membership.store.delete_key(each))  # type: ignore[misc]

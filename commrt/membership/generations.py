@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import NamedTuple
 
 from torch.distributed import Store
@@ -111,17 +112,16 @@ class Head(NamedTuple):
         """True once all members have come to `collective`."""
         return self.collective > collective or (self.collective == collective and self.phase != GATHERING)
 
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
+    def to_json(self) -> str:
+        """All fields, for the store."""
+        return json.dumps(self)
 
     @classmethod
-    def parse(cls, text: bytes) -> Head:
+    def from_json(cls, text: bytes) -> Head:
         """Raise `ValueError` for anything but a head."""
-        found, proposal, collective, phase = text.decode().split(" ")
-        head = cls(int(found), proposal, int(collective), phase)
-        require(head.number >= 0 and head.collective >= 0 and phase in (OPEN, GATHERING, RUNNING))
-        require(str(head).encode() == text)
-        return head
+        number, proposal, collective, phase = parse_list(text, 4)
+        require(isinstance(proposal, str) and phase in (OPEN, GATHERING, RUNNING))
+        return cls(parse_int(number), proposal, parse_int(collective), phase)
 
 
 class Generations:
@@ -130,15 +130,14 @@ class Generations:
     `ask` runs a question to the store within a deadline. Safe to use from several threads.
     """
 
-    def __init__(self, store: Store, ask: StoreCall, author: str, founders: Generation) -> None:
-        self._store, self._ask, self._author = store, ask, author
+    def __init__(self, store: Store, ask: StoreCall, founders: Generation) -> None:
+        self._store, self._ask = store, ask
         self._known = {FOUNDERS: founders}  # by proposal; a thread may still hold an older head than another has read
-        self._proposals = 0
-        self._compare_set("", str(Head(founders.number, FOUNDERS, 0, OPEN)))
+        self._compare_set("", Head(founders.number, FOUNDERS, 0, OPEN).to_json())
 
     def current(self) -> tuple[Head, Generation]:
         """The head and its generation; costs one store operation, and one more after a change."""
-        head = parse(HEAD, self._ask(lambda: self._store.get(HEAD)), Head.parse)
+        head = parse(HEAD, self._ask(lambda: self._store.get(HEAD)), Head.from_json)
         if head.proposal not in self._known:
             key = f"generation/{head.proposal}"
             details = self._ask(lambda: self._store.get(key))
@@ -147,8 +146,7 @@ class Generations:
 
     def propose(self, head: Head, generation: Generation) -> bool:
         """Make `generation` the current one if `head` still stands; True if it does now."""
-        self._proposals += 1
-        proposal = f"{generation.number}/{self._author}.{self._proposals}"
+        proposal = f"{generation.number}/{token_hex(8)}"
         self._ask(lambda: self._store.set(f"generation/{proposal}", generation.to_json()))
         return self._change(head, Head(generation.number, proposal, head.collective, head.phase))
 
@@ -157,7 +155,8 @@ class Generations:
         return self._change(head, head._replace(collective=collective, phase=phase))
 
     def _change(self, before: Head, after: Head) -> bool:
-        return self._compare_set(str(before), str(after)) == str(after).encode()
+        stands = after.to_json()
+        return self._compare_set(before.to_json(), stands) == stands.encode()
 
     def _compare_set(self, before: str, after: str) -> bytes:
         stands: bytes = self._ask(lambda: self._store.compare_set(HEAD, before, after))

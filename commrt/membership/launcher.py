@@ -9,8 +9,7 @@ In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLU
 Slurm started no other rank. So only the variables of a job step count. A step of one task is no launch either: it may
 be a shell (salloc, ``srun --pty bash``) from which somebody starts workers.
 
-Without MASTER_PORT the port is derived from a value that differs between jobs of one machine. MPICH's mpiexec sets no
-such variable; there it is the process id of the launcher's proxy on this host.
+Without MASTER_PORT the port is derived from a value that differs between jobs of one machine, if the launcher sets one.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from commrt.errors import UsageError
 
@@ -36,9 +33,6 @@ __all__ = [
     "is_timeout",
     "launched",
     "nccl_variable",
-    "read_launch",
-    "read_timeout_s",
-    "read_transport",
     "require_deadlines",
     "wants_nvtx",
 ]
@@ -83,8 +77,6 @@ class _Launcher:
     """Whose values together differ between jobs of one machine, to derive a port from."""
     sign: str
     """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of its job."""
-    starter: str = ""
-    """The name of the process that starts all ranks of a host, where no variable tells jobs apart."""
 
 
 SLURM = _Launcher(
@@ -106,18 +98,12 @@ LAUNCHERS = (
     ),
     _Launcher(
         "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",), "MPI_LOCALRANKID",
-        starter="hydra_pmi_proxy",
     ),
     SLURM,
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ("PMI_JOBID",), "PMI_RANK"),
 )  # fmt: skip
 """In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its processes find the
 variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
-
-
-def launched() -> Launch | None:
-    """`read_launch` of this process's environment."""
-    return read_launch(os.environ, _ancestor)
 
 
 def announce(launch: Launch) -> None:
@@ -132,16 +118,6 @@ def announce(launch: Launch) -> None:
         TORCHELASTIC_USE_AGENT_STORE=str(launch.store_exists),
         TORCHELASTIC_RESTART_COUNT=str(launch.attempt),
     )
-
-
-def default_timeout_s() -> float:
-    """`read_timeout_s` of this process's environment."""
-    return read_timeout_s(os.environ)
-
-
-def chosen_transport() -> str | None:
-    """`read_transport` of this process's environment."""
-    return read_transport(os.environ)
 
 
 def gloo_interface() -> str | None:
@@ -159,16 +135,14 @@ def nccl_variable(name: str) -> str | None:
     return os.environ.get(f"NCCL_{name}")
 
 
-def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = None) -> Launch | None:
-    """The launch described by `env`, or None if no launcher is recognised.
-
-    `ancestor` tells the process of a name, from which this one descends, from others of that name.
+def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return the launch that `env` describes, or None if no launcher is recognised.
 
     Raises `UsageError` for variables that contradict each other or are no numbers.
 
-    >>> read_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
+    >>> launched({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
     1
-    >>> read_launch({}) is None
+    >>> launched({}) is None
     True
     """
     known = _recognised(env)
@@ -185,7 +159,7 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
     if not HOST.fullmatch(address):
         raise UsageError(f"MASTER_ADDR={address!r:.80} is no address: set it to the name or number of rank 0's host")
-    job = "" if "MASTER_PORT" in env else _job(known, env, ancestor if size == local_size else None)
+    job = "" if "MASTER_PORT" in env else ".".join(env[name] for name in known.job if env.get(name))
     port = _integer(env, "MASTER_PORT", _port(job))
     if not 0 < port < 65536:
         raise UsageError(f"MASTER_PORT={port} is no port: choose one in 1..65535")
@@ -201,8 +175,8 @@ def read_launch(env: Mapping[str, str], ancestor: Callable[[str], str] | None = 
     return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job)
 
 
-def read_timeout_s(env: Mapping[str, str]) -> float:
-    """The deadline of every wait in seconds: COMMRT_TIMEOUT_S, or 300."""
+def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
+    """Return the deadline of every wait in seconds: COMMRT_TIMEOUT_S, or 300."""
     text = env.get("COMMRT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
     try:
         timeout_s = float(text)
@@ -213,8 +187,8 @@ def read_timeout_s(env: Mapping[str, str]) -> float:
     return timeout_s
 
 
-def read_transport(env: Mapping[str, str]) -> str | None:
-    """What COMMRT_TRANSPORT asks for: shared, gloo, or None if nothing is asked for."""
+def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return what COMMRT_TRANSPORT asks for: shared, gloo, or None if nothing is asked for."""
     kind = env.get("COMMRT_TRANSPORT")
     if kind not in (None, *TRANSPORTS):
         raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(TRANSPORTS)}, or unset it")
@@ -243,15 +217,13 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None, form
 
 
 def _recognised(env: Mapping[str, str]) -> _Launcher | None:
-    """Who started this process; None in a Slurm job outside of a step of several tasks."""
+    """Return who started this process; None in a Slurm job, unless srun started it in a step of several tasks."""
     known = next((one for one in LAUNCHERS if one.rank in env and one.sign in env), None)
-    return None if known is SLURM and not _is_step_of_several(env) else known
-
-
-def _is_step_of_several(env: Mapping[str, str]) -> bool:
-    """True in a step that srun started with more than one task."""
+    if known is not SLURM:
+        return known
     step = env.get("SLURM_STEP_ID", "")
-    return STEP.fullmatch(step) is not None and int(step) < FIRST_SPECIAL_STEP and _integer(env, SLURM.size) != 1
+    is_srun = STEP.fullmatch(step) is not None and int(step) < FIRST_SPECIAL_STEP
+    return known if is_srun and _integer(env, SLURM.size) != 1 else None
 
 
 def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size: int) -> str:
@@ -277,24 +249,6 @@ def first_host(nodelist: str) -> str:
     if not HOST.fullmatch(first):
         raise UsageError(f"Slurm's node list {nodelist!r:.80} begins with no host: set MASTER_ADDR to that of rank 0")
     return first
-
-
-def _job(launcher: _Launcher, env: Mapping[str, str], ancestor: Callable[[str], str] | None) -> str:
-    """What all ranks of a job know of it and other jobs of the same machine do not; empty if nothing is."""
-    told = ".".join(env[name] for name in launcher.job if env.get(name))
-    return told or (ancestor(launcher.starter) if ancestor and launcher.starter else "")
-
-
-def _ancestor(name: str) -> str:
-    """`name` and the number of the nearest process called so from which this one descends; empty if there is none."""
-    pid = os.getpid()
-    with suppress(OSError):  # /proc may be absent, or hide the processes of others
-        while pid > 0:
-            called, _, rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").partition("(")[2].rpartition(") ")
-            if called == name:
-                return f"{name} {pid}"
-            pid = int(rest.split()[1])
-    return ""
 
 
 def _port(job: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import socket
 import threading
@@ -18,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Event
 from typing import TypeVar
-from weakref import WeakSet
 
 from torch.distributed import Store
 
@@ -31,19 +29,19 @@ from commrt.membership.store_client import (
     parse,
     parse_dict,
     parse_int,
+    parse_list,
     require,
 )
+from commrt.threads.comm_thread import release_in_forked_child
 
 __all__ = [
     "CLOSED_ERRNOS",
     "LivenessListener",
     "Processes",
     "diagnose",
-    "is_answering",
-    "is_gone",
     "leave_report",
     "own_address",
-    "parse_address",
+    "probe",
     "wait_for_readers",
 ]
 
@@ -53,7 +51,7 @@ CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
 DISCARD_PORT = 9
 """UDP's discard: no packet is sent there."""
-ADDRESS = re.compile(r"[0-9]{1,9} [0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
+ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 
 
 class LivenessListener:
@@ -64,7 +62,7 @@ class LivenessListener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self.address = f"{host} {self._socket.getsockname()[1]}"
-        _LISTENERS.add(self)
+        release_in_forked_child(self)
         threading.Thread(target=_accept, args=(self._socket,), daemon=True, name="commrt-liveness").start()
 
     def close(self) -> None:
@@ -86,29 +84,19 @@ def own_address(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def is_gone(address: str) -> bool:
-    """Return True if no process listens at a `LivenessListener.address`; a host that does not answer may be alive."""
-    try:
-        _probe(address)
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # too slow, out of reach, or this process has no sockets left
-        return False
-    return False
+def probe(address: str) -> bool | None:
+    """Return True if a process listens at a `LivenessListener.address`, False if none does, None if its host is silent.
 
-
-def is_answering(address: str) -> bool:
-    """Return True if a process listens at `address`."""
-    try:
-        _probe(address)
-    except OSError:
-        return False
-    return True
-
-
-def _probe(address: str) -> None:
+    A host that does not answer may be alive.
+    """
     host, port = address.split()
-    socket.create_connection((host, int(port)), PROBE_S).close()
+    try:
+        socket.create_connection((host, int(port)), PROBE_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # too slow, out of reach, or this process has no sockets left
+        return None
+    return True
 
 
 def _accept(listener: socket.socket) -> None:
@@ -147,10 +135,10 @@ class Processes:
         if latest is None or self._listener is None:
             raise UsageError(f"rank {self._rank} has left no address on the store, so no process can take its place")
         self.incarnation = latest[0] + 1
-        self._publish(f"{latest[0]} {latest[1]}", self._listener)
+        self._publish(json.dumps(latest), self._listener)
 
     def _publish(self, before: str, listener: LivenessListener) -> None:
-        own = f"{self.incarnation} {listener.address}"
+        own = json.dumps([self.incarnation, listener.address])
         stands = self._call_store(lambda: self._store.compare_set(_key(self._rank), before, own))
         if stands != own.encode():
             raise UsageError(
@@ -160,7 +148,7 @@ class Processes:
     def answers(self, rank: int) -> bool:
         """Return True if the latest process of `rank` lives, as far as this host can tell."""
         latest = self._latest(rank)
-        return latest is not None and is_answering(latest[1])
+        return latest is not None and probe(latest[1]) is True
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
         """Return True if that process of `rank` does not live. An unreachable host may be alive, and takes 2 s."""
@@ -174,7 +162,7 @@ class Processes:
             if latest[0] != incarnation:
                 return latest[0] > incarnation  # another process has its place
             address = self._addresses[rank, incarnation] = latest[1]
-        return is_gone(address)
+        return probe(address) is False
 
     def _latest(self, rank: int) -> tuple[int, str] | None:
         """Return the incarnation and the address of the latest process of `rank`."""
@@ -182,8 +170,7 @@ class Processes:
         text = self._call_store(lambda: self._store.get(key) if self._store.check([key]) else None)
         if text is None:
             return None
-        incarnation, _, address = parse(key, text, parse_address).partition(" ")
-        return int(incarnation), address
+        return parse(key, text, _parse_process)
 
     def close(self) -> None:
         """Stop listening: from now on this process counts as gone. Safe to call twice."""
@@ -192,26 +179,14 @@ class Processes:
                 self._listener.close()
 
 
-def parse_address(text: bytes) -> str:
-    """Return the incarnation and the address of a process, as one text; raise `ValueError`."""
-    address = text.decode()
-    require(ADDRESS.fullmatch(address) and int(address.split()[2]) < 65536)
-    return address
+def _parse_process(text: bytes) -> tuple[int, str]:
+    incarnation, address = parse_list(text, 2)
+    require(ADDRESS.fullmatch(address) and int(address.split()[1]) < 65536)
+    return parse_int(incarnation), address
 
 
 def _key(rank: int) -> str:
     return f"process/{rank}"
-
-
-_LISTENERS: WeakSet[LivenessListener] = WeakSet()
-
-
-def _after_fork() -> None:
-    for listener in tuple(_LISTENERS):
-        listener.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 GRACE_S = 1.0

@@ -98,13 +98,12 @@ class Membership:
     def found(self) -> None:
         """Become a member of generation 0, as all first processes do."""
         self.processes.register()
-        self.generations = self.open_generations()
+        self.open_generations()
         self._start()
 
-    def open_generations(self) -> Generations:
-        """Return this process's access to the generations on the store."""
-        author = f"{self.rank}.{self.processes.incarnation}"
-        return Generations(self.store, self.call_store, author, self._founders)
+    def open_generations(self) -> None:
+        """Get access to the generations on the store, and become the one who writes the first if nobody did."""
+        self.generations = Generations(self.store, self.call_store, self._founders)
 
     def _start(self) -> None:
         self._is_in, self._watched = True, self.generation.number + 1
@@ -141,19 +140,16 @@ class Membership:
         self._is_in = False
         self._closed.set()
         loss = next((loss for loss in generation.lost if loss.rank == self.rank), None)
-        if loss is None:
-            why, by = "another process has taken its place", None
-        else:
-            why, by = loss.why, loss.by
-        return Evicted(why, Place(self.rank), generation.number, by)
+        why = "another process has taken its place" if loss is None else loss.why
+        return Evicted(why, Place(self.rank), generation.number, None if loss is None else loss.by)
 
     def adopt(self, generation: Generation) -> None:
         """Exchange in `generation` from now on, and let the watcher wait for the next one.
 
         Wake-ups may be missing: a rank may die between its proposal and the wake-up.
         """
-        missed = range(self.generation.number + 1, generation.number + 1)
-        keys = [_wake_key(self.rank, number) for number in missed] or [_wake_key(self.rank, generation.number)]
+        first = min(self.generation.number + 1, generation.number)
+        keys = [_wake_key(self.rank, number) for number in range(first, generation.number + 1)]
         self.generation = generation
         self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # torch's stub is behind
 
@@ -226,13 +222,20 @@ class Membership:
         has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
         return not has_finished or not self.processes.answers(rank)
 
-    def require_enough(self, generation: Generation, step: int) -> None:
-        """Raise `QuorumLost` if fewer than `needed` ranks are left."""
-        if len(generation.members) + sum(loss.finished for loss in generation.lost) < self.needed:
+    def require_enough(self, generation: Generation, step: int, departed: Sequence[Loss] = ()) -> None:
+        """Raise `QuorumLost` if fewer than `needed` ranks are left when these of the generation have `departed`.
+
+        Raises `Evicted` instead if the others went on without this rank.
+        """
+        lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
+        gone = {loss.rank for loss in departed}
+        left = [rank for rank in generation.ranks if rank not in gone]
+        if len(left) + sum(loss.finished for loss in (*generation.lost, *departed)) < self.needed:
+            self.current()
             raise QuorumLost(
-                f"{generation.lost[-1]}. Ranks {list(generation.ranks)} are left, fewer than the {self.needed} whose "
-                "gradients make a step: start again from a checkpoint, with more backups or fewer ranks",
-                Place(self.rank, step=step),
+                f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} whose gradients make a step: start "
+                "again from a checkpoint, with more backups or fewer ranks",
+                Place(self.rank, lost[-1].rank, step),
             )
 
     def has_lost_neighbor(self, generation: Generation) -> bool:
@@ -265,17 +268,16 @@ class Membership:
             limit = limit if known == keys else Deadline(self.timeout_s())
         return True
 
-    def take_place(self, fetch_state: Callable[[], bool]) -> None:
+    def join_as_replacement(self, fetch_state: Callable[[], bool]) -> None:
         """Become a member in place of a dead or evicted rank, between two collectives; for a new process.
 
         `fetch_state` copies the state of a member and returns True if that member was in a step: then it has made all
         collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
         `DeadlineExceeded` if the others do not come out of a collective.
         """
-        self.generations = self.open_generations()
+        self.open_generations()
         self._require_vacant()
         self.processes.replace()
-        self.generations = self.open_generations()  # proposals of this process need names of their own
         limit = Deadline(self.timeout_s())
         while not self._is_admitted(fetch_state):
             if limit.left_s <= 0:
@@ -319,24 +321,19 @@ class Membership:
     def close(self) -> None:
         """Release the store; call it after `depart`."""
         self._closed.set()
-        self._end_watcher()
-        self.processes.close()
-        self.store = HashStore()
-
-    def _end_watcher(self) -> None:
-        """Stop the watcher: a thread inside the store's C++ code aborts the process while the interpreter ends."""
-        watcher = self._watcher
-        if watcher is not None and watcher is not threading.current_thread():
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            # A thread inside the store's C++ code would abort the process while the interpreter ends.
             with suppress(RuntimeError, TransportError):
                 own = _wake_key(self.rank, self._watched)
                 call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
-            watcher.join(STORE_ANSWER_S)
+            self._watcher.join(STORE_ANSWER_S)
+        self.processes.close()
+        self.store = HashStore()
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""
-        lines = parse("departures", self.text("departed"), _parse_departures)
-        members = generation.members
-        return [Loss(rank, 0, why, done) for rank, process, why, done in lines if members.get(rank) == process]
+        said = parse("departures", self.text("departed"), _parse_departures)
+        return [loss for loss, process in said if generation.members.get(loss.rank) == process]
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""
@@ -391,10 +388,11 @@ def _parse_arrivals(text: bytes) -> dict[int, Arrival]:
     return found
 
 
-def _parse_departures(text: bytes) -> list[tuple[int, int, str, bool]]:
-    lines: list[tuple[int, int, str, bool]] = []
+def _parse_departures(text: bytes) -> list[tuple[Loss, int]]:
+    """Return each loss with the incarnation of the process that left."""
+    found: list[tuple[Loss, int]] = []
     for line in text.splitlines():
         rank, incarnation, why, finished = parse_list(line, 4)
         require(isinstance(why, str) and isinstance(finished, bool))
-        lines.append((parse_int(rank), parse_int(incarnation), why, finished))
-    return lines
+        found.append((Loss(parse_int(rank), 0, why, finished), parse_int(incarnation)))
+    return found

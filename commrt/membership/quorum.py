@@ -32,7 +32,6 @@ __all__ = [
     "parse_announcements",
     "quorum_key",
     "quorum_step",
-    "require_valid",
 ]
 
 DONE, FAILED = "done", "failed"
@@ -121,30 +120,26 @@ def quorum_key(step: int, attempt: int, what: str) -> str:
     return f"{step}.{attempt}/{what}"
 
 
-class Announcement(str):
-    """One word of the list of ready gradients; parsed only when a part is asked for."""
+class Announcement(NamedTuple):
+    """One word of the list of ready gradients."""
 
-    __slots__ = ()
+    rank: int
+    """The rank whose gradient is ready."""
+    generation: int
+    """The generation in which that rank can reduce."""
+    note: str
+    """What the rank says about its gradient, without blanks and ``@``."""
+
+    def __str__(self) -> str:
+        return "@".join(map(str, self))
 
     @classmethod
-    def of(cls, rank: int, generation: int, note: str) -> Announcement:
-        """Return the announcement of `rank`; `note` describes its gradient, without blanks and ``@``."""
-        return cls(f"{rank}@{generation}@{note}")
-
-    @property
-    def rank(self) -> int:
-        """The rank whose gradient is ready."""
-        return int(self.partition("@")[0])
-
-    @property
-    def generation(self) -> int:
-        """The generation in which that rank can reduce."""
-        return int(self.split("@")[1])
-
-    @property
-    def note(self) -> str:
-        """What the rank says about its gradient."""
-        return self.rpartition("@")[2]
+    def parse(cls, word: str) -> Announcement:
+        """Raise `ValueError` unless `word` names a rank and a generation."""
+        rank, generation, note = word.split("@")
+        if int(rank) < 0 or int(generation) < 0:
+            raise ValueError("ranks and generations are numbers from 0 on")
+        return cls(int(rank), int(generation), note)
 
 
 def parse_announcements(said: str, generation: int) -> list[Announcement]:
@@ -153,15 +148,7 @@ def parse_announcements(said: str, generation: int) -> list[Announcement]:
     >>> [word.rank for word in parse_announcements("3@0@ 1@1@ 0@0@ ", generation=0)]
     [3, 0]
     """
-    infix = f"@{generation}@"
-    return [Announcement(word) for word in said.split() if infix in word]
-
-
-def require_valid(words: list[Announcement]) -> list[Announcement]:
-    """Return `words`; raise `ValueError` if one names no rank or no generation."""
-    if any(word.rank < 0 or word.generation < 0 for word in words):
-        raise ValueError("ranks and generations are numbers from 0 on")
-    return words
+    return [Announcement.parse(word) for word in said.split() if f"@{generation}@" in word]
 
 
 def choose_members(words: list[Announcement], needed: int) -> str:
@@ -170,8 +157,7 @@ def choose_members(words: list[Announcement], needed: int) -> str:
     >>> choose_members(parse_announcements("3@0@c 0@0@a 2@0@b", 0), needed=2)
     '0@0@a 3@0@c'
     """
-    members = sorted(words[:needed], key=lambda word: word.rank)
-    return " ".join(members)
+    return " ".join(map(str, sorted(words[:needed])))
 
 
 def quorum_step(rank: int, generation: int, needed: int, step: int, attempt: int = 0, note: str = "") -> QuorumStep:
@@ -184,33 +170,33 @@ def quorum_step(rank: int, generation: int, needed: int, step: int, attempt: int
     """
     while True:
         written = quorum_key(step, attempt, "announced")
-        mine = Announcement.of(rank, generation, note)
+        mine = Announcement(rank, generation, note)
         yield Append(written, f"{mine} ")
         floor, said = yield ReadNow((OLDEST_STEP, written))
         if step < int(floor):
             return Outcome((), counts=False, attempt=attempt)
-        order = require_valid(parse_announcements(said, generation))
-        settled = yield from _settled(order, needed, step, attempt)
-        if settled is None:
+        order = parse_announcements(said, generation)
+        chosen = yield from _chosen(order, needed, step, attempt)
+        if chosen is None:
             return Outcome((), counts=False, attempt=attempt)
-        members = tuple(word.rank for word in settled)
+        members = tuple(word.rank for word in chosen)
         # The whole announcement is compared: the dead process of this rank may have been a member.
-        is_member = mine in settled
+        is_member = mine in chosen
         is_first = is_member and rank == members[0]
         outcome = (yield from _outcome(is_member, is_first, step, attempt, members)) if members else FAILED
         if not outcome:
             return Outcome((), counts=False, attempt=attempt)
         if outcome == DONE:
-            notes, place = tuple(word.note for word in settled), [word.rank for word in order].index(rank)
+            notes, place = tuple(word.note for word in chosen), [word.rank for word in order].index(rank)
             return Outcome(members, is_member, attempt, notes, place=place)
         attempt += 1
-        agreed = yield NextAttempt(settled[0].generation + 1 if settled else generation)
+        agreed = yield NextAttempt(chosen[0].generation + 1 if chosen else generation)
         if agreed is None:
             return Outcome((), counts=False, attempt=attempt, is_over=False)
         generation = agreed
 
 
-def _settled(
+def _chosen(
     order: list[Announcement], needed: int, step: int, attempt: int
 ) -> Generator[Operation, Any, list[Announcement] | None]:
     """Return the members: empty if the attempt came to nothing, None if the store has deleted them."""
@@ -219,7 +205,7 @@ def _settled(
     text = yield SetOnce(members, choose_members(order, needed)) if is_complete else WaitFor(members, step, attempt)
     if not text:
         return None
-    return [] if text == NO_MEMBERS else require_valid([Announcement(word) for word in text.split()])
+    return [] if text == NO_MEMBERS else [Announcement.parse(word) for word in text.split()]
 
 
 def _outcome(

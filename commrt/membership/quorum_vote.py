@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
-from commrt.membership.generations import Loss
+from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.membership.membership import Membership
 from commrt.membership.quorum import (
     FAILED,
@@ -36,7 +35,6 @@ from commrt.membership.quorum import (
     choose_members,
     parse_announcements,
     quorum_key,
-    require_valid,
 )
 from commrt.membership.store_client import (
     MALFORMED,
@@ -71,7 +69,6 @@ class VoteSettings(NamedTuple):
     """What stays the same from step to step."""
 
     rank: int
-    ranks: int
     needed: int
     timeout_s: Callable[[], float]
     require_open: Callable[[], None]
@@ -138,7 +135,7 @@ class QuorumVote:
         except BaseException:
             if read is not None:  # or the store thread would wait for ever
                 with suppress(Exception):
-                    self._settle(read, FAILED if read.members else NO_MEMBERS)
+                    self._write(read, FAILED if read.members else NO_MEMBERS)
             raise
 
     def _is_unanswered(self) -> bool:
@@ -152,24 +149,22 @@ class QuorumVote:
 
     def _check_members(self, read: WaitFor, waited_s: float) -> None:
         """Probe the next member of the reduction: each member probes one, so that all are probed."""
-        following = self._settings.membership.next_member(read.members)
-        is_lost = self._settings.is_called() or self._is_gone(following)
+        membership = self._settings.membership
+        following = membership.next_member(read.members)
+        is_evicted = following not in membership.generation.members
+        is_lost = is_evicted or self._settings.is_called() or membership.is_gone(following)
         if is_lost or waited_s > self._settings.timeout_s():
-            self._settle(read, FAILED)
-
-    def _is_gone(self, rank: int) -> bool:
-        members = self._settings.membership.generation.members
-        return rank not in members or self._settings.membership.processes.is_gone(rank, members[rank])
+            self._write(read, FAILED)
 
     def _check_announcements(self, read: WaitFor, waited_s: float, generation: int) -> None:
         """Check whether enough ranks have announced, or still can."""
         written = quorum_key(read.step, read.attempt, "announced")
         said = self._asked(lambda: self._store.get(written))
-        words = parse(written, said, lambda each: require_valid(parse_announcements(each.decode(), generation)))
+        words = parse(written, said, lambda each: parse_announcements(each.decode(), generation))
         if len(words) >= self._settings.needed:  # the last of them died before it could say so
-            self._settle(read, choose_members(words, self._settings.needed))
+            self._write(read, choose_members(words, self._settings.needed))
         elif self._settings.is_called():
-            self._settle(read, NO_MEMBERS)
+            self._write(read, NO_MEMBERS)
         else:
             self._end_if_too_few({word.rank for word in words}, read, waited_s)
 
@@ -182,11 +177,12 @@ class QuorumVote:
         membership = self._settings.membership
         waiting = membership.waiting(membership.generation)
         absent = membership.absent(membership.generation, {*here, *waiting})
-        self._require_enough(read.step, [loss for loss in absent.departed if not loss.finished])
+        departed = [loss._replace(step=read.step) for loss in absent.departed]
+        membership.require_enough(membership.generation, read.step, departed)
         is_late = bool(waiting) and (self._was_over or waited_s > self._settings.timeout_s() / 2)
         if len(here) + len(absent.silent) < self._settings.needed or is_late:
             self.is_over = True
-            self._settle(read, NO_MEMBERS)
+            self._write(read, NO_MEMBERS)
         elif waited_s > self._settings.timeout_s():
             membership.current()  # as below
             silent = list(absent.silent)
@@ -195,18 +191,6 @@ class QuorumVote:
                 f"are fewer than {self._settings.needed}: they are stopped, or do something else; look at their output"
             )
             raise DeadlineExceeded(what, Place(self._settings.rank, silent[0], read.step))
-
-    def _require_enough(self, step: int, lost: Collection[Loss]) -> None:
-        before = [loss for loss in self._settings.membership.generation.lost if not loss.finished]
-        ranks = sorted(loss.rank for loss in (*before, *lost))
-        left, needed = self._settings.ranks - len(ranks), self._settings.needed
-        if left < needed:
-            self._settings.membership.current()  # raises Evicted if the others went on without this rank
-            what = (
-                f"ranks {ranks} are lost, and the {left} that are left are fewer than the {needed} whose "
-                "gradients make a step: start again from a checkpoint, with more backups or fewer ranks"
-            )
-            raise QuorumLost(what, Place(self._settings.rank, ranks[0], step))
 
     def delete_old_steps(self, step: int, attempts: int, *, is_first: bool) -> None:
         """Delete the keys of old steps, without waiting; all members of `step` call it, and the first one deletes."""
@@ -219,7 +203,7 @@ class QuorumVote:
             if is_first:
                 self._store_thread.do(lambda store: _delete_steps(store, oldest, words))
 
-    def _settle(self, read: WaitFor, value: str) -> None:
+    def _write(self, read: WaitFor, value: str) -> None:
         self._asked(lambda: set_once(self._store, read.key, value))
 
     def _asked(self, question: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from datetime import timedelta
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from torch.distributed import Store, TCPStore
 
@@ -37,19 +37,15 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 
 def is_loopback(address: str) -> bool:
     """Return True if no other machine can reach `address`."""
-    try:
-        return ip_address(_numeric(address)).is_loopback
-    except ValueError:  # a name
-        return False
+    number = _number(address)
+    return number is not None and number.is_loopback
 
 
-def _is_number(address: str) -> bool:
-    """Return False for a name, which other hosts may resolve to another address."""
-    try:
-        ip_address(_numeric(address))
-    except ValueError:
-        return False
-    return True
+def _number(address: str) -> IPv4Address | IPv6Address | None:
+    """Return None for a name, which other hosts may resolve to another address."""
+    with suppress(ValueError):
+        return ip_address(_numeric(address))
+    return None
 
 
 def _numeric(address: str) -> str:
@@ -58,7 +54,7 @@ def _numeric(address: str) -> str:
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
-    listener = _listener(launch) if holds_it and _is_number(launch.address) else None
+    listener = _listener(launch) if holds_it and _number(launch.address) else None
     try:
         return call_store(
             lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + STORE_ANSWER_S, launch.rank

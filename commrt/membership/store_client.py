@@ -34,7 +34,6 @@ __all__ = [
     "parse_int",
     "parse_list",
     "require",
-    "run_within",
     "set_once",
     "start_call",
 ]
@@ -74,11 +73,6 @@ def call_store(request: Callable[[], T], limit_s: float, rank: int | None = None
     except DistNetworkError as error:
         what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
-
-
-def run_within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns on a thread of its own; raise `TimeoutError` and abandon it when the time is up."""
-    return start_call(call).result(limit_s)
 
 
 def start_call(call: Callable[[], T]) -> Future[T]:

@@ -285,16 +285,16 @@ class Collectives:
         return self._proven(schedule)
 
     def _run(self, call: AllReduce, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
-        tensor, layout, stamp = call.tensor, call.layout, self._stamp(call, schedule)
+        tensor, layout, header = call.tensor, call.layout, self._header(call, schedule)
         if self._room != self._elastic.memory_epoch:
             self._start_again()
         own = self._bound(schedule, members, layout)
         is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
         self.require_no_dispute()
-        own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, stamp)
+        own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, header)
         own.program.run(call.tag, recorder)
-        own.packing.unpack([dense], stamp)
+        own.packing.unpack([dense], header)
         if own.packing.disputed:
             raise _dispute(call)
         if dense is not tensor:
@@ -303,7 +303,7 @@ class Collectives:
             self._unconfirmed.append((call, own))
             tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream
 
-    def _stamp(self, call: AllReduce, schedule: Schedule) -> int:
+    def _header(self, call: AllReduce, schedule: Schedule) -> int:
         """Return 64 bits that show in their sum over ranks if calls differ: 32 of a checksum, and their inverse."""
         checksum = zlib.crc32(f"{call} {self._consistency.digest(schedule)}".encode())
         return checksum << 32 | ~checksum & 0xFFFFFFFF

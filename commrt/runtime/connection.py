@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -11,11 +11,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.distributed import PrefixStore, Store
 
-from commrt.errors import DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.membership.agreement import agree
+from commrt.errors import CommrtError, PeerLost, Place, TransportError, UsageError
+from commrt.membership.agreement import LINGER_S, find_disagreement, gather, wait_until_read
 from commrt.membership.generations import Generation
 from commrt.membership.launcher import chosen_transport, launched
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, start_call
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse_int, parse_list, require, start_call
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport
@@ -44,25 +44,17 @@ def connect_hosts(
     COMMRT_TRANSPORT chooses the transport. By default it is shared memory on one Linux host, Gloo where each member has
     a host of its own, and both at once otherwise. `host` is the address at which Gloo listens.
     """
-    choice = chosen_transport()
-    claim = {"world size": str(len(members)), "COMMRT_TRANSPORT": choice or "not set"}
-    here = host_identity() or f"none that rank {rank} can share"
-    call_store(lambda: store.set(f"host/{rank}", here), timeout_s + STORE_ANSWER_S, rank)
-    agree(store, rank, members, "init", claim, timeout_s)  # after it all members have written their hosts
+    starts = _compare_starts(store, rank, members, timeout_s)
+    choice, hosts = starts[rank].transport, [starts[peer].host for peer in members]
     shared_store, gloo_store = PrefixStore("shared", store), PrefixStore("gloo", store)
     if choice == "gloo":
         return GlooTransport(gloo_store, rank, members, timeout_s, host)
-    if choice == "shared":
-        _require_one_host(here, store, rank, members, timeout_s)
-    keys = [f"host/{peer}" for peer in members]
-    said = call_store(lambda: store.multi_get(keys), timeout_s + STORE_ANSWER_S, rank)
-    hosts = [parse("host", its, bytes.decode) for its in said]
     if len(set(hosts)) == 1:
         return SharedTransport(shared_store, rank, members, timeout_s)
     gloo = GlooTransport(gloo_store, rank, members, timeout_s, host)
     if len(set(hosts)) == len(members):
         return gloo
-    neighbours = [peer for peer, its in zip(members, hosts, strict=True) if its == here]
+    neighbours = [peer for peer in members if starts[peer].host == starts[rank].host]
     try:
         return HierarchicalTransport(SharedTransport(shared_store, rank, neighbours, timeout_s), gloo)
     except BaseException:
@@ -70,15 +62,51 @@ def connect_hosts(
         raise
 
 
-def _require_one_host(here: str, store: Store, rank: int, members: Sequence[int], timeout_s: float) -> None:
-    """Raise `UsageError` on every rank if they are on several hosts; last on the rank that holds the store."""
+class _Start(NamedTuple):
+    """What a rank tells the others before they connect."""
+
+    size: int
+    transport: str | None
+    host: str
+
+
+def _compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, _Start]:
+    """Return what all `members` start with; the size of their world and COMMRT_TRANSPORT are the same."""
+    own = _Start(len(members), chosen_transport(), host_identity() or f"none that rank {rank} can share")
+    starts: dict[int, _Start] = {}
     try:
-        agree(store, rank, members, "host", {"host": here}, timeout_s)
-    except DisagreementError as error:
-        raise UsageError(
-            "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
-            "unset it, or start them all on one"
-        ) from error
+        for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
+            found = call_store(
+                partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s + STORE_ANSWER_S
+            )
+            starts = {**found, rank: own}
+            _require_same_start(starts)
+        if own.transport == "shared" and len({start.host for start in starts.values()}) > 1:
+            raise UsageError(  # after all ranks have read why
+                "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
+                "unset it, or start them all on one"
+            )
+    except CommrtError:
+        with suppress(RuntimeError, TransportError):  # the error is known
+            call_store(lambda: wait_until_read(store, rank, members), LINGER_S + STORE_ANSWER_S)
+        raise
+    call_store(lambda: store.add("read", 1), STORE_ANSWER_S, rank)
+    return starts
+
+
+def _require_same_start(starts: Mapping[int, _Start]) -> None:
+    claims = {
+        peer: {"world size": str(start.size), "COMMRT_TRANSPORT": start.transport or "not set"}
+        for peer, start in starts.items()
+    }
+    if error := find_disagreement("init", claims):
+        raise error
+
+
+def _parse_start(text: bytes) -> _Start:
+    size, transport, host = parse_list(text, 3)
+    require(isinstance(transport, str | None) and isinstance(host, str))
+    return _Start(parse_int(size), transport, host)
 
 
 def connect_gpu(

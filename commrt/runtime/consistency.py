@@ -3,7 +3,7 @@
 
 A call of `World.run` is compared through the transport, by its *players* only: the ranks that send or receive in its
 schedule. So a dead player is noticed at once, and other ranks need not come. What all ranks agree on (`World.agree`) is
-compared through the store, or through the transport too where a rank may be lost meanwhile.
+compared in the same way by all members.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
 
 from commrt.algorithms import tree
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.reference import mix_into, reduce_into
-from commrt.membership.agreement import TOPIC, agree, announce_leaving, find_disagreement
+from commrt.membership.agreement import TOPIC, find_disagreement
 from commrt.program import member_program
 from commrt.runtime.elastic import Elastic
 from commrt.runtime.executor import bind
@@ -33,9 +32,10 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["KEPT", "SCHEDULES_KEPT", "ConsistencyCheck"]
 
-Comparison = Callable[[str, int, torch.dtype], None]
+Compared = dict[tuple[int, tuple[int, ...]], set[str]]
+"""What the players of a generation have compared, by both."""
 KEPT = 256
-"""Comparisons that each set of players remembers: those used last."""
+"""Comparisons that each set of players remembers."""
 SCHEDULES_KEPT = 16
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""
@@ -65,9 +65,8 @@ class ConsistencyCheck:
         # Remembers schedules by object, and keeps them alive: no new one can come to lie at the address of an old one.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._movable = lru_cache(KEPT)(self._require_movable)
-        self._compared: dict[tuple[int, tuple[int, ...]], Comparison] = {}  # by generation and players
-        self._compared_now: dict[tuple[int, tuple[int, ...]], Comparison] = {}  # on the communication thread
-        self._latest = (0, 0)  # a generation, and the number of agreements in it
+        self._compared: Compared = {}
+        self._compared_now: Compared = {}  # on the communication thread
 
     def digest(self, schedule: Schedule) -> str:
         """Return `Schedule.digest`, remembered."""
@@ -83,8 +82,9 @@ class ConsistencyCheck:
         traits = self._traits(schedule)
         self._movable(buffer.device, buffer.dtype, traits.combines)
         if self._transport.rank in traits.players:
-            compare = self._remembered(self._compared, self._compare, traits.players)
-            compare(traits.digest, buffer.numel(), buffer.dtype)
+            claim = f"{traits.digest} {buffer.numel()} {buffer.dtype}"
+            task = partial(self._gather, claim, traits.players)
+            self._compare_once(self._compared, traits.players, claim, lambda: self._elastic.submit(task).result())
 
     def require_players(self, schedule: Schedule) -> None:
         """Raise `UsageError`, on all ranks alike, if `schedule` names a rank that is lost."""
@@ -98,99 +98,82 @@ class ConsistencyCheck:
         self, schedule: Schedule, players: tuple[int, ...], numel: int, dtype: torch.dtype
     ) -> None:
         """Raise `DisagreementError` on all `players` if they differ. On the communication thread."""
-        self._remembered(self._compared_now, self._compare_now, players)(self.digest(schedule), numel, dtype)
+        claim = f"{self.digest(schedule)} {numel} {dtype}"
+        self._compare_once(self._compared_now, players, claim, lambda: self._gather(claim, players))
 
     def require_same_schedule_now(self, digest: str, players: Sequence[int], step: int) -> None:
         """Raise `DisagreementError` on all `players` if their schedules differ. On the communication thread."""
-        if difference := _difference(players, self._gather(digest, players, step)):
+        if difference := _difference(self._gather(digest, players, Tag(step, "comparison"))):
             raise DisagreementError(
                 f"step {step}: {difference}. An algorithm must make its schedule from the step, the number of ranks, "
                 "and fields that are equal on every rank"
             )
 
-    def agree(self, store: Store, topic: str, claim: Mapping[str, str]) -> None:
-        """Return once all members made the same `claim`; see `agreement.agree`. On the training thread."""
-        elastic = self._elastic
-        if elastic.is_elastic:
-            text = json.dumps({TOPIC: topic, **claim}, sort_keys=True)
-            claims = elastic.together(lambda: elastic.submit(lambda: self._claims_now(text)).result())
-            self._latest = self._next()
-            if error := find_disagreement(topic, {rank: _parse_claim(said) for rank, said in claims.items()}):
-                raise error
-            return
-        self._latest = self._next()
-        members, timeout_s = elastic.generation.ranks, self._transport.timeout_s
-        agree(store, self._transport.rank, members, topic, claim, timeout_s, self.latest_key)
-
-    @property
-    def latest_key(self) -> str:
-        """A prefix of keys on the store that belongs to the latest agreement; the same on all ranks."""
-        return _key(self._latest)
-
-    def end_next_agreement(self, store: Store, reason: BaseException) -> None:
-        """Tell the other ranks that this rank will not come to the next agreement."""
-        announce_leaving(PrefixStore(_key(self._next()), store), self._transport.rank, reason)
-
-    def _next(self) -> tuple[int, int]:
-        """Counted anew in each generation: no lost rank can reach it, and a new process counts like the others."""
-        generation, (latest, number) = self._elastic.generation.number, self._latest
-        return generation, number + 1 if generation == latest else 1
+    def agree(self, topic: str, claim: Mapping[str, str]) -> None:
+        """Return once all members made the same `claim`; raise `DisagreementError` on all. On the training thread."""
+        elastic, text = self._elastic, json.dumps({TOPIC: topic, **claim}, sort_keys=True)
+        claims = elastic.together(lambda: elastic.submit(lambda: self._claims_now(Tag(0, topic), text)).result())
+        if error := find_disagreement(topic, {rank: _parse_claim(said) for rank, said in claims.items()}):
+            raise error
 
     def _require_movable(self, device: torch.device, dtype: torch.dtype, combines: frozenset[int]) -> None:
         self._transport.allocate(0, dtype, device)  # raises for a device or dtype that it cannot move
         _require_arithmetic(dtype, combines)
 
-    def _remembered(
-        self,
-        compared: dict[tuple[int, tuple[int, ...]], Comparison],
-        compare: Callable[..., None],
-        players: tuple[int, ...],
-    ) -> Comparison:
-        """Return `compare` for `players`, which does nothing for arguments that it was called with before."""
+    def _compare_once(
+        self, compared: Compared, players: tuple[int, ...], claim: str, gather: Callable[[], dict[int, str]]
+    ) -> None:
+        """Raise `DisagreementError` unless all players make the same `claim`, or made it before in this generation."""
         generation = self._elastic.generation.number
-        if (generation, players) not in compared:
-            for other in [key for key in compared if key[0] != generation]:
-                compared.pop(other, None)
-            compared[generation, players] = lru_cache(KEPT)(partial(compare, players))
-        return compared[generation, players]
-
-    def _compare(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
-        claim = f"{digest} {numel} {dtype}"
-        self._require_equal(players, self._elastic.submit(lambda: self._gather(claim, players)).result())
-
-    def _compare_now(self, players: Sequence[int], digest: str, numel: int, dtype: torch.dtype) -> None:
-        self._require_equal(players, self._gather(f"{digest} {numel} {dtype}", players))
-
-    def _require_equal(self, players: Sequence[int], claims: Sequence[str]) -> None:
-        if difference := _difference(players, claims):
+        for key in [key for key in compared if key[0] != generation]:
+            del compared[key]
+        known = compared.setdefault((generation, players), set())
+        if claim in known:
+            return
+        if difference := _difference(gather()):
             raise DisagreementError(
                 f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "
                 "with as many elements of one dtype"
             )
+        if len(known) == KEPT:  # all players forget at the same call
+            known.clear()
+        known.add(claim)
 
-    def _claims_now(self, claim: str) -> dict[int, str]:
-        """Return what each member claims, or equal texts if all claim the same. On the communication thread.
+    def _claims_now(self, tag: Tag, claim: str) -> dict[int, str]:
+        """Return what the first member claims, and the first one that differs. On the communication thread.
 
         For a member that makes another call, it returns what that call sends.
         """
         members, data = self._elastic.generation.ranks, claim.encode()
-        texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members)
-        summaries = [SUMMARY.fullmatch(text) for text in texts]
-        if len({*texts}) > 1 and None not in summaries:
-            texts = self._gather(claim, members, row_nbytes=max(int(each[1]) for each in summaries if each))
-        elif len({*texts}) > 1:
-            texts = [text if each is None else claim for text, each in zip(texts, summaries, strict=True)]
-        return dict(zip(members, texts, strict=True))
+        said = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
+        first, other = members[0], next((rank for rank in members if said[rank] != said[members[0]]), members[0])
+        summaries = {rank: SUMMARY.fullmatch(text) for rank, text in said.items()}
+        if first != other and None not in summaries.values():
+            said = self._gather(
+                claim, members, tag, (first, other), max(int(each[1]) for each in summaries.values() if each)
+            )
+        elif first != other:
+            said = {rank: text if summaries[rank] is None else claim for rank, text in said.items()}
+        return {first: said[first], other: said[other]}
 
-    def _gather(self, claim: str, players: Sequence[int], step: int = 0, row_nbytes: int = CLAIM_NBYTES) -> list[str]:
-        """Return what each player claims, in order. On the communication thread."""
-        message = torch.zeros(len(players) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
-        rows = message[:-ODD].view(-1, row_nbytes)
-        data = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
-        rows[players.index(self._transport.rank), : len(data)] = data
+    def _gather(
+        self,
+        claim: str,
+        players: Sequence[int],
+        tag: Tag = Tag(0, "comparison"),  # noqa: B008  # a frozen value
+        writers: Sequence[int] = (),
+        row_nbytes: int = CLAIM_NBYTES,
+    ) -> dict[int, str]:
+        """Return what each player claims, or each of `writers`. On the communication thread."""
+        writers = writers or players
+        message = torch.zeros(len(writers) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
+        rows = dict(zip(writers, message[:-ODD].view(-1, row_nbytes), strict=True))
+        if self._transport.rank in rows:
+            data = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
+            rows[self._transport.rank][: len(data)] = data
         mine = member_program(_undivided_all_reduce(len(players)), players, self._transport.rank, self._transport.ranks)
-        bind(mine, message, self._transport).run(Tag(step, "comparison"))
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        bind(mine, message, self._transport).run(tag)
+        return {rank: bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
 
 
 @lru_cache
@@ -235,13 +218,14 @@ def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
         raise UsageError(f"this schedule cannot run on {dtype} ({error}): convert the buffer first") from error
 
 
-def _difference(players: Sequence[int], claims: Sequence[str]) -> str | None:
+def _difference(claims: Mapping[int, str]) -> str | None:
     """Return which player first differs from the first one, and in what; None if all are equal."""
-    for rank, claim in zip(players, claims, strict=True):
-        if claim != claims[0]:
-            pairs = zip(("schedule", "numel", "dtype"), claim.split(), claims[0].split(), strict=False)
-            what, ours, theirs = next((pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, claims[0]))
-            return f"rank {rank} disagrees with rank {players[0]} about {what}: {ours} against {theirs}"
+    (first, expected), *others = claims.items()
+    for rank, claim in others:
+        if claim != expected:
+            pairs = zip(("schedule", "numel", "dtype"), claim.split(), expected.split(), strict=False)
+            what, ours, theirs = next((pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, expected))
+            return f"rank {rank} disagrees with rank {first} about {what}: {ours} against {theirs}"
     return None
 
 
@@ -251,7 +235,3 @@ def _parse_claim(text: str) -> dict[str, str]:
         return {name: str(value) for name, value in json.loads(text).items()}
     except (ValueError, AttributeError):
         return {TOPIC: text}
-
-
-def _key(agreement: tuple[int, int]) -> str:
-    return "agreement {}.{}".format(*agreement)

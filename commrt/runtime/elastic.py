@@ -125,7 +125,7 @@ class Elastic:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
 
         Only if it is `alone` on all ranks: two models have no common step. Collective, on the training thread. A
-        process that takes a lost rank's place passes ``founds=False`` and calls `take_place` next.
+        process that takes a lost rank's place passes ``founds=False`` and calls `join_as_replacement` next.
         """
         if self._membership is not None:
             self._end_membership("another model gossips now")
@@ -160,9 +160,9 @@ class Elastic:
             self.needed = 0
         self._dependants.discard(dependant)
 
-    def take_place(self, fetch_state: Callable[[], bool]) -> None:
-        """See `Membership.take_place`; then connect with the others. On the training thread."""
-        self.membership.take_place(fetch_state)
+    def join_as_replacement(self, fetch_state: Callable[[], bool]) -> None:
+        """See `Membership.join_as_replacement`; then connect with the others. On the training thread."""
+        self.membership.join_as_replacement(fetch_state)
         self._comm_thread.submit(self._follow).result()
 
     def _on_call(self, number: int) -> None:
@@ -173,7 +173,7 @@ class Elastic:
             self._called = max(self._called, number)
             self._transport.abort()
         with suppress(TransportClosed):
-            self._comm_thread.submit(self._settled)
+            self._comm_thread.submit(self._current_now)
 
     @property
     def is_called(self) -> bool:
@@ -229,7 +229,7 @@ class Elastic:
             self._renew()
         return self.generation.number
 
-    def _settled(self) -> Generation:
+    def _current_now(self) -> Generation:
         self.be_in(0)
         return self.generation
 
@@ -298,7 +298,9 @@ class Elastic:
         self._is_refused = False
         try:
             step = max(self.next_step, self.submitted_steps)
-            self._due = self.barrier.arrive(what, step, self._follow_now, self.require_open)
+            self._due = self.barrier.arrive(
+                what, step, lambda: self._comm_thread.submit(self._follow).result(), self.require_open
+            )
             yield
         except REFUSALS as error:
             if not isinstance(error, DisagreementError) and not self._is_refused:
@@ -307,9 +309,6 @@ class Elastic:
             raise
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
-
-    def _follow_now(self) -> None:
-        self._comm_thread.submit(self._follow).result()
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
@@ -320,7 +319,7 @@ class Elastic:
         if self._membership is None:
             return work()
         while True:
-            generation = self._comm_thread.submit(self._settled).result()
+            generation = self._comm_thread.submit(self._current_now).result()
             if self._due is not None and self._due.number != generation.number:
                 self.barrier.vote(ok=False, generation=self._due)  # raises if a member refused there
                 self._due = None

@@ -9,6 +9,7 @@ GPUs, messages go from one GPU to another through NCCL.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
@@ -22,6 +23,7 @@ from commrt.algorithms import halving_doubling
 from commrt.cost.cluster import Between, Cluster, Link
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding
+from commrt.membership.agreement import gather
 from commrt.program import program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
@@ -186,7 +188,6 @@ def _add_s_per_byte(device: torch.device) -> float:
 
 
 def _hosts(world: World) -> list[str]:
-    store = PrefixStore("probe", world.store)
-    store.set(str(world.rank), host_identity() or f"rank {world.rank}")
-    world.agree("hosts")
-    return [store.get(str(rank)).decode() for rank in range(world.size)]
+    here = host_identity() or f"rank {world.rank}"
+    store, everyone = PrefixStore("probe", world.store), range(world.size)
+    return [*gather(store, world.rank, everyone, here, world.timeout_s, json.loads).values()]

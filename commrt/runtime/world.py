@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ from commrt.runtime.executor import bind
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
-from commrt.threads.comm_thread import CommThread
+from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.streams import streams_of
 from commrt.transport.by_device import NullTransport, TransportByDevice
 from commrt.transport.protocol import QueueingTransport, Tag, Transport
@@ -75,7 +73,7 @@ class World:
     ) -> None:
         self.config = config
         """The configuration that this process must fit, until it has taken the place of a lost rank; else None."""
-        self.is_successor = config is not None
+        self.is_replacement = config is not None
         """True if this process takes, or took, the place of a rank that was lost while the others trained."""
         self.transport = TransportByDevice(transport)
         self.store = store
@@ -97,7 +95,7 @@ class World:
         self.elastic = Elastic(store, self.transport, self.comm_thread, means, self._connect_gpu)
         self._consistency = ConsistencyCheck(self.transport, self.elastic)
         self._collectives = Collectives(self.transport, self.comm_thread, self.elastic, self._consistency)
-        _OPEN.add(self)
+        release_in_forked_child(self)
 
     @property
     def rank(self) -> int:
@@ -195,7 +193,7 @@ class World:
         """
         with self.collective(f"agree ({topic})"):
             try:
-                self._consistency.agree(self.store, topic, claim)
+                self._consistency.agree(topic, claim)
             except DisagreementError:
                 raise
             except BaseException as error:
@@ -281,7 +279,7 @@ class World:
         if self.config is not None:
             self.transport.add(device, NullTransport(self.rank, self.members, self.timeout_s))
         else:
-            self.transport.add(device, self._connect_gpu(self._consistency.latest_key, device))
+            self.transport.add(device, self._connect_gpu(f"connect {self.elastic.generation.number}", device))
         self.comm_thread.streams = streams
 
     def _connect_gpu(self, name: str, device: torch.device) -> QueueingTransport:
@@ -314,7 +312,6 @@ class World:
         self.elastic.depart(f"it failed: {failure}")
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
-        self._consistency.end_next_agreement(self.store, failure)
         diagnose(self.store, self.rank, self.size, failure)
         if self.holds_store:
             wait_for_readers(self.store)
@@ -324,7 +321,7 @@ class World:
         if not self.elastic.is_elastic:  # else each exchange has a call that waits for it
             self._late_failure = failure
             leave_report(self.store, self.rank, failure)
-            self._consistency.end_next_agreement(self.store, failure)
+            self.transport.abort_host()
 
     def close(self) -> None:
         """Finish what was started, then close the connections. Not collective. Call it again after a Ctrl-C in it."""
@@ -365,10 +362,13 @@ class World:
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
-        if is_news:
-            self._consistency.end_next_agreement(self.store, reason)
         if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
             wait_for_readers(self.store)  # the others know nothing of this rank's own errors
+
+    def leave_to_parent(self) -> None:
+        """Close the world in a forked child, and tell nobody: to the other ranks the parent is this rank."""
+        self._closed = self._is_inherited = True
+        self.comm_thread.leave_to_parent()
 
     def __enter__(self) -> Self:
         self._entered += 1
@@ -385,16 +385,3 @@ class World:
                 self.abort(error)
         finally:
             self.close()
-
-
-_OPEN: WeakSet[World] = WeakSet()
-
-
-def _after_fork() -> None:
-    """Close all worlds in a forked child, and tell nobody: to the other ranks the parent is this rank."""
-    for world in tuple(_OPEN):
-        world._closed = world._is_inherited = True  # noqa: SLF001
-        world.comm_thread.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -15,7 +17,7 @@ from commrt.errors import Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.future import Future
 from commrt.threads.streams import DONE, StreamEvent, Streams
 
-__all__ = ["CommThread", "RecoveredError", "TaskFuture"]
+__all__ = ["CommThread", "RecoveredError", "TaskFuture", "release_in_forked_child"]
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 ON_COMM_THREAD = (
@@ -200,3 +202,24 @@ def _refusal_after(failure: BaseException) -> TransportError:
     refusal = TransportClosed(f"{what}. {cause}", failure.place)
     refusal.elsewhere = failure.elsewhere
     return refusal
+
+
+class _Forkable(Protocol):
+    def leave_to_parent(self) -> None:
+        """Give up all connections in a forked child, without a word to the peers."""
+
+
+_OPEN: WeakSet[_Forkable] = WeakSet()
+
+
+def release_in_forked_child(opened: _Forkable) -> None:
+    """Call ``opened.leave_to_parent()`` in each child that this process forks while `opened` exists."""
+    _OPEN.add(opened)
+
+
+def _after_fork() -> None:
+    for opened in tuple(_OPEN):
+        opened.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

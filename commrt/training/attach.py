@@ -231,7 +231,7 @@ def _with_backup_workers(
     make = partial(BackupWorkersReplica, model, optimizers, also, algorithm, engine, request.build_buckets)
     if world.config is not None:
         world.config.require_same(world.rank, world.attached, claim | {"frozen parameters": _frozen_digest(model)})
-        return _take_place(world, make(broadcast_buffers=broadcast_buffers))
+        return _join_as_replacement(world, make(broadcast_buffers=broadcast_buffers))
     request.agree(claim)
     replica = request.begin(make(broadcast_buffers=broadcast_buffers), WorldBroadcaster(world))
     host = host_identity() if world.transport.kind == "shared" else None
@@ -261,10 +261,10 @@ def _frozen_digest(model: nn.Module) -> str:
     return hashlib.sha256(flatten(frozen).cpu().numpy().tobytes()).hexdigest() if frozen else "none"
 
 
-def _take_place(world: World, replica: BackupWorkersReplica) -> Replica:
+def _join_as_replacement(world: World, replica: BackupWorkersReplica) -> Replica:
     """Take the place of a rank that is gone."""
     try:
-        replica.succeed()
+        replica.join_as_replacement()
         world.config = None  # this rank is as any other
     except BaseException as error:
         world.elastic.depart(f"it was not let in: {error}")

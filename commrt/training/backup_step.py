@@ -102,7 +102,7 @@ class BackupStep:
         world, elastic = self._world, self._world.elastic
         self._session = session
         terms = VoteSettings(
-            world.rank, world.size, self._needed, lambda: world.timeout_s,
+            world.rank, self._needed, lambda: world.timeout_s,
             elastic.require_open, lambda: elastic.is_called, elastic.membership,
         )  # fmt: skip
         self.votes = QuorumVote(PrefixStore(f"session {session}", self._store), terms)
@@ -206,7 +206,7 @@ class BackupStep:
 
     def _apply(self, running: _Pass) -> None:
         for bucket in self._engine.buckets:
-            bucket.settle()
+            bucket.assign_gradients()
         if self._flat_buffer is not None:
             self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
         self.version += 1

@@ -218,9 +218,9 @@ class BackupWorkersReplica(Replica):
         self._catch_up.close()
         self._backup_step.votes.close()
 
-    def succeed(self) -> None:
+    def join_as_replacement(self) -> None:
         """Take the place of a lost rank, between two collectives of the others; not collective."""
-        self._world.elastic.take_place(self._fetch_from_a_pass)
+        self._world.elastic.join_as_replacement(self._fetch_from_a_pass)
         self._catch_up.open()
         self._catch_up.require(self.step, self._others)  # again before the first step, whatever is loaded until then
         self._is_replacement = True

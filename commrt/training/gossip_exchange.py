@@ -16,7 +16,7 @@ from commrt.buckets.engine import Span
 from commrt.buckets.layout import explain_mismatch
 from commrt.buckets.weight_bucket import Message
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
-from commrt.kernels.layout import STAMP_NUMEL
+from commrt.kernels.layout import HEADER_NUMEL
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, require
 from commrt.program import Program, member_program
 from commrt.proof.replay import prove
@@ -127,7 +127,7 @@ class GossipExchange(WorldBroadcaster):
 
 def _require_same_header(message: Message, bucket: int) -> None:
     """Raise `DisagreementError` if the partner sent another bucket, step or model."""
-    ours, theirs = message.sent[:STAMP_NUMEL], message.received[:STAMP_NUMEL]
+    ours, theirs = message.sent[:HEADER_NUMEL], message.received[:HEADER_NUMEL]
     if not torch.equal(ours != 0, theirs != 0):
         raise DisagreementError(
             f"gossip: bucket {bucket} does not match what the partner sent: {explain_mismatch(ours + theirs)}"

@@ -137,7 +137,7 @@ class SynchronousReplica(Replica):
             spans = tuple(answer.result() for answer in self._in_flight)
         if not self._alone:
             for bucket in self._engine.buckets:
-                bucket.settle()
+                bucket.assign_gradients()
         if self._flat_buffers is not None:
             self._flat_buffers.empty(buffers, unread_buffers(self.model))
         self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)

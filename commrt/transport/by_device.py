@@ -116,6 +116,10 @@ class TransportByDevice:
         for transport in self._all():
             transport.abort()
 
+    def abort_host(self) -> None:
+        """End what waits in host memory only; transports of GPUs keep the error that no call has raised yet."""
+        self._host.abort()
+
     def _all(self) -> tuple[Transport, ...]:
         return (*self._gpus.values(), self._host)
 

@@ -29,7 +29,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from itertools import count
 from math import ceil
 from pathlib import Path
@@ -42,7 +41,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.membership.store_client import parse, require
+from commrt.membership.agreement import gather
+from commrt.membership.store_client import parse_list, require
 
 __all__ = ["SEGMENT_NBYTES", "Arena", "Channel", "Offer", "Segment", "aligned", "connect", "host_identity", "packets"]
 
@@ -75,21 +75,20 @@ def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -
     Raises `DeadlineExceeded` with the ranks that did not come, `PeerLost` for a rank that came and left.
     """
     deadline = monotonic() + timeout_s
-    lower, higher = ([peer for peer in members if peer < rank], [peer for peer in members if peer > rank])
+    higher = [peer for peer in members if peer > rank]
     sockets: dict[int, socket.socket] = {}
     name, password = secrets.token_hex(16), secrets.token_bytes(PASSWORD_NBYTES)
     try:
         with _socket() as listener:
             listener.bind(_address(name))
             listener.listen(socket.SOMAXCONN)  # other programs may call too
-            store.set(str(rank), f"{name} {password.hex()}")
-            with suppress(RuntimeError):  # not all came in time: they are missing below
-                store.wait([str(peer) for peer in lower], timedelta(seconds=timeout_s))
-                for peer in lower:
-                    sockets[peer] = _call(store, rank, peer)
-                sockets.update(_callers(listener, password, higher, deadline))
-        if missing := [peer for peer in members if peer != rank and peer not in sockets]:
-            raise _missing(store, rank, missing, timeout_s)  # noqa: TRY301  # all sockets are closed below
+            calls = gather(store, rank, members, [name, password.hex()], timeout_s, _parse_call)
+            for peer in (peer for peer in members if peer < rank):
+                sockets[peer] = _call(rank, peer, *calls[peer])
+            sockets.update(_callers(listener, password, higher, deadline))
+        if missing := [peer for peer in higher if peer not in sockets]:
+            what = f"ranks {missing} came and did not connect within {timeout_s:g} s: look at their output"
+            raise DeadlineExceeded(what, Place(rank, missing[0]))  # noqa: TRY301  # all sockets are closed below
     except BaseException:
         for end in sockets.values():
             end.close()
@@ -97,9 +96,8 @@ def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -
     return sockets
 
 
-def _call(store: Store, rank: int, peer: int) -> socket.socket:
+def _call(rank: int, peer: int, name: str, password: bytes) -> socket.socket:
     """Connect to a rank that listens; the kernel accepts the call even if that process is busy."""
-    name, password = parse(f"address of rank {peer}", store.get(str(peer)), _parse_address)
     end = _socket()
     try:
         end.setblocking(False)  # the listener's queue has room for all ranks
@@ -112,8 +110,8 @@ def _call(store: Store, rank: int, peer: int) -> socket.socket:
     return end
 
 
-def _parse_address(said: bytes) -> tuple[str, bytes]:
-    name, password = said.decode().split()
+def _parse_call(said: bytes) -> tuple[str, bytes]:
+    name, password = parse_list(said, 2)
     require(len(name) == 2 * PASSWORD_NBYTES and bytes.fromhex(name))
     return name, bytes.fromhex(password)
 
@@ -161,16 +159,6 @@ def _socket() -> socket.socket:
 
 def _address(name: str) -> str:
     return f"\0commrt-{name}"
-
-
-def _missing(store: Store, rank: int, missing: Sequence[int], timeout_s: float) -> DeadlineExceeded:
-    """Return the error that names the ranks of `missing` that never came; the others may only have waited for them."""
-    peers = [peer for peer in missing if not store.check([str(peer)])] or missing
-    return DeadlineExceeded(
-        f"ranks {peers} did not come within {timeout_s:g} s: start all of them, with the same world size, and look at "
-        "the output of those that are missing",
-        Place(rank, peers[0]),
-    )
 
 
 class Offer(NamedTuple):

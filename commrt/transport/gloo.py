@@ -25,13 +25,13 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.membership.store_client import STORE_ANSWER_S, call_store
+from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.protocol import (
     CPU,
     Exchange,
     P2PGroup,
     Tag,
     capture_nothing,
-    release_in_forked_child,
     require_cpu,
     split_self,
     zeros,

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
-from commrt.membership.store_client import run_within, start_call
+from commrt.membership.store_client import start_call
+from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
@@ -36,7 +37,7 @@ from commrt.transport.nccl_communicator import (
     create,
     load,
 )
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, release_in_forked_child, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, split_self, zeros
 
 __all__ = ["NcclTransport"]
 
@@ -333,7 +334,7 @@ class NcclTransport:
                 self._notices.announce(self._counts)  # a rank that waits for this one would not free its own
                 with self._in_use, suppress(TimeoutError):  # a rank of this host does not come: a thread waits on
                     self._graphs.drop_all()
-                    run_within(FREE_S, self._communicator.destroy)
+                    start_call(self._communicator.destroy).result(FREE_S)
 
     def abort(self) -> None:
         """End what is queued and free the communicator; callable from any thread."""

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from itertools import combinations
 from time import monotonic
 from typing import NamedTuple, Protocol, cast
@@ -22,18 +21,17 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.membership.agreement import gather
 from commrt.membership.launcher import nccl_variable
 from commrt.membership.store_client import (
     MALFORMED,
     STORE_ANSWER_S,
     call_store,
     clone_connection,
-    parse,
     parse_dict,
     parse_int,
     parse_list,
     require,
-    run_within,
     start_call,
 )
 from commrt.threads.future import Future
@@ -54,9 +52,6 @@ __all__ = [
 
 SHARES_GPUS = 23003
 """The first NCCL whose ranks can share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1."""
-
-NO_ID = "none"
-"""On the store in place of a unique id that could not be made."""
 
 CHECK_INTERVAL_S = 0.05
 READ_INTERVAL_S = 0.5
@@ -160,17 +155,29 @@ def create(
     Raises `DeadlineExceeded` with the ranks that did not come, `DisagreementError` if they run different NCCLs,
     `UsageError` if two chose the same GPU, `TransportError` for an error of NCCL.
     """
-    infos = _rank_infos(store, rank, members, timeout_s, _RankInfo(binding.get_version(), _gpu(device)))
+    made, failure = "", None
+    if rank == members[0]:
+        try:
+            made = _new_id(binding).hex()
+        except Exception as error:  # the others must learn of it
+            failure = error
+    own = _RankInfo(binding.get_version(), _gpu(device), made)
+    infos = gather(store, rank, members, own, timeout_s, _parse_info)
     _require_one_version(infos)
     _require_a_gpu_each(infos)
-    unique_id = _shared_id(store, rank, members[0], timeout_s, binding)
+    if failure is not None:
+        raise failure
+    unique_id = bytes.fromhex(infos[members[0]].unique_id)
+    if not unique_id:
+        what = f"rank {members[0]} could not make a communicator: look at its output"
+        raise PeerLost(what, Place(rank, members[0]))
 
     def construct() -> Communicator:
         streams.use()
         return binding.NcclCommunicator(len(members), unique_id, members.index(rank))
 
     try:
-        return run_within(timeout_s, construct)
+        return start_call(construct).result(timeout_s)
     except TimeoutError as error:
         what = f"all ranks came, but NCCL did not connect them within {timeout_s:g} s: run with NCCL_DEBUG=INFO"
         raise DeadlineExceeded(what, Place(rank)) from error
@@ -185,6 +192,8 @@ class _RankInfo(NamedTuple):
     """Version."""
     gpu: str | None
     """Identifies its GPU among those of all hosts."""
+    unique_id: str
+    """The id of the communicator in hexadecimal, if the first rank says this."""
 
 
 def _gpu(device: torch.device) -> str | None:
@@ -194,28 +203,10 @@ def _gpu(device: torch.device) -> str | None:
     return f"{nccl_variable('HOSTID') or ''} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _rank_infos(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, own: _RankInfo
-) -> dict[int, _RankInfo]:
-    """Write `own` to the store, and return those of all members."""
-    store.set(f"ready/{rank}", json.dumps(own))
-    keys = {peer: f"ready/{peer}" for peer in members}
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [peer for peer, key in keys.items() if not store.check([key])]
-        raise DeadlineExceeded(
-            f"ranks {missing} did not come within {timeout_s:g} s: start all of them, with the same world size, and "
-            "look at the output of those that are missing",
-            Place(rank, next(iter(missing), None)),
-        ) from error
-    return {peer: parse(key, store.get(key), _parse_info) for peer, key in keys.items()}
-
-
 def _parse_info(said: bytes) -> _RankInfo:
-    nccl, gpu = parse_list(said, 2)
-    require(isinstance(gpu, str | None))
-    return _RankInfo(parse_int(nccl), gpu)
+    nccl, gpu, unique_id = parse_list(said, 3)
+    require(isinstance(gpu, str | None) and bytes.fromhex(unique_id) is not None)
+    return _RankInfo(parse_int(nccl), gpu, unique_id)
 
 
 def _require_one_version(infos: Mapping[int, _RankInfo]) -> None:
@@ -237,26 +228,6 @@ def _require_a_gpu_each(infos: Mapping[int, _RankInfo]) -> None:
                 f"ranks {one} and {other} chose the same GPU, {first.gpu}: move each model to its rank's world.device "
                 "before it is attached"
             )
-
-
-def _shared_id(store: Store, rank: int, first: int, timeout_s: float, binding: Binding) -> bytes:
-    """Return the unique id that rank `first` makes and writes to the store."""
-    if rank == first:
-        try:
-            store.set("id", _new_id(binding).hex())
-        except BaseException:
-            store.set("id", NO_ID)
-            raise
-    try:
-        store.wait(["id"], timedelta(seconds=timeout_s))
-        said = store.get("id")
-    except RuntimeError as error:
-        raise DeadlineExceeded(
-            f"no word from rank {first} within {timeout_s:g} s: look at its output", Place(rank, first)
-        ) from error
-    if said == NO_ID.encode():
-        raise PeerLost(f"rank {first} could not make a communicator: look at its output", Place(rank, first))
-    return parse("id", said, lambda each: bytes.fromhex(each.decode()))
 
 
 def _new_id(binding: Binding) -> bytes:

@@ -12,11 +12,9 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,7 +31,6 @@ __all__ = [
     "Tag",
     "Transport",
     "capture_nothing",
-    "release_in_forked_child",
     "require_cpu",
     "require_peers",
     "split_self",
@@ -178,24 +175,3 @@ def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PG
         )
     sends, recvs = ([m for m in side if m.peer != rank and m.data.numel()] for side in (group.sends, group.recvs))
     return P2PGroup(sends, recvs, group.hop), list(zip(own_sends, own_recvs, strict=True))
-
-
-class _Forkable(Protocol):
-    def leave_to_parent(self) -> None:
-        """Give up all connections in a forked child, without a word to the peers."""
-
-
-_open: WeakSet[_Forkable] = WeakSet()
-
-
-def release_in_forked_child(transport: _Forkable) -> None:
-    """Call ``transport.leave_to_parent()`` in each child that this process forks while `transport` exists."""
-    _open.add(transport)
-
-
-def _after_fork() -> None:
-    for transport in tuple(_open):
-        transport.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
+from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.channel import Arena, Channel, Offer, Segment, aligned, connect, packets
 from commrt.transport.protocol import (
     CPU,
@@ -29,7 +30,6 @@ from commrt.transport.protocol import (
     P2PMessage,
     Tag,
     capture_nothing,
-    release_in_forked_child,
     require_cpu,
     split_self,
 )

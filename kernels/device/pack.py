@@ -27,7 +27,7 @@ def pack_kernel(
     counts,
     places,
     wire,
-    stamp,
+    header,
     scale,
     nonfinite,
     sums,
@@ -70,4 +70,4 @@ def pack_kernel(
             total += tl.where(thread == 0, tl.sum(tail * tail), 0.0)
     if SUMS:
         store_sums(sums, total, WARPS)
-    store_header(wire, tl.load(stamp) if HELD else stamp, tensor, first, address)
+    store_header(wire, tl.load(header) if HELD else header, tensor, first, address)

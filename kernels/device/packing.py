@@ -40,7 +40,7 @@ class TritonPacking:
         self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
-        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # the stamp of captured launches
+        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # the header of captured launches
         self._aimed: tuple[_Kernel, _Kernel] | None = None
         self._stages: dict[int, Tensor] = {}  # aligned copies, by index, of tensors that once were not aligned
         self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
@@ -64,14 +64,14 @@ class TritonPacking:
         return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(most, device=device))
 
     def pack(
-        self, tensors: Sequence[Tensor | None], scale: float, stamp: int, findings: Findings | None = None
+        self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
     ) -> None:
         """See `Packing.pack`: one launch."""
         self.tables.point_at(tensors)
         checks = findings is not None
         kernel = self._kernel(variants.pack, self.tables.align, nonfinite=checks, sums=checks)
         outputs = self._outputs(findings, kernel.warps)
-        kernel.launch(self.tables.tiles, *self._fixed, stamp, self._scale.at(scale), *outputs)
+        kernel.launch(self.tables.tiles, *self._fixed, header, self._scale.at(scale), *outputs)
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -81,19 +81,19 @@ class TritonPacking:
     def unpack(
         self,
         tensors: Sequence[Tensor | None],
-        stamp: int,
+        header: int,
         *,
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
     ) -> None:
-        """See `Packing.unpack`: one launch, which writes even if the stamps differ, as the host cannot know yet."""
+        """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host cannot know yet."""
         self.tables.point_at(tensors)
         options = {"scaled": scale != 1.0, "accumulate": accumulate, "sums": findings is not None}
         kernel = self._kernel(variants.unpack, self.tables.align, inputs=1 + accumulate, **options)
         factor = self._scale.at(scale) if scale != 1.0 else 0
         sums = self._outputs(findings, kernel.warps)[1]
-        kernel.launch(self.tables.tiles, *self._fixed, stamp, self._mark, factor, sums)
+        kernel.launch(self.tables.tiles, *self._fixed, header, self._mark, factor, sums)
         _note_written(tensors)
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
@@ -103,8 +103,8 @@ class TritonPacking:
             cast("Tensor", tensors[place]).copy_(stage)
         _note_written(tensor for place, tensor in enumerate(tensors) if place not in staged)
 
-    def aim(self, tensors: Sequence[Tensor | None], scale: float, stamp: int) -> None:
-        """See `Repeatable.aim`: one launch for the stamp, and the same copies as `pack` for the rest.
+    def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
+        """See `Repeatable.aim`: one launch for the header, and the same copies as `pack` for the rest.
 
         A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and back by `repeated`.
         """
@@ -115,7 +115,7 @@ class TritonPacking:
         }
         self.tables.point_at([self._staged.get(place, tensor) for place, tensor in enumerate(tensors)])
         self._scale.at(scale)
-        self._held.fill_(stamp - (1 << 64) if stamp >> 63 else stamp)
+        self._held.fill_(header - (1 << 64) if header >> 63 else header)
 
     def _stage(self, place: int, tensor: Tensor) -> Tensor:
         if place not in self._stages:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.layout import GRANULE, STAMP_NUMEL
+from commrt.kernels.layout import GRANULE, HEADER_NUMEL
 
 GRAIN = tl.constexpr(GRANULE)
-STAMP = tl.constexpr(STAMP_NUMEL)
+HEADER = tl.constexpr(HEADER_NUMEL)
 
 
 @triton.jit
@@ -84,19 +84,19 @@ def is_set(word, bit):
 
 
 @triton.jit
-def store_header(wire, stamp, tensor, first, address):
-    """This tensor's flag, by its first tile; and the bits of `stamp`, by the first tile of all."""
+def store_header(wire, header, tensor, first, address):
+    """This tensor's flag, by its first tile; and the bits of `header`, by the first tile of all."""
     if first == 0:
-        tl.store(wire + STAMP + tensor, tl.where(address != 0, 1.0, 0.0).to(wire.dtype.element_ty))
+        tl.store(wire + HEADER + tensor, tl.where(address != 0, 1.0, 0.0).to(wire.dtype.element_ty))
     if tl.program_id(0) == 0:
-        bit = tl.arange(0, STAMP)
-        tl.store(wire + bit, tl.where(is_set(stamp, bit), 1.0, 0.0).to(wire.dtype.element_ty))
+        bit = tl.arange(0, HEADER)
+        tl.store(wire + bit, tl.where(is_set(header, bit), 1.0, 0.0).to(wire.dtype.element_ty))
 
 
 @triton.jit
-def dispute(disputed, wire, stamp):
-    """Set `disputed` if what is not 0 in the wire's stamp is not what is set in `stamp`; by the first tile of all."""
+def dispute(disputed, wire, header):
+    """Set `disputed` if what is not 0 in the wire's header is not what is set in `header`; by the first tile of all."""
     if tl.program_id(0) == 0:
-        bit = tl.arange(0, STAMP)
+        bit = tl.arange(0, HEADER)
         there = tl.load(wire + bit).to(tl.float32) != 0.0
-        tl.store(disputed + bit * 0, 1, mask=there != is_set(stamp, bit))
+        tl.store(disputed + bit * 0, 1, mask=there != is_set(header, bit))

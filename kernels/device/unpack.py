@@ -17,7 +17,7 @@ def unpack_kernel(
     counts,
     places,
     wire,
-    stamp,
+    header,
     disputed,
     scale,
     sums,
@@ -64,7 +64,7 @@ def unpack_kernel(
             total += tl.where(tl.arange(0, WARPS * 32) == 0, tl.sum(tail * tail), 0.0)
     if SUMS:
         store_sums(sums, total, WARPS)
-    dispute(disputed, wire, tl.load(stamp) if HELD else stamp)
+    dispute(disputed, wire, tl.load(header) if HELD else header)
 
 
 @triton.jit

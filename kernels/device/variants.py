@@ -30,8 +30,8 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
 
-STAMPS = {False: "u64", True: "*u64"}
-"""Type of the stamp: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
+HEADER_TYPES = {False: "u64", True: "*u64"}
+"""Type of the header: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def pack(
     """Return the variant that packs; with `evict` "evict_first", gradients leave the cache first."""
     types = TABLES | {
         "wire": POINTERS[wire],
-        "stamp": STAMPS[held],
+        "header": HEADER_TYPES[held],
         "scale": "*fp32",
         "nonfinite": "*i32",
         "sums": "*fp32",
@@ -84,7 +84,7 @@ def unpack(
     """Return the variant that unpacks; with `evict` "evict_first", the wire leaves the cache first."""
     types = TABLES | {
         "wire": POINTERS[wire],
-        "stamp": STAMPS[held],
+        "header": HEADER_TYPES[held],
         "disputed": "*i32",
         "scale": "*fp32",
         "sums": "*fp32",

@@ -16,7 +16,7 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from commrt.kernels import dispatch
 from commrt.kernels.layout import layout_of
 
-STAMP = 0xF000_0000_0000_0005
+HEADER = 0xF000_0000_0000_0005
 
 
 class Noted(ctypes.Structure):
@@ -56,10 +56,10 @@ def main() -> None:
         packing = dispatch.packing(wire, layout, tensors)
         columns = [column.data_ptr() for column in packing.tables.columns]
         count.value = 10
-        packing.pack(tensors, 0.5, STAMP)
-        note("pack", 14, [*columns, wire.data_ptr(), STAMP, packing._scale.at(0.5), 0, 0])
-        packing.unpack(tensors, STAMP)
-        note("unpack", 14, [*columns, wire.data_ptr(), STAMP, packing._mark, 0, 0])
+        packing.pack(tensors, 0.5, HEADER)
+        note("pack", 14, [*columns, wire.data_ptr(), HEADER, packing._scale.at(0.5), 0, 0])
+        packing.unpack(tensors, HEADER)
+        note("unpack", 14, [*columns, wire.data_ptr(), HEADER, packing._mark, 0, 0])
         own, received = torch.zeros(4096), torch.zeros(3, 4096)
         count.value = 5
         dispatch.adding(own, list(received))()

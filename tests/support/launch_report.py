@@ -45,7 +45,7 @@ def step(buckets: list[GradientBucket], fake: Driver) -> dict[str, Any]:
             bucket.pack(0.25)
             bucket.unpack()
     for bucket in buckets:
-        bucket.settle()
+        bucket.assign_gradients()
     return {
         "kernels": Counter(call.kernel for call in fake.calls),
         "operations": operations.names,
@@ -79,7 +79,7 @@ def steps_of_resnet50(fake: Driver) -> dict[str, Any]:
         "unaligned_warps": warps,
         "wires": [bucket.wire.data_ptr() for bucket in buckets],
         "wire_arguments": [call["wire"] for call in arguments],
-        "stamps": [call["stamp"] for call in arguments],
+        "headers": [call["header"] for call in arguments],
         "loads": fake.loads,
     }
 
@@ -94,7 +94,7 @@ def many_tensors(count: int) -> dict[str, Any]:
         bucket.take(CLAIM, lambda name: False)
         bucket.pack(1.0)
         bucket.unpack()
-        bucket.settle()
+        bucket.assign_gradients()
     return {"tensors": count, "seconds": made_s, "first_step_seconds": perf_counter() - begin_s - made_s}
 
 

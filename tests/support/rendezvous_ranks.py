@@ -117,17 +117,17 @@ def interrupted_in_a_transfer(tell, victim, absent):
         world.comm_thread.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()
 
 
-def interrupted_in_an_agreement(tell, victim, absent):
-    """The absent one stays away from a question, and interrupts the victim once that has come to it."""
+def interrupted_in_an_agreement(tell, victim, last):
+    """The last one comes to a question after it has interrupted the victim, which waits there."""
     with commrt.init(300) as world:
         world.store.set(f"pid/{world.rank}", str(os.getpid()))
         world.agree("ready", for_what="questions")
-        if world.rank == absent:
-            world.store.wait([f"agreement 0.2/here/{victim}"])
+        if world.rank == last:
+            world.store.wait([f"waiting/{victim}"])
+            Event().wait(0.5)  # it is in the question by then
             os.kill(int(world.store.get(f"pid/{victim}")), signal.SIGINT)
-            tell("absent")
-            while True:
-                signal.pause()
+        if world.rank == victim:
+            world.store.set(f"waiting/{victim}", "")
         world.agree("lunch", where="here")
 
 

@@ -54,13 +54,13 @@ def ends_early(tell, batches, timeout_s=2.0):
 
 
 def calls_at(tell, goals, timeout_s=8.0):
-    """A call of all after so many updates; a successor makes those that come after the step it begins with."""
+    """A call of all after so many updates; a replacement makes those that come after the step it begins with."""
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         replica, optimizer = _backed(world, 1)
-        made, equal = replica.step if world.is_successor else 0, []
+        made, equal = replica.step if world.is_replacement else 0, []
         for goal in (goal for goal in goals if goal > made):
             while (version := drained(replica).step) < goal:
-                if world.rank == 2 and not world.is_successor and version >= goals[0] - 2:
+                if world.rank == 2 and not world.is_replacement and version >= goals[0] - 2:
                     tell("replace")
                     Event().wait(60.0)
                 _step(replica, optimizer, world.rank, version)
