@@ -7,6 +7,7 @@ With an older commit: ``git worktree add /tmp/before COMMIT`` and ``python bench
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,6 +65,13 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (body[-1].end_lineno or body[-1].lineno) - body[0].lineno + 1
 
 
+def stations(root: Path) -> int:
+    """Return how many stations docs/architecture.md counts on the walk of a gradient, as tests check; 0 without it."""
+    page = root / "docs" / "architecture.md"
+    _, _, walk = page.read_text().partition("## The walk of a gradient") if page.exists() else ("", "", "")
+    return len(re.findall(r"^\d\. `", walk.partition("\n## ")[0], re.MULTILINE))
+
+
 def measure(root: Path) -> dict[str, float]:
     """Return the figures of one checkout."""
     own = list(modules(root, "commrt"))
@@ -88,6 +96,7 @@ def measure(root: Path) -> dict[str, float]:
         "90th percentile, lines": quantiles(bodies, n=10)[-1],
         "longest body, lines": max(bodies),
         "modules in import cycles": cycles(graph),
+        "stations of a gradient's walk": stations(root),
     }
 
 

@@ -8,7 +8,8 @@ with 1 unless, in every run,
 * no process hangs,
 * every rank that was not killed, and not stopped for long, comes to the end,
 * every rank that does not come to the end, and was not killed, ends with `Evicted`,
-* with backup workers: the final weights are those of the reported gradients, each applied once (in float64, to 1e-12),
+* with backup workers: the final weights are those of the reported gradients, each applied once (in float64, to 1e-12);
+  a scheduler and an average of the weights have counted each update once,
 * all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective.
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from fault_cost import backward, network, same_steps
+from torch.optim.swa_utils import AveragedModel
 
 import commrt
 from commrt.testing.processes import Outcome, run_processes
@@ -111,7 +113,9 @@ def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
     with commrt.init(TIMEOUT_S, start_timeout_s=60.0) as world:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        replica = commrt.attach(model, optimizer, case.algorithm, bucket_cap_mb=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1_000_000)  # it counts, and changes nothing
+        average = AveragedModel(model)
+        replica = commrt.attach(model, optimizer, case.algorithm, bucket_cap_mb=0.01, also=[scheduler, average])
         tell("began")
         used: dict[int, tuple[int, ...]] = {}
         found: list[list[float]] = []
@@ -122,12 +126,20 @@ def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
                 Event().wait(rng.uniform(0.0, MOST_S))
                 backward(model, world.rank, replica.step)
                 optimizer.step()
+                scheduler.step()
+                average.update_parameters(model)
                 if replica.last is not None and replica.last.counted:
                     used[replica.last.step] = replica.last.members
             found.append(_collective(world, replica, number))
         replica.consolidate()
-        params = [param.detach().numpy() for param in model.parameters()]
-        return {"used": used, "found": found, "equal": replica.replicas_equal(), "params": params}
+        return {
+            "used": used,
+            "found": found,
+            "equal": replica.replicas_equal(),
+            "params": [param.detach().numpy() for param in model.parameters()],
+            "average": [param.detach().numpy() for param in average.parameters()],
+            "updates": [replica.step, scheduler.last_epoch, int(average.n_averaged)],
+        }
 
 
 def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> list[float]:
@@ -212,7 +224,12 @@ def _audit(values: dict[int, Any], needed: int) -> Iterator[str]:
         yield f"not {needed} gradients in each step: {used}"
         return
     wanted = list(same_steps(used).parameters())
+    average = next(iter(values.values()))["average"]
     for rank, value in values.items():
+        if value["updates"] != [len(used)] * 3:
+            yield f"rank {rank} counts {value['updates']} updates (weights, scheduler, average) of {len(used)}"
+        if any((a != b).any() for a, b in zip(average, value["average"], strict=True)):
+            yield f"rank {rank} has another average of the weights than the first"
         pairs = zip(wanted, value["params"], strict=True)
         if not all(torch.allclose(param, torch.from_numpy(found), rtol=0, atol=1e-12) for param, found in pairs):
             yield f"rank {rank} has other weights than the same {len(used)} steps in one process"

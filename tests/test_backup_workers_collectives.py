@@ -206,7 +206,7 @@ def test_one_more_that_dies_ends_all_with_a_checkpoint_and_an_error_that_says_wh
 
 
 def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_good_order():
-    all_are_done = threading.Barrier(4)
+    all_are_done, both_are_left = threading.Barrier(4), threading.Barrier(2)
 
     def body(world):
         model = deepcopy(MODEL)
@@ -216,6 +216,7 @@ def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_goo
         all_are_done.wait()
         if world.rank < 2:
             world.elastic.recover_now(commrt.PeerLost("made up", Place(world.rank)))
+            both_are_left.wait(LIMIT_S)
         return tuple(world.members)
 
     assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]

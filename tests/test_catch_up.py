@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 from copy import deepcopy
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +82,31 @@ def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
         return scheduler.last_epoch + at_the_top
 
     assert Loop(3, late_by=3).run(body)[1:] == [20, 20]
+
+
+@pytest.mark.parametrize("collective_first", [False, True])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_collective(ranks, collective_first):
+    def body(world):
+        model, rng = deepcopy(MODEL), Random(world.rank)
+        optimizer = sgd(model)
+        scheduler, average = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), AveragedModel(model)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler, average])
+        for _ in range(25):
+            threading.Event().wait(rng.choice([0.002, 0.02]))  # computes for so long, so that others are late each time
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            if collective_first:
+                world.all_reduce(torch.ones(2))
+            scheduler.step()
+            average.update_parameters(model)
+            if not collective_first:
+                world.all_reduce(torch.ones(2))
+        replica.consolidate()
+        return replica.step, scheduler.last_epoch, int(average.n_averaged)
+
+    ends = run_ranks(ranks, body)
+    assert ends == [(ends[0][0],) * 3] * ranks
 
 
 def test_a_forward_pass_between_backward_and_step_gives_nobody_weights_of_another_version():
@@ -317,7 +344,7 @@ def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources
     elastic = SimpleNamespace(
         host="127.0.0.1", require_open=int, generation=Generation(0, dict.fromkeys(range(3), 0)), membership=membership
     )
-    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, elastic=elastic), None, None)
+    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, elastic=elastic, config=None), None, None)
     catch_up.close()
     with pytest.raises(Evicted):
         catch_up._require_sources(PendingCatchUp(3, (0, 1)), is_late=False)

@@ -133,8 +133,8 @@ EXPLANATIONS = {
     "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
     "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
     "settings": "the optimizers' settings (learning rate, momentum, ...) have come to differ between ranks: drive "
-    "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data, and pass "
-    "them to replica.join() where ranks may run out of data at different times",
+    "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data. Pass "
+    "them to attach(also=) with BackupWorkers, and to replica.join() if ranks run out of data at different times",
 }
 
 

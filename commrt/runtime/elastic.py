@@ -303,8 +303,9 @@ class Elastic:
             )
             yield
         except REFUSALS as error:
-            if not isinstance(error, DisagreementError) and not self._is_refused:
-                self._refuse(error, self._due or self.generation)
+            due = self._due or self.generation
+            while not (isinstance(error, DisagreementError) or self._is_refused or self._refuse(error, due)):
+                due = self.generation  # the members repeat the work there
             self.barrier.leave()
             raise
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
@@ -367,10 +368,11 @@ class Elastic:
     def finish(self) -> bool:
         """Tell the others that this rank has finished, and stay while any of them trains. On the training thread.
 
-        Return False if the store did not change for a whole timeout meanwhile.
+        Return True if all others have finished, or are gone.
         """
         self.depart("it closed its world", finished=True)
-        return self.membership.stay_while(self.membership.training)
+        self.membership.stay_while(self.membership.training)
+        return not self.membership.staying()
 
     def outlast_the_others(self) -> None:
         """Stay until all others have closed their worlds; the process that holds the store calls it after `depart`."""

@@ -45,6 +45,8 @@ class Hooks:
     """Functions of the attached model that its world calls, on the training thread. By default they do nothing."""
 
     before_collective: Callable[[], None] = lambda: None
+    when_all_came: Callable[[], None] = lambda: None
+    """To a collective, before its work begins."""
     before_close: Callable[[], None] = lambda: None
     """Only if the world has not failed."""
     before_leave: Callable[[], None] = lambda: None
@@ -232,6 +234,7 @@ class World:
             self.hooks.before_collective()
             # without inference mode, as the communication thread writes to tensors that are made in the body
             with self.elastic.collective(what), torch.inference_mode(mode=False):
+                self.hooks.when_all_came()
                 yield
         except BaseException as error:
             self.hooks.on_collective_error(error)

@@ -21,7 +21,7 @@ __all__ = ["CommThread", "RecoveredError", "TaskFuture", "release_in_forked_chil
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 ON_COMM_THREAD = (
-    "a callback of a future runs on the thread that communicates, at a tag that differs between ranks, so it can "
+    "a callback of a future runs on the thread that communicates, at a time that differs between ranks, so it can "
     "neither begin nor wait for a transfer nor close the world: do that where the first transfer was begun"
 )
 INHERITED = (

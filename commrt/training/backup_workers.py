@@ -36,8 +36,8 @@ __all__ = ["BackupWorkersReplica", "reissued"]
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
 ENDED = (
-    "commrt: rank %d drops its batches from step %d on: fewer than %d ranks train, and so many gradients make a step. "
-    "The others are in a collective or have finished"
+    "commrt: rank %d drops its gradient of step %d: fewer than %d ranks train. The others are in a collective or have "
+    "finished. This is logged once"
 )
 UNEQUAL = (
     "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates; all ranks take "
@@ -73,6 +73,7 @@ class BackupWorkersReplica(Replica):
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it uses older weights, as the model's hooks were not called
         self._samples: int | None = 0
+        self._has_told = False  # of batches that were dropped because the others had stopped
         self._is_replacement = False  # a new process in a lost rank's place, before its first step
         self._guard = StepGuard(self._world, model, optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
@@ -86,7 +87,7 @@ class BackupWorkersReplica(Replica):
         self._catch_up = CatchUp(world, store, self._state)
         if is_founder:
             self._catch_up.open()
-        world.hooks = Hooks(self._before_collective, self._end, self._leave, self._final_calls.make)
+        world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
         self._live([*self._on_model(), *gradients, *self._skipper.register()])
 
@@ -173,11 +174,11 @@ class BackupWorkersReplica(Replica):
             self._stats = self._stats.plus(self.last)
             self._follow(amid_step=True)
             return
-        had_ended = self.last is not None and self.last.ended
         with self._final_calls.around():
             self.last, outcome = self._backup_step.finish()
         self._stats = self._stats.plus(self.last)
-        if self.last.ended and not had_ended:
+        if self.last.ended and not self._has_told:
+            self._has_told = True
             _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
         self._skipper.renew(outcome.counts)
         if outcome.counts:
@@ -200,7 +201,8 @@ class BackupWorkersReplica(Replica):
             self._finish()
 
     def _before_collective(self) -> None:
-        """Let late ranks have this rank's state, if it has stepped."""
+        """Let late ranks have this rank's state until they have come, if it has stepped."""
+        self._state.undo()
         if self._catch_up.pending is None and not self._guard.is_due:
             self._state.reload()
             self._state.open(self._backup_step.snapshot(in_pass=False))
@@ -295,15 +297,18 @@ class BackupWorkersReplica(Replica):
     def _together(self, what: str) -> Iterator[None]:
         """Do the body in a collective in which late ranks have caught up."""
         with self._world.collective(what):
-            self._state.undo()
             own = self._backup_step.version - self._guard.is_due  # of the weights
             versions = self._world.elastic.together(lambda: gather_integers(self._broadcaster, own))
             latest = max(versions.values())
             if own < latest:
                 self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])
                 self.drain()
+            else:
                 self._before_collective()
-            yield
+            try:
+                yield
+            finally:
+                self._state.shut()
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

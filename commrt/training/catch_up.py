@@ -24,6 +24,7 @@ from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, Quorum
 from commrt.membership.liveness import CLOSED_ERRNOS, own_address
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, malformed, parse, require
 from commrt.runtime.world import World
+from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import Deadline
 from commrt.training.replica_state import READY, ReplicaState, StateTransfer, unpack
 
@@ -97,6 +98,8 @@ class CatchUp:
         limit = Deadline(self._world.timeout_s, self._ready_s + self._copy_s)
         while True:
             for rank in pending.sources:
+                if rank not in self._world.elastic.generation.members:
+                    continue
                 answer, is_late = self._ask_source(rank, pending.version), limit.left_s <= 0
                 if answer is not None:
                     return answer
@@ -123,7 +126,7 @@ class CatchUp:
         elastic.require_open()
         members, place = elastic.generation.members, Place(self._world.rank, sources[0], pending.version)
         gone = {rank for rank in sources if rank not in members or elastic.membership.is_gone(rank)}
-        if is_late or len(gone) == len(sources):
+        if (is_late or len(gone) == len(sources)) and self._world.config is None:  # it is or was a member
             elastic.membership.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
@@ -174,7 +177,7 @@ def _key(rank: int) -> str:
 PASSWORD_NBYTES = 16
 REQUEST = struct.Struct(f"<{PASSWORD_NBYTES}scQ")
 ANSWER = struct.Struct("<?Q")
-READ_NBYTES = 1 << 20
+PIECE_NBYTES = 1 << 20
 LIMIT_S = 60.0
 """How long a client may be silent in the middle of a request."""
 PASSWORD_S = 5.0
@@ -197,12 +200,17 @@ class StateServer:
         self._free_slots = threading.Semaphore(MAX_CLIENTS)
         self.address = f"{host} {self._listener.getsockname()[1]} {self._password.hex()}"
         """To be written to the store."""
+        release_in_forked_child(self)
         threading.Thread(target=self._listen, daemon=True, name="commrt-state-server").start()
 
     def close(self) -> None:
         """Accept no more clients. Safe to call twice."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # or the thread would keep it open
+        self._listener.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the socket in a forked child, which must not hold the port."""
         self._listener.close()
 
     def _listen(self) -> None:
@@ -241,7 +249,8 @@ class StateServer:
             client.settimeout(LIMIT_S)
             answer = self._handlers[kind](number)
             client.sendall(ANSWER.pack(answer is not None, len(answer or b"")))
-            client.sendall(answer or b"")
+            for begin in range(0, len(answer or b""), PIECE_NBYTES):  # the timeout holds for each call
+                client.sendall(memoryview(answer or b"")[begin : begin + PIECE_NBYTES])
 
 
 def request_state(address: str, kind: bytes, number: int, limit_s: float) -> bytes | None:
@@ -260,7 +269,7 @@ def _receive(line: socket.socket, nbytes: int) -> bytes:
     """Receive `nbytes`; raise `ConnectionError` if the other end sends less."""
     buffer = bytearray()  # grows with what arrives, not with the announced size
     while len(buffer) < nbytes:
-        if not (piece := line.recv(min(READ_NBYTES, nbytes - len(buffer)))):
+        if not (piece := line.recv(min(PIECE_NBYTES, nbytes - len(buffer)))):
             raise ConnectionError
         buffer += piece
     return bytes(buffer)
