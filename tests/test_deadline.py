@@ -87,7 +87,7 @@ def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(monke
     store, founders = HashStore(), Generation(0, {0: 0, 1: 0})
     members = [Membership(store, rank, founders, lambda: 20.0, host="127.0.0.1") for rank in range(2)]
     for member in members:
-        member.found()
+        member.join_first_generation()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(come, members[0])
         assert looked.wait(20.0)

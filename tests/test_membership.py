@@ -27,7 +27,7 @@ def members(ranks, timeout_s=LONG_S, needed=1, store=None):
         Membership(store, rank, founders, lambda: timeout_s, host="127.0.0.1", needed=needed) for rank in range(ranks)
     ]
     for member in found:
-        member.found()
+        member.join_first_generation()
         member.calls = Barrier(member)
     return found
 

@@ -114,7 +114,7 @@ def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
                 optimizer.step()
                 scheduler.step()
         scheduler.step()
-        with pytest.raises(DisagreementError, match=r"pass them to replica\.join\(\) where ranks may run out of data"):
+        with pytest.raises(DisagreementError, match=r"to replica\.join\(\) if ranks run out of data"):
             backward_often(model, world.rank)
 
     run_ranks(2, body)
@@ -193,7 +193,7 @@ def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
     run_ranks(4, body)
 
 
-def test_a_roll_call_that_fails_says_where():
+def test_a_failed_question_who_has_data_says_where():
     def body(world):
         model = net()
         replica = commrt.attach(model, sgd(model), world=world)
@@ -201,8 +201,8 @@ def test_a_roll_call_that_fails_says_where():
             backward_often(model, world.rank)
         return caught.value.place
 
-    places = run_ranks(2, body, wrap=with_faults(fail_at(rank=1, step=1, bucket="roll call")))
-    assert [(at.rank, at.step, at.bucket) for at in places] == [(0, 1, "roll call"), (1, 1, "roll call")]
+    places = run_ranks(2, body, wrap=with_faults(fail_at(rank=1, step=1, bucket="has data")))
+    assert [(at.rank, at.step, at.bucket) for at in places] == [(0, 1, "has data"), (1, 1, "has data")]
 
 
 COLLECTIVES = {
@@ -218,7 +218,7 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_what_would_meet_a_roll_call_is_refused_inside_join(name):
+def test_another_collective_is_refused_inside_join(name):
     def body(world):
         model = net(nn.BatchNorm1d(8))
         replica = commrt.attach(model, sgd(model), world=world)

@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         self.world, self.algorithm = world, algorithm
         self.members = tuple(range(world.size))
-        """The ranks that take part in the step; changes only by a roll call."""
+        """The ranks that take part in the step; inside ``join()`` those that still have data."""
         self._players = world.size if players is None else players  # in a step without late or lost ranks
         self._uses_graphs = graphs
         self._proven = lru_cache(KEPT)(self._prove)
@@ -131,7 +131,7 @@ class Engine:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
 
         def call_roll() -> None:
-            self.members = self._who(present, tuple(range(self.world.size)), Tag(step, "roll call"))
+            self.members = self._ranks_with_flag(present, tuple(range(self.world.size)), Tag(step, "has data"))
 
         return self.world.comm_thread.submit(call_roll)
 
@@ -139,9 +139,9 @@ class Engine:
         if self.world.size > 1:
             schedule = self.schedule(step)
             self._bound(schedule, tuple(range(self.world.size)))
-            self._greet(program(schedule, self.world.rank), step)
+            self._connect_peers(program(schedule, self.world.rank), step)
 
-    def _greet(self, mine: Program, step: int) -> None:
+    def _connect_peers(self, mine: Program, step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
         device = self.buckets[0].wire.device
 
@@ -201,7 +201,7 @@ class Engine:
         if (graphs := self._graphs) is not None and graphs.is_due:
             tag = Tag(step, "graphs")
             self.world.comm_thread.submit(
-                lambda: graphs.capture(lambda refused: self._who(refused, self.members, tag))
+                lambda: graphs.capture(lambda refused: self._ranks_with_flag(refused, self.members, tag))
             ).result()
 
     def _compare_once(self, schedule: Schedule, step: int) -> None:
@@ -215,7 +215,7 @@ class Engine:
         key = self._digest(schedule), self.members
         if key not in self._compared and key != (self._digest(self.schedule(0)), tuple(range(self.world.size))):
             self.world.require_same_now(*key, step)
-            self._greet(member_program(schedule, self.members, self.world.rank, self.world.size), step)
+            self._connect_peers(member_program(schedule, self.members, self.world.rank, self.world.size), step)
         if len(self._compared) == COMPARISONS_KEPT:  # all members forget at the same step
             self._compared.clear()
         self._compared.add(key)
@@ -226,7 +226,7 @@ class Engine:
         nbytes_sent = self.world.broadcast_now(flat, self.members, Tag(step, "state"))
         return Span("state", begin_s, perf_counter(), nbytes_sent)
 
-    def _who(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
+    def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         """Return those of the `asked` ranks that say yes."""
         flags = torch.zeros(self.world.size, device="cpu")
         flags[self.world.rank] = float(mine)

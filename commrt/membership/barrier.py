@@ -12,7 +12,7 @@ from threading import Event
 
 from commrt.errors import DisagreementError
 from commrt.membership.generations import GATHERING, OPEN, RUNNING, Generation, Head
-from commrt.membership.membership import NOBODY, Arrival, Membership, arrival_key
+from commrt.membership.membership import NONE_ABSENT, Arrival, Membership, arrival_key
 from commrt.threads.deadline import Deadline
 
 __all__ = ["Barrier"]
@@ -63,7 +63,7 @@ class Barrier:
             if now.number != generation.number:
                 return None
             absent = members.absent(generation, arrivals)
-            if absent == NOBODY:
+            if absent == NONE_ABSENT:
                 members.generations.set_phase(head, number, RUNNING)
             elif members.is_roll_called(generation.number + 1):  # it decides who lives, and takes a timeout itself
                 Event().wait(pause_s)

@@ -31,7 +31,7 @@ from commrt.membership.store_client import (
 )
 from commrt.threads.deadline import Deadline
 
-__all__ = ["NOBODY", "Absent", "Arrival", "Membership"]
+__all__ = ["NONE_ABSENT", "Absent", "Arrival", "Membership"]
 
 T = TypeVar("T")
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
@@ -61,7 +61,7 @@ class Absent(NamedTuple):
     """They live, as far as this rank can tell."""
 
 
-NOBODY = Absent((), ())
+NONE_ABSENT = Absent((), ())
 
 
 class Membership:
@@ -95,7 +95,7 @@ class Membership:
         self._watcher: threading.Thread | None = None
         self._watched = 0  # the generation whose roll call the watcher waits for
 
-    def found(self) -> None:
+    def join_first_generation(self) -> None:
         """Become a member of generation 0, as all first processes do."""
         self.processes.register()
         self.open_generations()
@@ -207,7 +207,7 @@ class Membership:
         """Return the members of `generation` that are not `here`, by whether they may still come."""
         away = {rank: incarnation for rank, incarnation in generation.members.items() if rank not in here}
         if not away:
-            return NOBODY
+            return NONE_ABSENT
         departed = {loss.rank: loss for loss in self._departures(generation) if loss.rank in away}
         gone = [rank for rank, each in away.items() if rank not in departed and self.processes.is_gone(rank, each)]
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
@@ -243,16 +243,16 @@ class Membership:
         following = self.next_member(generation.ranks)
         return bool(self.absent(generation, {*generation.ranks} - {following}).departed)
 
-    def waiting(self, generation: Generation) -> Collection[int]:
+    def ranks_in_collective(self, generation: Generation) -> Collection[int]:
         """Return the members that have come to the next collective, and wait there for this rank."""
         return self.arrivals(arrival_key(generation, self.collective + 1)).keys()
 
-    def training(self) -> Sequence[int]:
+    def ranks_in_training(self) -> Sequence[int]:
         """Return the other members that may still announce a gradient: they live, and neither finished nor wait."""
         _, generation = self.generations.current()
-        return self.absent(generation, {self.rank, *self.waiting(generation)}).silent
+        return self.absent(generation, {self.rank, *self.ranks_in_collective(generation)}).silent
 
-    def staying(self) -> Sequence[int]:
+    def ranks_alive(self) -> Sequence[int]:
         """Return the other members that have not departed, and live."""
         _, generation = self.generations.current()
         return self.absent(generation, {self.rank}).silent

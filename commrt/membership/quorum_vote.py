@@ -175,7 +175,7 @@ class QuorumVote:
         half of the timeout, and the steps after it end at once if they find too few gradients.
         """
         membership = self._settings.membership
-        waiting = membership.waiting(membership.generation)
+        waiting = membership.ranks_in_collective(membership.generation)
         absent = membership.absent(membership.generation, {*here, *waiting})
         departed = [loss._replace(step=read.step) for loss in absent.departed]
         membership.require_enough(membership.generation, read.step, departed)

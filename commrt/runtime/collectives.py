@@ -286,7 +286,7 @@ class Collectives:
 
     def _run(self, call: AllReduce, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
         tensor, layout, header = call.tensor, call.layout, self._header(call, schedule)
-        if self._room != self._elastic.memory_epoch:
+        if self._memory_epoch != self._elastic.memory_epoch:
             self._start_again()
         own = self._bound(schedule, members, layout)
         is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
@@ -310,7 +310,7 @@ class Collectives:
 
     def _start_again(self) -> None:
         """Use new memory: after connections broke, a peer may still read what it was sent."""
-        self._room = self._elastic.memory_epoch
+        self._memory_epoch = self._elastic.memory_epoch
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._unconfirmed: deque[tuple[AllReduce, _Bound]] = deque(maxlen=UNCONFIRMED)
         self._bound = lru_cache(KEPT)(self._bind)

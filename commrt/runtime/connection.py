@@ -26,7 +26,7 @@ from commrt.transport.shared import SharedTransport
 __all__ = [
     "Connect",
     "ConnectGpu",
-    "Means",
+    "ReconnectOptions",
     "Reconnector",
     "connect_gpu",
     "connect_hosts",
@@ -169,7 +169,7 @@ ConnectGpu = Callable[[str, torch.device], QueueingTransport]
 """(name, device) -> a transport for that GPU's memory among the members; collective, each name once."""
 
 
-class Means(NamedTuple):
+class ReconnectOptions(NamedTuple):
     """What a world needs to go on without a rank."""
 
     connect: Connect
@@ -180,9 +180,11 @@ class Means(NamedTuple):
 class Reconnector:
     """Gives a transport connections among the members of a new generation. Used on the communication thread."""
 
-    def __init__(self, transport: TransportByDevice, means: Means | None, connect_gpu: ConnectGpu) -> None:
+    def __init__(
+        self, transport: TransportByDevice, reconnect_options: ReconnectOptions | None, connect_gpu: ConnectGpu
+    ) -> None:
         self._transport, self._connect_gpu = transport, connect_gpu
-        self.means = means
+        self.options = reconnect_options
         """None in a world that cannot connect again, and after it was closed."""
 
     def connect(self, generation: Generation, is_over: Callable[[], bool]) -> None:
@@ -191,9 +193,9 @@ class Reconnector:
         Raises `PeerLost` once `is_over` returns True, and what connecting raises.
         """
         transport, members = self._transport, generation.ranks
-        if self.means is None or len(members) == 1:
+        if self.options is None or len(members) == 1:
             return
-        timeout_s, connect = transport.timeout_s, self.means.connect
+        timeout_s, connect = transport.timeout_s, self.options.connect
         transport.replace_host(self._unless(is_over, lambda: connect(generation.number, members, timeout_s)))
         for device in transport.gpus:
             made = partial(self._connect_gpu, f"generation {generation.number}", device)

@@ -34,7 +34,7 @@ from commrt.errors import (
 from commrt.membership.barrier import Barrier
 from commrt.membership.generations import Generation
 from commrt.membership.membership import Membership
-from commrt.runtime.connection import ConnectGpu, Means, Reconnector
+from commrt.runtime.connection import ConnectGpu, ReconnectOptions, Reconnector
 from commrt.threads.comm_thread import CommThread, RecoveredError
 from commrt.threads.future import Future
 from commrt.transport.by_device import TransportByDevice
@@ -60,11 +60,11 @@ class Elastic:
         store: Store,
         transport: TransportByDevice,
         comm_thread: CommThread,
-        means: Means | None,
+        reconnect_options: ReconnectOptions | None,
         connect_gpu: ConnectGpu,
     ) -> None:
         self._store, self._transport, self._comm_thread = store, transport, comm_thread
-        self._reconnector = Reconnector(transport, means, connect_gpu)
+        self._reconnector = Reconnector(transport, reconnect_options, connect_gpu)
         self._membership: Membership | None = None
         self._barrier: Barrier | None = None
         self._base = Generation(0, dict.fromkeys(transport.members, 0))
@@ -73,8 +73,8 @@ class Elastic:
         self._called = 0  # the latest generation to which others called this rank
         self._is_broken = False
         self._attempts = 0
-        self._begun: int | None = None  # the generation of the collective part that runs now
-        self._due: Generation | None = None  # the one in which the others begin the next part
+        self._running_in: int | None = None  # the generation of the collective part that runs now
+        self._next_part_in: Generation | None = None  # the one in which the others begin the next part
         self._is_refused = False  # this rank has told the others that it refuses the collective
         self.needed = 0
         """So many ranks make a step of backup workers; 0 without them."""
@@ -86,8 +86,8 @@ class Elastic:
     @property
     def host(self) -> str | None:
         """An address in the network through which the ranks see each other, if it is known."""
-        means = self._reconnector.means
-        return None if means is None else means.towards
+        reconnect_options = self._reconnector.options
+        return None if reconnect_options is None else reconnect_options.towards
 
     @property
     def is_elastic(self) -> bool:
@@ -130,7 +130,7 @@ class Elastic:
         if self._membership is not None:
             self._end_membership("another model gossips now")
         self._dependants.add(dependant)
-        if not alone or self._reconnector.means is None:
+        if not alone or self._reconnector.options is None:
             return
         self.needed = needed
         self._membership = Membership(
@@ -144,7 +144,7 @@ class Elastic:
         )
         self._barrier = Barrier(self._membership)
         if founds:
-            self._membership.found()
+            self._membership.join_first_generation()
 
     def _end_membership(self, why: str, *, finished: bool = False) -> None:
         self._base = self.generation
@@ -184,15 +184,15 @@ class Elastic:
         """True if this rank exchanges in training step `step`; False before the step in which its generation starts."""
         return step >= self.generation.start
 
-    def go_on_at(self, step: int) -> None:
+    def restart_at_step(self, step: int) -> None:
         """Restart at `step` of a checkpoint, which all ranks have loaded. On the training thread."""
         self.next_step = self.submitted_steps = step
         if self._membership is not None:
             with self._lock:
                 self._membership.generation = self._membership.generation._replace(start=0)
 
-    def let_go(self, failure: TransportError) -> None:
-        """Break all connections until `be_in`, because of `failure`; raise it if this world ends with a lost rank."""
+    def break_connections(self, failure: TransportError) -> None:
+        """Break all connections until `ensure_generation`; raise `failure` if this world ends with a lost rank."""
         if self._membership is None or (
             isinstance(failure, TransportClosed) and not (self._is_broken or self.is_called)
         ):
@@ -203,7 +203,7 @@ class Elastic:
 
     def recover(self, failure: TransportError) -> None:
         """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
-        self.let_go(failure)
+        self.break_connections(failure)
         self._renew()
 
     def recover_now(self, failure: TransportError) -> None:
@@ -223,18 +223,18 @@ class Elastic:
         """Record a completed exchange: failures before it do not count any more. On any thread."""
         self._attempts = 0
 
-    def be_in(self, number: int) -> int:
+    def ensure_generation(self, number: int) -> int:
         """Move to generation `number` or a later one, with working connections, and return its number."""
         while (self._is_broken or self.is_called) or self.generation.number < number:
             self._renew()
         return self.generation.number
 
     def _current_now(self) -> Generation:
-        self.be_in(0)
+        self.ensure_generation(0)
         return self.generation
 
     def _follow(self) -> None:
-        self.be_in(self.membership.current().number)
+        self.ensure_generation(self.membership.current().number)
 
     def _renew(self) -> None:
         """Join the next generation, and connect."""
@@ -278,7 +278,7 @@ class Elastic:
 
     def _recovering(self, task: Callable[[], T]) -> T:
         lost = PeerLost("the ranks formed a new generation meanwhile", Place(self._transport.rank))
-        if self._begun is not None and self._begun != self.generation.number:
+        if self._running_in is not None and self._running_in != self.generation.number:
             raise RecoveredError(lost)
         try:
             value = task()
@@ -298,12 +298,12 @@ class Elastic:
         self._is_refused = False
         try:
             step = max(self.next_step, self.submitted_steps)
-            self._due = self.barrier.arrive(
+            self._next_part_in = self.barrier.arrive(
                 what, step, lambda: self._comm_thread.submit(self._follow).result(), self.require_open
             )
             yield
         except REFUSALS as error:
-            due = self._due or self.generation
+            due = self._next_part_in or self.generation
             while not (isinstance(error, DisagreementError) or self._is_refused or self._refuse(error, due)):
                 due = self.generation  # the members repeat the work there
             self.barrier.leave()
@@ -321,12 +321,12 @@ class Elastic:
             return work()
         while True:
             generation = self._comm_thread.submit(self._current_now).result()
-            if self._due is not None and self._due.number != generation.number:
-                self.barrier.vote(ok=False, generation=self._due)  # raises if a member refused there
-                self._due = None
+            if self._next_part_in is not None and self._next_part_in.number != generation.number:
+                self.barrier.vote(ok=False, generation=self._next_part_in)  # raises if a member refused there
+                self._next_part_in = None
                 continue
             failure: TransportError | None = None
-            self._begun = generation.number
+            self._running_in = generation.number
             try:
                 value = work()
             except LOST as error:
@@ -334,15 +334,15 @@ class Elastic:
             except REFUSALS as error:
                 if self._refuse(error, generation):
                     raise
-                self._due = None
+                self._next_part_in = None
                 continue
             finally:
-                self._begun = None
+                self._running_in = None
             if self.barrier.vote(failure is None, generation):
-                self._due = generation
+                self._next_part_in = generation
                 self.progress()
                 return value
-            self._due = None
+            self._next_part_in = None
             self._comm_thread.submit(partial(self._leave_generation, generation, failure)).result()
 
     def _refuse(self, error: CommrtError, generation: Generation) -> bool:
@@ -371,14 +371,14 @@ class Elastic:
         Return True if all others have finished, or are gone.
         """
         self.depart("it closed its world", finished=True)
-        self.membership.stay_while(self.membership.training)
-        return not self.membership.staying()
+        self.membership.stay_while(self.membership.ranks_in_training)
+        return not self.membership.ranks_alive()
 
-    def outlast_the_others(self) -> None:
+    def wait_for_all_closed(self) -> None:
         """Stay until all others have closed their worlds; the process that holds the store calls it after `depart`."""
         if self._membership is not None:
             with suppress(CommrtError, RuntimeError):
-                self._membership.stay_while(self._membership.staying)
+                self._membership.stay_while(self._membership.ranks_alive)
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
@@ -387,7 +387,7 @@ class Elastic:
 
     def close(self) -> None:
         """Release the store; call it after `depart`."""
-        self._reconnector.means, self._store = None, HashStore()
+        self._reconnector.options, self._store = None, HashStore()
         if self._membership is not None:
             self._membership.close()
 

@@ -27,7 +27,7 @@ from commrt.membership.launcher import (
 from commrt.membership.liveness import own_address
 from commrt.membership.rendezvous import is_loopback, meet
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, clone_connection
-from commrt.runtime.connection import Connect, Means, connect_hosts, local_rank
+from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
 from commrt.runtime.world import Hooks, World
 from commrt.transport.by_device import NullTransport
 from commrt.transport.channel import host_identity
@@ -111,8 +111,9 @@ def _join_group(timeout_s: float) -> World:
     connect = _connector(store, rank)
     transport = connect(0, range(size), timeout_s)
     is_near = transport.kind == "shared"
-    means = Means(connect, _address_towards(None, is_near=is_near))  # a group does not say where the others are
-    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, means=means)
+    towards = _address_towards(None, is_near=is_near)  # a group does not say where the others are
+    options = ReconnectOptions(connect, towards)
+    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect_options=options)
 
 
 def _join_launch(launch: Launch, timeout_s: float) -> World:
@@ -135,7 +136,7 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
         launch.local_rank,
         launch.launcher,
         holds_store=launch.rank == 0 and not launch.store_exists,
-        means=Means(connect, _address_towards(launch.address, is_near=is_near)),
+        reconnect_options=ReconnectOptions(connect, _address_towards(launch.address, is_near=is_near)),
         config=config,
     )
 

@@ -23,7 +23,7 @@ from commrt.membership.liveness import diagnose, leave_report, wait_for_readers
 from commrt.membership.store_client import clone_connection
 from commrt.program import member_program, program
 from commrt.runtime.collectives import Collectives, check_all_reduce_call, check_run
-from commrt.runtime.connection import Means, connect_gpu, default_device, require_gpu
+from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.elastic import REFUSALS, Elastic
 from commrt.runtime.executor import bind
@@ -70,7 +70,7 @@ class World:
         launcher: str = "given",
         *,
         holds_store: bool = False,
-        means: Means | None = None,
+        reconnect_options: ReconnectOptions | None = None,
         config: WorldConfig | None = None,
     ) -> None:
         self.config = config
@@ -87,14 +87,14 @@ class World:
         self.attached = 0
         """The number of models attached so far."""
         self.joined: object = None
-        """The replica that is in ``join()``: ranks that have left it answer roll calls, and nothing else."""
+        """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = Hooks()
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
         """Receives ranges of time, for profilers."""
         self._late_failure: TransportError | None = None
         self._in_collective = self._closed = self._is_inherited = False
         self._entered = 0
-        self.elastic = Elastic(store, self.transport, self.comm_thread, means, self._connect_gpu)
+        self.elastic = Elastic(store, self.transport, self.comm_thread, reconnect_options, self._connect_gpu)
         self._consistency = ConsistencyCheck(self.transport, self.elastic)
         self._collectives = Collectives(self.transport, self.comm_thread, self.elastic, self._consistency)
         release_in_forked_child(self)
@@ -245,10 +245,10 @@ class World:
             self._in_collective = False
 
     def require_all_ranks(self, what: str) -> None:
-        """Raise `UsageError` inside ``join()``, where `what` could meet another rank's roll call."""
+        """Raise `UsageError` inside ``join()``, where `what` could meet the question who has data."""
         if self.joined is not None:
             raise UsageError(
-                f"{what} inside join(): ranks that have left it answer its roll calls and nothing else, so do this "
+                f"{what} inside join(): ranks that have left it take part in its steps only, so do this "
                 "before join() or after it"
             )
 
@@ -343,7 +343,7 @@ class World:
         before_leave()
         self.elastic.depart("it closed its world", finished=True)
         if self.holds_store and isinstance(self.comm_thread.failure, Evicted | None):
-            self.elastic.outlast_the_others()
+            self.elastic.wait_for_all_closed()
         try:
             self.transport.close()
         finally:

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
 from commrt.membership.launcher import LOOPBACK
-from commrt.runtime.connection import Means
+from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.testing import nccl
 from commrt.transport.local import Fabric
@@ -63,8 +63,8 @@ def local_worlds(
         return wrap(fabrics.setdefault(generation, Fabric(size, timeout_s)).transport(rank))
 
     def open_one(rank: int, transport: Transport) -> World:
-        means = Means(partial(reconnect, rank), LOOPBACK) if chosen in RECONNECTING else None
-        return World(wrap(transport), store, rank, "threads", means=means)
+        options = ReconnectOptions(partial(reconnect, rank), LOOPBACK) if chosen in RECONNECTING else None
+        return World(wrap(transport), store, rank, "threads", reconnect_options=options)
 
     return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]
 

@@ -118,7 +118,7 @@ class BackupStep:
         self._ready_order = ReadyOrder([bucket.names for bucket in buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
-        self._room = self._world.elastic.memory_epoch
+        self._memory_epoch = self._world.elastic.memory_epoch
 
     def _new_buckets(self) -> list[GradientBucket]:
         params: Sequence[Named] = self._params
@@ -139,7 +139,7 @@ class BackupStep:
             self.order = list(order)
             self._use_buckets(self._new_buckets())
 
-    def go_on_at(self, version: int) -> None:
+    def restart_at_step(self, version: int) -> None:
         """Go on at `version`: a checkpoint was loaded."""
         self.version, self._attempts, self._guard.steps = version, (0, 0), 0
         self._change_session(self._session + 1)
@@ -246,7 +246,7 @@ class BackupStep:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
         elastic, step = self._world.elastic, self.version
         elastic.next_step, self._ready_s = step, time()
-        generation = elastic.be_in(0)
+        generation = elastic.ensure_generation(0)
         attempt = self._attempts[1] if self._attempts[0] == step else 0
         note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}:{self._late_s:.4f}"
         protocol = quorum_step(self._world.rank, generation, self._needed, step, attempt, note)
@@ -265,13 +265,13 @@ class BackupStep:
     def _execute(self, operation: RankOperation, running: _Pass) -> bool | int | None:
         if isinstance(operation, Reduce):
             return self._reduce(operation, running)
-        generation = self._world.elastic.be_in(operation.generation)
+        generation = self._world.elastic.ensure_generation(operation.generation)
         return None if self.votes.is_over else generation
 
     def _reduce(self, attempt: Reduce, running: _Pass) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
         self._engine.members = attempt.members
-        if self._room != self._world.elastic.memory_epoch:
+        if self._memory_epoch != self._world.elastic.memory_epoch:
             self._replace_buckets(running)
         try:
             running.spans = [self._gather(running, index, attempt.step) for index in range(len(running.ready))]
@@ -282,7 +282,7 @@ class BackupStep:
             tag = Tag(attempt.step, "through")
             self._world.run_now(tree.reduce(len(attempt.members)), done, tag, attempt.members)
         except LOST as failure:
-            self._world.elastic.let_go(failure)
+            self._world.elastic.break_connections(failure)
             return False
         return True
 

@@ -247,10 +247,10 @@ class BackupWorkersReplica(Replica):
         self._state.forget()
         self._catch_up.forget()
 
-    def _go_on_at(self, step: int) -> None:
+    def _restart_at_step(self, step: int) -> None:
         self._forget()
-        self._world.elastic.go_on_at(step)
-        self._backup_step.go_on_at(step)
+        self._world.elastic.restart_at_step(step)
+        self._backup_step.restart_at_step(step)
         self._state.keep_buffers()
 
     def state_dict(self) -> dict[str, int | str]:

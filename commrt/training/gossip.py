@@ -66,10 +66,10 @@ class GossipReplica(Replica):
         exchange.world.elastic.begin(self, number, alone=alone)
         self._live([*self._register_on_modules(), *self._register_on_gradients(), *self._register_on_optimizers()])
 
-    def _go_on_at(self, step: int) -> None:
+    def _restart_at_step(self, step: int) -> None:
         self.drain()
-        self._world.elastic.go_on_at(step)
-        super()._go_on_at(step)
+        self._world.elastic.restart_at_step(step)
+        super()._restart_at_step(step)
 
     def _weakly(self, call: Callable[..., None]) -> Callable[..., None]:
         """Return `call` without a reference to this replica, which a hook would keep alive for ever."""

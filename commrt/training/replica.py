@@ -66,7 +66,7 @@ class Replica(ABC):
         """Steps so far."""
         return self._step
 
-    def _go_on_at(self, step: int) -> None:
+    def _restart_at_step(self, step: int) -> None:
         self._step = step
 
     @abstractmethod
@@ -180,7 +180,7 @@ class Replica(ABC):
         step = self._step_in(state)
         with self._world.collective("load_state_dict()"):
             self._world.agree("load_state_dict", step=str(step))
-            self._go_on_at(step)
+            self._restart_at_step(step)
 
     @staticmethod
     def _step_in(state: object) -> int:

@@ -55,7 +55,7 @@ class SynchronousReplica(Replica):
         params = [param for _, param in named]
         self._guard = StepGuard(self._world, model, optimizers, params, partial(self._average, LATE))
         self._alone = self._world.size == 1
-        self._joining = False  # ranks may have left, so each step begins with a roll call
+        self._joining = False  # ranks may have left, so each step begins with the question who has data
         self._parameter_list = ParameterList(model)
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
@@ -66,7 +66,7 @@ class SynchronousReplica(Replica):
         self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate) if carries else None
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._settings = 0  # of the optimizers, as ranks compare them
-        self._roll_call: Future[None] | None = None
+        self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
         self._live([*on_dense_gradients(self, named, SynchronousReplica._on_gradient), *self._guard.register()])
 
@@ -115,7 +115,7 @@ class SynchronousReplica(Replica):
         if not self._alone:
             self._guard.close()
             self._settings = self._guard.settings(self._step % (1 << WIDTHS.step))
-        self._roll_call = self._engine.submit_has_data(True, self._step) if self._joining else None
+        self._has_data = self._engine.submit_has_data(True, self._step) if self._joining else None
 
     def _submit(self, indices: Iterable[int]) -> None:
         """Send the buckets at `indices` on their way."""
@@ -131,8 +131,8 @@ class SynchronousReplica(Replica):
         begin_s = perf_counter()
         self._submit(self._order.rest())
         buffers = self._submit_buffers()  # behind the gradients: they may change until the backward pass has ended
-        if self._roll_call:
-            self._roll_call.result()  # first: if it failed, the others only know that something did
+        if self._has_data:
+            self._has_data.result()  # first: if it failed, the others only know that something did
         with within_range(self._world.recorder, "wait", step=self._step):
             spans = tuple(answer.result() for answer in self._in_flight)
         if not self._alone:
@@ -204,7 +204,7 @@ class SynchronousReplica(Replica):
             self._engine.members = tuple(range(self._world.size))
 
     def _outlast(self, also: Sequence[Stateful]) -> None:
-        """Answer roll calls until nobody has data, then take the state of a rank that worked to the end."""
+        """Take part in steps until nobody has data, then take the state of a rank that worked to the end."""
         last = self._engine.members
         self._engine.submit_has_data(False, self._step).result()
         while self._engine.members:

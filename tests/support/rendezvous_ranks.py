@@ -10,8 +10,9 @@ import os
 import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 
 import torch
@@ -118,17 +119,26 @@ def interrupted_in_a_transfer(tell, victim, absent):
 
 
 def interrupted_in_an_agreement(tell, victim, last):
-    """The last one comes to a question after it has interrupted the victim, which waits there."""
+    """The last one comes to a question after the victim has ended, which it has interrupted there."""
     with commrt.init(300) as world:
         world.store.set(f"pid/{world.rank}", str(os.getpid()))
         world.agree("ready", for_what="questions")
         if world.rank == last:
             world.store.wait([f"waiting/{victim}"])
             Event().wait(0.5)  # it is in the question by then
-            os.kill(int(world.store.get(f"pid/{victim}")), signal.SIGINT)
+            os.kill(pid := int(world.store.get(f"pid/{victim}")), signal.SIGINT)
+            while _runs(pid):
+                Event().wait(0.01)
         if world.rank == victim:
             world.store.set(f"waiting/{victim}", "")
         world.agree("lunch", where="here")
+
+
+def _runs(pid):
+    """False for a process that has ended, whether its parent knows that or not."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def in_a_child(body):
