@@ -275,9 +275,9 @@ def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
     elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
     world = SimpleNamespace(size=4, rank=0, run_now=run_now, elastic=elastic)
 
-    class Lane:
+    class Broadcaster:
         members = property(lambda _: now[0])
 
-    lane = Lane()
-    lane.world = world
-    assert gather_integers(lane, 12) == {0: 12, 1: 5, 2: 7}
+    broadcaster = Broadcaster()
+    broadcaster.world = world
+    assert gather_integers(broadcaster, 12) == {0: 12, 1: 5, 2: 7}

@@ -229,7 +229,7 @@ print(replica.step, model.weight.sum().item())
 def test_a_program_that_ends_without_closing_its_world_lets_late_ranks_have_its_weights():
     port = str(free_port())
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    crew = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", UNCLOSED],
             env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -239,6 +239,6 @@ def test_a_program_that_ends_without_closing_its_world_lets_late_ranks_have_its_
         )
         for rank in range(3)
     ]
-    said = [process.communicate(timeout=100) for process in crew]
-    assert [process.returncode for process in crew] == [0, 0, 0], said
+    said = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said
     assert len({out for out, _ in said}) == 1

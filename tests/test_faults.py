@@ -20,13 +20,13 @@ LIMIT_S = 80.0
 pytestmark = pytest.mark.processes
 
 
-def strike(size, victim, blow, algorithm, timeout_s=TIMEOUT_S):
+def strike(size, victim, signal_number, algorithm, timeout_s=TIMEOUT_S):
     """How the ranks end if `victim` is struck in the middle of a step; who has not ended by LIMIT_S has no error."""
     struck = []
 
     def on_message(rank, message, process):
         if message == "mid-step":
-            os.kill(process.pid, blow)
+            os.kill(process.pid, signal_number)
             struck.append(rank)
         return message == "mid-step"
 

@@ -35,7 +35,7 @@ def test_strangers_at_its_sockets_do_not_hold_up_a_world_and_none_is_open_to_oth
     for outcome in run_processes(3, train_under_knocks, 10):
         assert outcome.error is None
         places, ours, equal = outcome.value
-        assert ours >= 2  # a doorbell and a state_server
+        assert ours >= 2  # a liveness listener and a state server
         assert [place for place in places if not ip_address(place[0]).is_loopback] == []
         assert equal
 
@@ -106,13 +106,13 @@ def test_who_asks_a_stranger_gets_some_bytes_or_nothing(said):
 
 @cases(20)
 @given(said=FILES)
-def test_a_doorbell_goes_on_after_any_bytes(said):
-    bell = LivenessListener(LOOPBACK)
-    host, port = bell.address.split()
+def test_a_liveness_listener_goes_on_after_any_bytes(said):
+    listener = LivenessListener(LOOPBACK)
+    host, port = listener.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)
-    assert probe(bell.address)
-    bell.close()
+    assert probe(listener.address)
+    listener.close()
 
 
 @linux

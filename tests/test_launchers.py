@@ -45,19 +45,19 @@ def here():
 def started(*commands):
     """All at once; what they said is shown if one fails."""
     options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    crew = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
+    processes = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
     try:
-        yield crew
+        yield processes
     finally:
-        for process in crew:
+        for process in processes:
             process.terminate()
             process.wait(20)
             process.stdout.close()
 
 
 def run(*commands):
-    with started(*commands) as crew:
-        for process in crew:
+    with started(*commands) as processes:
+        for process in processes:
             said, _ = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, said
 

@@ -144,21 +144,21 @@ class Recorded:
 
 
 def test_a_task_is_queued_behind_its_caller_and_who_takes_its_result_behind_the_task():
-    lane = CommThread(lambda failure: None)
-    lane.streams = streams = Recorded()
-    answer = lane.submit(lambda: streams.story.append("task"))
+    comm_thread = CommThread(lambda failure: None)
+    comm_thread.streams = streams = Recorded()
+    answer = comm_thread.submit(lambda: streams.story.append("task"))
     answer.result()
-    lane.close()
+    comm_thread.close()
     assert streams.story == ["mark", "behind 1", "task", "mark", "behind 4"]
 
 
 def test_nobody_waits_for_what_a_failed_task_queued():
-    lane = CommThread(lambda failure: None)
-    lane.streams = streams = Recorded()
-    answer = lane.submit([].pop)
+    comm_thread = CommThread(lambda failure: None)
+    comm_thread.streams = streams = Recorded()
+    answer = comm_thread.submit([].pop)
     with pytest.raises(IndexError):
         answer.result()
-    lane.close()
+    comm_thread.close()
     assert streams.story == ["mark", "behind 1"]
 
 
@@ -212,7 +212,7 @@ def test_no_optimizer_steps_after_a_gpu_failed_late():
         assert model.weight.tolist() == before
 
 
-def test_connecting_a_gpu_gives_the_world_a_transport_and_its_lane_the_gpu_s_streams_once(monkeypatch):
+def test_connecting_a_gpu_gives_the_world_a_transport_and_its_comm_thread_the_gpu_s_streams_once(monkeypatch):
     class Entered(Recorded):
         def enter(self):
             self.story.append("enter")

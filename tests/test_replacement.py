@@ -28,7 +28,7 @@ AT = 4
 CONFIG = WorldConfig(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
 
 
-def vacant():
+def replacement_world():
     return World(NullTransport(2, range(4), 5.0), HashStore(), config=CONFIG)
 
 
@@ -96,7 +96,7 @@ def test_who_brings_another_model_is_told_what_differs(model, claim, kind, says)
 )
 def test_until_it_is_let_in_nothing_can_be_done_with_the_others(call):
     with (
-        vacant() as world,
+        replacement_world() as world,
         pytest.raises(UsageError, match="takes the place of rank 2, which is gone, while the others"),
     ):
         call(world)
@@ -104,7 +104,7 @@ def test_until_it_is_let_in_nothing_can_be_done_with_the_others(call):
 
 def test_another_model_than_theirs_is_refused_before_anybody_is_called():
     model = torch.nn.Linear(2, 2)
-    with vacant() as world, pytest.raises(DisagreementError, match="differs from the others in"):
+    with replacement_world() as world, pytest.raises(DisagreementError, match="differs from the others in"):
         commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
 
 
@@ -128,8 +128,8 @@ def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weigh
 
 @pytest.mark.processes
 def test_deaths_upon_deaths_of_two_at_once_and_a_replacement_for_each_cost_no_step():
-    voyage = train_with_deaths(6, 2, deaths=5)
-    assert voyage.deaths == 5
+    found = train_with_deaths(6, 2, deaths=5)
+    assert found.deaths == 5
 
 
 @pytest.mark.processes
@@ -153,7 +153,7 @@ def test_a_death_at_the_end_of_an_epoch_to_which_ranks_come_from_different_steps
 
 @pytest.mark.processes
 def test_a_replacement_makes_the_calls_that_come_after_the_step_that_it_begins_with():
-    ends = run_processes(4, replacement_ranks.calls_at, (10, 12, 40), on_message=killed)
+    ends = run_processes(4, replacement_ranks.collectives_at, (10, 12, 40), on_message=killed)
     assert [end.error for end in ends] == [None] * 4
     assert all(equal for end in ends for _, equal in end.value)
     assert [end.value[-1][0] for end in ends] == [40] * 4

@@ -40,7 +40,7 @@ def missing_a_call(tell, victim, timeout_s, what, is_stopped):
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     elif world.rank == victim:
-        clone_connection(world.store).get("over")  # its lane needs the world's own
+        clone_connection(world.store).get("over")  # the comm thread needs the world's own connection
     found = between()
     if world.rank == min({*range(world.size)} - {victim}):
         world.store.set("over", "")
