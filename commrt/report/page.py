@@ -115,7 +115,7 @@ def _timeline(record: RunRecord, name: str) -> _Picture | str:
         return f"{error}."
     if figure is None:
         return "No step was recorded."
-    return _Picture("Who did what when in a step that took as long as most", data_url(figure))
+    return _Picture("Timeline of a typical step", data_url(figure))
 
 
 def _schedule(result: Result, backups: int) -> _Picture | str:
