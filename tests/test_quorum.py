@@ -326,12 +326,12 @@ def described(model):
 
 
 @pytest.mark.parametrize("model", CASES, ids=described)
-def test_in_every_order_of_events_all_apply_the_same_gradients_and_all_who_live_go_on(model):
+def test_live_ranks_apply_the_same_gradients_and_go_on_in_every_order_of_events(model):
     assert model.explore() > 100
 
 
 @pytest.mark.parametrize("model", DRAWN, ids=described)
-def test_in_orders_drawn_at_random_too_where_other_processes_take_the_places_of_the_dead(model):
+def test_live_ranks_apply_the_same_gradients_in_random_orders_with_replacements(model):
     draw = Random(1)
     assert sum(model.walk(draw) for _ in range(WALKS)) > 50 * WALKS
 

@@ -71,7 +71,7 @@ def test_a_stopped_process_answers_and_a_killed_one_does_not_even_if_its_child_l
 
 
 @pytest.mark.parametrize("use_libuv", [True, False, None], ids=["libuv", "older", "one process"])
-def test_the_first_value_stands_and_whoever_waits_for_it_gets_it(use_libuv):
+def test_the_first_value_holds_and_every_waiting_rank_gets_it(use_libuv):
     if use_libuv is None:
         store = waiting = HashStore()
     else:
