@@ -43,7 +43,7 @@ with torch.random.fork_rng():
 
 
 class Trainee:
-    """A rank of four that makes steps; one comes too late to a step, and nobody sleeps for that."""
+    """One of four ranks in a step that one rank is late for; uses no sleep."""
 
     def __init__(self, world, passed):
         self.model = deepcopy(MODEL)

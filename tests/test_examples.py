@@ -60,7 +60,7 @@ def test_half_precision_with_accumulation_learns_in_half_as_many_steps_as_passes
 
 
 SINGLE_LETTERS = 3.25
-"""Nats per letter for who knows only how frequent each is."""
+"""Nats per letter of a model that knows only how frequent each letter is."""
 
 
 @pytest.mark.processes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever knocks at a world's sockets: it goes on; and from another machine nobody can, where the launch is local."""
+"""Random connections to a world's sockets do not stop it; a local launch opens no socket to other machines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations: one answer for all, eviction at the deadline, and nobody who lives is passed over in haste."""
+"""Generations: all ranks agree on one, late ranks are evicted, and a live rank is not evicted before the deadline."""
 
 from __future__ import annotations
 

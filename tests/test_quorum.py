@@ -196,7 +196,7 @@ class Model:
             yield from self.reductions(state, rank, operation, store)
 
     def read(self, state, rank, operation, store):
-        """Who waits looks after the others, as `commrt.membership.quorum_vote` does."""
+        """Read a key; a waiting rank checks if the others live, as `commrt.membership.quorum_vote` does."""
         if operation.key in store:
             yield state.with_answer(rank, store[operation.key])
         elif operation.members:
@@ -275,7 +275,7 @@ class Model:
         return {rank: end for rank, end in ends.items() if isinstance(end, dict)}
 
     def check(self, state):
-        """All who passed a step applied the same; nobody applied what others can never get."""
+        """Check that all ranks applied the same gradients in a step, and that every rank can still get them."""
         for step in range(self.steps):
             ends = {rank: end for rank, end in self.outcomes(state).items() if step in end}
             applied = {end[step].members for end in ends.values()}
@@ -290,7 +290,7 @@ class Model:
                 assert living & set(members) - state.reborn | came_later, "nobody is left who has the sum"
 
     def check_end(self, state):
-        """Nothing more can happen: then all who live have finished, if they are enough."""
+        """Check that all live ranks have finished once nothing more can happen, if they are enough for a step."""
         living = [rank for rank in self.ranks if rank not in state.dead]
         if len(living) >= self.needed:
             assert set(living) <= set(self.outcomes(state)), state

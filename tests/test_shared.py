@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory: nothing is copied twice, nothing is left behind, and nobody waits for who is gone."""
+"""Shared memory: nothing is copied twice or left behind, and no rank waits for one that is gone."""
 
 from __future__ import annotations
 

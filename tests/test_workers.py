@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local workers say what became of them, and none is left when that is known."""
+"""Local workers report how they ended, and none is left running afterwards."""
 
 from __future__ import annotations
 
