@@ -177,6 +177,6 @@ def _lost_ranks(result: Result, record: RunRecord) -> Iterator[str]:
         if rank in known:
             yield f"Rank {rank}, from step {known[rank].step} on: {known[rank].why}"
         elif steps:
-            yield f"Rank {rank}: step {max(steps)} was the last in which it counted; nobody waited for it after that"
+            yield f"Rank {rank}: step {max(steps)} was the last in which it counted; no rank waited for it after that"
         else:
             yield f"Rank {rank}: it counted in no step that the others recorded"
