@@ -104,15 +104,15 @@ def _plug(host: int, rate: str) -> None:
 
 def output_of_first(arguments: Sequence[str], hosts: int, per_host: int = 1, timeout_s: float = 500.0) -> str:
     """Run a Python program on all hosts with torchrun's variables, and return what rank 0 prints."""
-    crew = [_start(arguments, rank, hosts, per_host) for rank in range(hosts * per_host)]
+    processes = [_start(arguments, rank, hosts, per_host) for rank in range(hosts * per_host)]
     try:
-        said, _ = crew[0].communicate(timeout=timeout_s)
-        for process in crew:
+        said, _ = processes[0].communicate(timeout=timeout_s)
+        for process in processes:
             process.wait(timeout=60)
     finally:
-        for process in crew:
+        for process in processes:
             process.kill()
-    if failed := [rank for rank, process in enumerate(crew) if process.returncode]:
+    if failed := [rank for rank, process in enumerate(processes) if process.returncode]:
         raise RuntimeError(f"ranks {failed} failed: look at their output above")
     return str(said)
 

@@ -71,7 +71,7 @@ class RandomDeaths(FaultInjector):
         self._store.add("gone", -1)
         return False
 
-    def be_there(self) -> None:
+    def count_step(self) -> None:
         """Count a step of this process."""
         if self._counts_as_gone:
             self._counts_as_gone = False
@@ -93,9 +93,9 @@ def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: floa
         begin_s = time.perf_counter()
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(backups), bucket_cap_mb=0.01)
         attached_s = time.perf_counter() - begin_s
-        danger = RandomDeaths(tell, world, backups, deaths, replica.step)
-        danger.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
-        model[2].weight.register_hook(lambda _: danger.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
+        deaths_at_random = RandomDeaths(tell, world, backups, deaths, replica.step)
+        deaths_at_random.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
+        model[2].weight.register_hook(lambda _: deaths_at_random.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
         longest_s = 0.0
         while (version := drained(replica).step) < _goal(world, deaths, replica.step):
             begin_s = time.perf_counter()
@@ -105,7 +105,7 @@ def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: floa
             longest_s = max(longest_s, time.perf_counter() - begin_s)
             if replica.last is not None and replica.last.counted:
                 tell((replica.last.step, replica.last.members))
-            danger.be_there()
+            deaths_at_random.count_step()
         return {
             "equal": replica.replicas_equal(),
             "params": [param.detach().numpy() for param in model.parameters()],
@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=40, help="ranks to kill in all")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
-    voyage = train_with_deaths(options.ranks, options.backups, options.deaths)
-    print(json.dumps(asdict(voyage)) if options.json else voyage)
+    found = train_with_deaths(options.ranks, options.backups, options.deaths)
+    print(json.dumps(asdict(found)) if options.json else found)
 
 
 if __name__ == "__main__":

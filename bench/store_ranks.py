@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks at a store, for `store_requests`: the measured rank, the two ranks that end its waits, and the crowd.
+"""Ranks at a store, for `store_requests`: the measured rank, the two ranks that end its waits, and background ranks.
 
-The measured rank runs in this process, and each rank that ends its waits in a process of its own. The crowd shares one
-process with a thread per rank, which computes only when no other process wants to: in a job it would have its own CPUs.
+The measured rank runs in this process, and each rank that ends its waits in a process of its own. The background ranks
+share one process with a thread per rank, which computes only when no other process wants to: in a job each would have
+its own CPU.
 Each rank has a `QuorumVote` and connections of its own, and runs `quorum_step`. The store has half of the cores, all
 ranks the rest. Linux only.
 """
@@ -28,7 +29,7 @@ from commrt.membership.quorum_vote import QuorumVote, RankOperation, VoteSetting
 from commrt.membership.rendezvous import hold, listen
 from commrt.threads.future import Future
 
-__all__ = ["Desk", "cores", "now_s", "seated"]
+__all__ = ["MeasuredRank", "cores", "measured_rank", "now_s"]
 
 QUIET_S, TIMEOUT_S = 0.0003, 60.0
 NOTE = "32:1767225600.0000"
@@ -75,8 +76,8 @@ class Counted:
         return found
 
 
-class Table(NamedTuple):
-    """The store's address, and the numbers of ranks."""
+class VoteSetup(NamedTuple):
+    """The store's port, the number of ranks, and how many of them make a step."""
 
     ranks: int
     needed: int
@@ -92,7 +93,7 @@ class Table(NamedTuple):
         """The rank that announces last, unless the measured rank does."""
         return self.needed - 1
 
-    def seat(self, rank: int, counts: Counter[str]) -> QuorumVote:
+    def vote_of(self, rank: int, counts: Counter[str]) -> QuorumVote:
         """Return the vote of one rank, with its requests counted."""
         store: Store = TCPStore(LOOPBACK, self.port, is_master=False, wait_for_workers=False)
         for name in ("commrt/0/1", "backed 1"):
@@ -100,12 +101,12 @@ class Table(NamedTuple):
         founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
         membership = Membership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
         membership.open_generations()  # without a watcher: nobody is lost
-        terms = VoteSettings(rank, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
-        ballot = QuorumVote(cast("Store", Counted(PrefixStore("era 1", store), counts)), terms)
+        settings = VoteSettings(rank, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
+        vote = QuorumVote(cast("Store", Counted(PrefixStore("session 1", store), counts)), settings)
         counts.clear()
-        return ballot
+        return vote
 
-    def course(self, rank: int, step: int) -> QuorumStep:
+    def step_of(self, rank: int, step: int) -> QuorumStep:
         """Return what `rank` does in a step."""
         return quorum_step(rank, 0, self.needed, step, note=NOTE)
 
@@ -114,19 +115,19 @@ def nothing() -> None:
     """Do nothing: no rank gives up."""
 
 
-class Others:
+class OtherRanks:
     """Ranks that follow the commands of the benchmark."""
 
-    def __init__(self, table: Table, ranks: Collection[int]) -> None:
-        self._table = table
-        self._ballots = {rank: table.seat(rank, Counter()) for rank in ranks}
-        self._courses: dict[int, QuorumStep] = {}
+    def __init__(self, setup: VoteSetup, ranks: Collection[int]) -> None:
+        self._setup = setup
+        self._votes = {rank: setup.vote_of(rank, Counter()) for rank in ranks}
+        self._steps: dict[int, QuorumStep] = {}
         self._answers: dict[int, Future[RankOperation | Outcome]] = {}
 
     def announce(self, step: int, ranks: Sequence[int]) -> None:
         """Announce `ranks`, and return once each of them waits or must reduce."""
         for rank in ranks:
-            self._courses[rank] = self._table.course(rank, step)
+            self._steps[rank] = self._setup.step_of(rank, step)
             self._resume(rank, None)
         self._wait(ranks)
 
@@ -152,11 +153,11 @@ class Others:
         return begin_s
 
     def _resume(self, rank: int, answer: object) -> None:
-        self._answers[rank] = self._ballots[rank]._store_thread.resume(self._courses[rank], answer)
+        self._answers[rank] = self._votes[rank]._store_thread.resume(self._steps[rank], answer)
 
     def _wait(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            while not self._answers[rank].done() and self._ballots[rank]._store_thread.waits_for is None:
+            while not self._answers[rank].done() and self._votes[rank]._store_thread.waits_for is None:
                 time.sleep(QUIET_S)
 
     def end(self, step: int, _: object) -> None:
@@ -166,7 +167,7 @@ class Others:
         if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
             raise AssertionError(f"step {step} ended in several ways: {ends}")
         for rank in ends.keys() & set(members):
-            self._ballots[rank].delete_old_steps(step, 1, is_first=rank == members[0])
+            self._votes[rank].delete_old_steps(step, 1, is_first=rank == members[0])
 
 
 def keep_store(pipe: Connection, on: Collection[int]) -> None:
@@ -179,12 +180,12 @@ def keep_store(pipe: Connection, on: Collection[int]) -> None:
     del store
 
 
-def be_others(pipe: Connection, on: Collection[int], table: Table, ranks: Collection[int]) -> None:
+def run_others(pipe: Connection, on: Collection[int], setup: VoteSetup, ranks: Collection[int]) -> None:
     """Run other ranks in a process: follow commands, and answer."""
     os.sched_setaffinity(0, on)
     if len(ranks) > 1:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    others = Others(table, ranks)
+    others = OtherRanks(setup, ranks)
     pipe.send(None)
     while (told := pipe.recv()) is not None:
         name, *args = told
@@ -199,15 +200,15 @@ class Group(NamedTuple):
     pid: int
 
 
-class Desk(NamedTuple):
+class MeasuredRank(NamedTuple):
     """The measured rank's vote, and its view of the store and the others."""
 
-    table: Table
-    ballot: QuorumVote
+    setup: VoteSetup
+    vote: QuorumVote
     groups: Sequence[Group]
     store_pid: int
 
-    def have(self, what: str, *args: object, ranks: Collection[int]) -> None:
+    def command(self, what: str, *args: object, ranks: Collection[int]) -> None:
         """Send a command to some of the others, and wait until they have done it."""
         asked = [(group, [rank for rank in ranks if rank in group.ranks]) for group in self.groups]
         for group, each in asked:
@@ -215,7 +216,7 @@ class Desk(NamedTuple):
         for group, _ in asked:
             group.pipe.recv()
 
-    def of(self, rank: int) -> Connection:
+    def connection_to(self, rank: int) -> Connection:
         """Return the connection to the process of `rank`."""
         return next(group.pipe for group in self.groups if rank in group.ranks)
 
@@ -230,23 +231,23 @@ class Desk(NamedTuple):
 
 
 @contextmanager
-def seated(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterator[Desk]:
+def measured_rank(rank: int, ranks: int, backups: int, counts: Counter[str]) -> Iterator[MeasuredRank]:
     """Run `rank` in this process with its requests counted, and the store and the others in processes of their own."""
     near, far = cores()
     os.sched_setaffinity(0, far)
     with ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, {*near, *far})
         store, pid = started(stack, keep_store, near)
-        table = Table(ranks, ranks - backups, store.recv())
-        crowd = set(range(ranks)) - {table.first, table.last, rank}
+        setup = VoteSetup(ranks, ranks - backups, store.recv())
+        background = set(range(ranks)) - {setup.first, setup.last, rank}
         groups = []
-        for each in ({table.first}, {table.last}, crowd):
-            pipe, group_pid = started(stack, be_others, far, table, each)
+        for each in ({setup.first}, {setup.last}, background):
+            pipe, group_pid = started(stack, run_others, far, setup, each)
             groups.append(Group(each, pipe, group_pid))
-        ballot = table.seat(rank, counts)
+        vote = setup.vote_of(rank, counts)
         for group in groups:
             group.pipe.recv()
-        yield Desk(table, ballot, groups, pid)
+        yield MeasuredRank(setup, vote, groups, pid)
 
 
 def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:

@@ -33,7 +33,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from interleaved import spread
-from store_ranks import Desk, cores, now_s, seated
+from store_ranks import MeasuredRank, cores, measured_rank, now_s
 
 from commrt.membership.quorum import Outcome, QuorumStep, WaitFor, quorum_key
 from commrt.membership.quorum_vote import RankOperation
@@ -86,42 +86,42 @@ class Times:
 class Step:
     """One step of the measured rank and of the others."""
 
-    def __init__(self, desk: Desk, number: int, case: Case) -> None:
-        self._desk, self._number, self._case = desk, number, case
-        self._members = case.members(desk.table.ranks, desk.table.needed)
+    def __init__(self, measured: MeasuredRank, number: int, case: Case) -> None:
+        self._measured, self._number, self._case = measured, number, case
+        self._members = case.members(measured.setup.ranks, measured.setup.needed)
         self._peers = [rank for rank in self._members if rank != MEASURED]
-        self._first, self._last = desk.table.first, desk.table.last
+        self._first, self._last = measured.setup.first, measured.setup.last
         self._begin_s = self._known_s = self._sum_s = 0.0
         self._store_ms: list[float] = []
 
     def run(self) -> Times:
         """Run the step on all ranks, and return its times."""
-        desk, case = self._desk, self._case
+        measured, case = self._measured, self._case
         self._mark()
         early = [rank for rank in self._peers if case.is_decisive or rank != self._last]
-        desk.have("announce", self._number, ranks=early)
+        measured.command("announce", self._number, ranks=early)
         if not case.counts:
-            desk.have("announce", self._number, ranks=[self._last])
+            measured.command("announce", self._number, ranks=[self._last])
             self._others_reduce()
         self._mark()
         self._begin_s = now_s()
-        outcome = desk.ballot.run(self._course(), 0, self._reduce)
+        outcome = measured.vote.run(self._quorum_step(), 0, self._reduce)
         end_s = now_s()
         if not case.is_decisive:
-            self._sum_s = desk.of(self._first).recv()
+            self._sum_s = measured.connection_to(self._first).recv()
         self._mark()
         self._check(outcome)
         return self._times(end_s)
 
     def _mark(self) -> None:
-        self._store_ms.append(self._desk.store_ms())
+        self._store_ms.append(self._measured.store_ms())
 
-    def _course(self) -> QuorumStep:
+    def _quorum_step(self) -> QuorumStep:
         """Follow the measured rank's step, and note the times."""
-        course, answer = self._desk.table.course(MEASURED, self._number), None
+        step, answer = self._measured.setup.step_of(MEASURED, self._number), None
         while True:
             try:
-                operation = course.send(answer)
+                operation = step.send(answer)
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
@@ -140,12 +140,12 @@ class Step:
 
     def _tell(self, *told: Any) -> None:
         rank = told[-1]
-        self._desk.of(rank).send((*told, self._desk.pids_without(rank)))
+        self._measured.connection_to(rank).send((*told, self._measured.pids_without(rank)))
 
     def _reduce(self, _: RankOperation) -> bool:
         self._known_s = now_s()
         if not self._case.is_decisive:
-            self._begin_s = self._desk.of(self._last).recv()
+            self._begin_s = self._measured.connection_to(self._last).recv()
         self._mark()
         self._others_reduce()
         self._mark()
@@ -154,16 +154,16 @@ class Step:
 
     def _others_reduce(self) -> None:
         """Let the others reduce, and the late ranks announce meanwhile."""
-        late = set(range(self._desk.table.ranks)) - {MEASURED, *self._members}
-        self._desk.have("announce", self._number, ranks=late)
-        self._desk.have("have_sum", ranks=[rank for rank in self._peers if rank != self._first])
+        late = set(range(self._measured.setup.ranks)) - {MEASURED, *self._members}
+        self._measured.command("announce", self._number, ranks=late)
+        self._measured.command("have_sum", ranks=[rank for rank in self._peers if rank != self._first])
 
     def _check(self, outcome: Outcome) -> None:
-        self._desk.have("end", self._number, ranks=self._members)
+        self._measured.command("end", self._number, ranks=self._members)
         if outcome.members != tuple(self._members) or outcome.counts != self._case.counts:
             raise AssertionError(f"{self._case.name}: not {self._members}: {outcome}")
         if outcome.counts:
-            self._desk.ballot.delete_old_steps(self._number, 1, is_first=self._case.is_decisive)
+            self._measured.vote.delete_old_steps(self._number, 1, is_first=self._case.is_decisive)
 
     def _times(self, end_s: float) -> Times:
         members, outcome = 1e3 * (self._known_s - self._begin_s), 1e3 * (end_s - self._sum_s)
@@ -189,12 +189,12 @@ def measured(ranks: int, backups: int, steps: int) -> list[Row]:
     """Measure all cases interleaved, and return one row per case."""
     counts = Counter[str]()
     found: dict[Case, list[tuple[Times, Counter[str]]]] = {case: [] for case in CASES}
-    with seated(MEASURED, ranks, backups, counts) as desk:
+    with measured_rank(MEASURED, ranks, backups, counts) as measured_one:
         order = Random(0)
         turns = [case for _ in range(WARM_STEPS + steps) for case in order.sample(CASES, len(CASES))]
         for number, case in enumerate(turns):
             counts.clear()
-            found[case].append((Step(desk, number, case).run(), counts.copy()))
+            found[case].append((Step(measured_one, number, case).run(), counts.copy()))
     return [row(ranks, backups, case, kept[WARM_STEPS:]) for case, kept in found.items()]
 
 

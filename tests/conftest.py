@@ -17,7 +17,7 @@ settings.register_profile("thorough", settings.get_profile("busy"), max_examples
 settings.load_profile("busy")
 
 LONG = ("test_equivalence", "test_examples", "test_benchmarks", "test_compiled")
-"""What takes longest begins first: no worker of pytest is left alone with it at the end."""
+"""The slowest tests begin first, so that no worker of pytest is left with one at the end."""
 
 pytest.register_assert_rewrite("late_ranks")  # checks what ranks returned
 collect_ignore = ["support"]  # helpers, some of them programs in which Triton compiles

@@ -98,7 +98,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
         world.all_equal("weights", "mark")
 
 
-def test_a_rank_that_leaves_ends_the_question_for_those_who_wait():
+def test_a_rank_that_leaves_ends_the_comparison_for_waiting_ranks():
     def body(world):
         if world.rank == 1:
             raise KeyboardInterrupt

@@ -162,7 +162,7 @@ def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor():
     ],
     ids=["a transfer", "a sum", "a sum for later", "a schedule", "a question", "the end"],
 )
-def test_a_callback_neither_waits_for_its_own_thread_nor_begins_what_has_no_place_among_other_calls(waits):
+def test_a_callback_cannot_wait_for_its_own_thread_or_begin_a_collective(waits):
     def body(world):
         tensor = torch.ones(4)
         world.all_reduce(tensor)
@@ -207,7 +207,7 @@ def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
     assert run_ranks(2, body) == [[2.0] * 4] * 2
 
 
-def test_who_asks_is_told_what_ended_the_transfer_and_which():
+def test_the_error_of_a_wait_names_the_transfer_that_failed():
     def body(world):
         tensor = torch.ones(4)
         world.all_reduce(tensor)
@@ -304,7 +304,7 @@ def test_what_cannot_be_summed_is_refused_before_anything_is_sent(call, what):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
-def test_what_all_do_together_works_in_inference_mode(algorithm):
+def test_collectives_work_in_inference_mode(algorithm):
     for outcome in run_processes(3, averaging_ranks.in_inference_mode, algorithm, limit_s=60):
         assert outcome.error is None
         assert outcome.value == ([3.0] * 4, True, 0.0)

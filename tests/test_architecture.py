@@ -194,7 +194,7 @@ def modules_entered():
     return entered["backward"], entered["step"]
 
 
-def test_a_gradient_walks_as_the_page_says_through_at_most_8_stations():
+def test_a_gradient_passes_through_at_most_8_functions_as_the_page_says():
     page = (ROOT / "docs/architecture.md").read_text()
     walk = page[page.index("## The walk of a gradient") : page.index("## Add an algorithm")]
     *stations, last = re.findall(r"^\d\. `([\w/]+)`", walk, re.MULTILINE)

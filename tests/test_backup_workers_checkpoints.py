@@ -14,7 +14,7 @@ from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
 
 
-def test_a_checkpoint_is_gone_on_from_with_old_numbers():
+def test_training_resumes_from_a_checkpoint_with_its_step_numbers():
     def body(world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -43,7 +43,7 @@ def test_a_checkpoint_is_gone_on_from_with_old_numbers():
         assert equal
 
 
-def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too():
+def test_a_collective_sends_weights_that_are_clamped_after_every_step():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -65,7 +65,7 @@ def test_weights_that_are_clamped_after_every_step_are_given_in_calls_of_all_too
     assert Loop().run(body) == [(True, AT + 1)] * 4
 
 
-def test_a_checkpoint_is_what_all_have_whatever_each_had_before():
+def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_what_all_have_whatever_each_had_before():
     assert all_are_equal(Loop().run(body))
 
 
-def test_who_was_late_when_the_others_left_their_last_update_out_is_not_stuck():
+def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)

@@ -69,7 +69,7 @@ def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
 
 
 @pytest.mark.parametrize("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)], ids=str)
-def test_ranks_that_run_out_of_data_are_absent_and_nobody_waits_for_them(batches):
+def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     def body(world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -88,7 +88,7 @@ def test_ranks_that_run_out_of_data_are_absent_and_nobody_waits_for_them(batches
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
 
 
-def test_a_second_epoch_after_what_all_do_together_needs_no_special_call():
+def test_a_second_epoch_after_a_collective_needs_no_special_call():
     def body(world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -106,7 +106,7 @@ def test_a_second_epoch_after_what_all_do_together_needs_no_special_call():
     assert all(run_ranks(4, body))
 
 
-def test_nobody_waits_for_a_silent_rank_to_fill_a_step_while_others_wait_in_a_call_of_all():
+def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_collective():
     progress, all_are_dropped = Progress(), threading.Event()
 
     def body(world):
@@ -130,7 +130,7 @@ def test_nobody_waits_for_a_silent_rank_to_fill_a_step_while_others_wait_in_a_ca
 
 
 @pytest.mark.parametrize("timeout_s", [0.8, 4.0])
-def test_a_late_rank_that_the_others_wait_for_in_a_call_of_all_comes_to_it_however_short_their_deadline_is(timeout_s):
+def test_a_late_rank_reaches_the_collective_in_which_others_wait_at_any_timeout(timeout_s):
     progress = Progress()
 
     def body(world):
@@ -195,7 +195,7 @@ def test_as_many_ranks_as_there_are_backups_may_die(backups):
             assert end == (True, sorted(dying))
 
 
-def test_one_more_that_dies_ends_all_with_a_checkpoint_and_an_error_that_says_who():
+def test_one_death_more_than_backups_ends_all_ranks_with_a_checkpoint_and_an_error():
     saved = []
     ends = outcomes(5, commrt.BackupWorkers(1), {1: 3, 4: 5}, saved)
     for rank in (0, 2, 3):
@@ -205,7 +205,7 @@ def test_one_more_that_dies_ends_all_with_a_checkpoint_and_an_error_that_says_wh
     assert {step for _, step in saved} == {5}
 
 
-def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_good_order():
+def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
     all_are_done, both_are_left = threading.Barrier(4), threading.Barrier(2)
 
     def body(world):
@@ -222,7 +222,7 @@ def test_too_few_that_are_left_are_no_loss_where_the_others_have_finished_in_goo
     assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]
 
 
-def test_a_call_of_all_to_which_the_others_do_not_come_ends_at_its_deadline_though_they_live():
+def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
     is_over = threading.Event()
 
     def body(world):
@@ -239,7 +239,7 @@ def test_a_call_of_all_to_which_the_others_do_not_come_ends_at_its_deadline_thou
     assert all(run_ranks(3, body, timeout_s=0.5))
 
 
-def test_weights_that_are_others_for_a_while_go_to_nobody_in_a_call_of_all():
+def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -262,7 +262,7 @@ def test_weights_that_are_others_for_a_while_go_to_nobody_in_a_call_of_all():
     assert all(tensor.any() for tensor in ends[LATE][1])
 
 
-def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
+def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
     """A rank may come back before the answer is read."""
     before, now = (0, 1, 2), [(0, 1, 2)]
 
@@ -276,9 +276,9 @@ def test_what_each_gives_is_told_of_those_that_were_members_when_it_was_asked():
     elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
     world = SimpleNamespace(size=4, rank=0, run_now=run_now, elastic=elastic)
 
-    class Lane:
+    class Broadcaster:
         members = property(lambda _: now[0])
 
-    lane = Lane()
-    lane.world = world
-    assert gather_integers(lane, 12) == {0: 12, 1: 5, 2: 7}
+    broadcaster = Broadcaster()
+    broadcaster.world = world
+    assert gather_integers(broadcaster, 12) == {0: 12, 1: 5, 2: 7}

@@ -143,7 +143,7 @@ def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights
 
 
 @pytest.mark.parametrize("times", [1, 9], ids=["once", "again and again"])
-def test_connections_that_are_not_made_are_made_with_those_who_come_the_next_time(times):
+def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times):
     ends = survivors(run_processes(4, connecting_in_vain, 4.0, times, limit_s=60), {3})
     if times == 1:
         assert [(end.error, end.value) for end in ends] == [(None, True)] * 3

@@ -43,7 +43,7 @@ with torch.random.fork_rng():
 
 
 class Trainee:
-    """A rank of four that makes steps; one comes too late to a step, and nobody sleeps for that."""
+    """One of four ranks in a step that one rank is late for; uses no sleep."""
 
     def __init__(self, world, passed):
         self.model = deepcopy(MODEL)
@@ -150,7 +150,7 @@ def test_a_batch_that_does_not_fit_into_memory_may_be_skipped():
     assert of_four(body) == [(True, [True] if rank == 1 else []) for rank in range(4)]
 
 
-def test_what_a_loop_does_to_weights_after_a_batch_that_nobody_used_is_undone(caplog):
+def test_changes_of_weights_after_a_dropped_batch_are_undone(caplog):
     def body(trainee):
         def decay():
             with torch.no_grad():
@@ -190,7 +190,7 @@ def test_an_optimizer_with_other_groups_is_an_error_in_words():
 
 
 @pytest.mark.parametrize("error", [QuorumLost("", PLACE), DeadlineExceeded("", PLACE), PeerLost("", PLACE)], ids=repr)
-def test_before_an_error_that_ends_training_all_is_called_once(error):
+def test_final_calls_run_once_before_an_error_that_ends_training(error):
     said = []
     words = FinalCalls([lambda: said.append("one"), lambda: 1 // 0, lambda: said.append("two")])
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_before_an_error_that_ends_training_all_is_called_once(error):
     assert said == ["one", "two"]
 
 
-def test_before_an_error_that_a_loop_may_survive_nothing_is_called():
+def test_final_calls_do_not_run_before_an_error_that_a_loop_may_survive():
     words = FinalCalls([lambda: pytest.fail("called")])
     with pytest.raises(UsageError), words.around():
         raise UsageError
@@ -226,10 +226,10 @@ print(replica.step, model.weight.sum().item())
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_without_closing_its_world_lets_late_ranks_have_its_weights():
+def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_world():
     port = str(free_port())
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    crew = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", UNCLOSED],
             env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -239,6 +239,6 @@ def test_a_program_that_ends_without_closing_its_world_lets_late_ranks_have_its_
         )
         for rank in range(3)
     ]
-    said = [process.communicate(timeout=100) for process in crew]
-    assert [process.returncode for process in crew] == [0, 0, 0], said
+    said = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said
     assert len({out for out, _ in said}) == 1

@@ -22,7 +22,7 @@ from commrt.testing.ranks import run_ranks
 @pytest.mark.slow
 @settings(max_examples=6)
 @given(st.data())
-def test_whoever_is_late_exactly_n_gradients_of_the_right_weights_count_and_all_end_equal(data):
+def test_exactly_n_gradients_count_whichever_rank_is_late_and_replicas_end_equal(data):
     ranks = data.draw(st.integers(3, 7))
     backups = data.draw(st.integers(1, (ranks - 1) // 2))
     steps, early = data.draw(st.integers(1, 40)), data.draw(st.booleans())
@@ -148,7 +148,7 @@ def test_a_rank_reads_its_step_anywhere_and_its_own_schedulers_count_once():
         assert averaged == step == 8
 
 
-def test_a_rank_that_was_away_for_longer_than_the_store_remembers_comes_back(monkeypatch):
+def test_a_rank_that_missed_more_steps_than_the_store_keeps_catches_up(monkeypatch):
     monkeypatch.setattr(quorum_vote, "KEPT_STEPS", 4)
     monkeypatch.setattr(quorum_vote, "DELETED_STEPS", 2)
     steps = 40

@@ -35,7 +35,7 @@ from commrt.testing.ranks import run_ranks
 from commrt.training.catch_up import CatchUp, PendingCatchUp
 
 
-def test_who_catches_up_takes_schedulers_averages_of_weights_and_buffers_along():
+def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
     def body(loop, world):
         model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -109,7 +109,7 @@ def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_coll
     assert ends == [(ends[0][0],) * 3] * ranks
 
 
-def test_a_forward_pass_between_backward_and_step_gives_nobody_weights_of_another_version():
+def test_a_forward_pass_between_backward_and_step_sends_no_weights_of_another_version():
     def body(world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -127,7 +127,7 @@ def test_a_forward_pass_between_backward_and_step_gives_nobody_weights_of_anothe
         assert not (counted and early)
 
 
-def test_a_scheduler_that_was_not_named_is_found_out():
+def test_a_scheduler_that_was_not_named_in_also_is_an_error():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -147,7 +147,7 @@ def test_a_scheduler_that_was_not_named_is_found_out():
         Loop(3, late_by=3).run(body)
 
 
-def test_buffers_that_are_not_broadcast_are_taken_as_the_donor_has_them():
+def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank():
     def body(loop, world):
         model = deepcopy(NORMED)
         optimizer = sgd(model)
@@ -158,7 +158,7 @@ def test_buffers_that_are_not_broadcast_are_taken_as_the_donor_has_them():
     assert all(tracked >= 8 for tracked in Loop(late_by=4).run(body))
 
 
-def test_evaluating_with_other_weights_gives_them_to_nobody():
+def test_weights_swapped_in_for_evaluation_are_not_sent():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -227,7 +227,7 @@ class Renormed(nn.Linear):
         return super().forward(x)
 
 
-def test_weights_that_a_forward_pass_changes_are_given_and_consolidated():
+def test_weights_that_a_forward_pass_changes_are_sent_and_consolidated():
     def body(loop, world):
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -245,7 +245,7 @@ def test_weights_that_a_forward_pass_changes_are_given_and_consolidated():
     assert all_are_equal(Loop().run(body))
 
 
-def test_weights_that_are_moved_between_two_passes_of_a_step_go_to_nobody():
+def test_weights_changed_between_two_passes_of_a_step_are_not_sent():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -307,7 +307,7 @@ def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_onc
     assert all_are_equal([found for _, _, found in ends])
 
 
-def test_a_layer_that_is_frozen_on_the_way_is_handed_on_as_it_is():
+def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
     def body(loop, world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)
@@ -325,7 +325,7 @@ def test_a_layer_that_is_frozen_on_the_way_is_handed_on_as_it_is():
     assert all_are_equal(Loop(late_by=3).run(body))
 
 
-def test_what_goes_along_must_be_a_list():
+def test_also_must_be_a_list():
     def body(world):
         model = deepcopy(MODEL)
         optimizer = sgd(model)

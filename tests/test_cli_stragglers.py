@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from commands import invoke, refused, told
 
-from commrt.cli.options import Question
-from commrt.cli.simulate import answer
+from commrt.cli.options import BackupOptions
+from commrt.cli.simulate import estimate_backups
 from commrt.cost.stragglers import step_time_s
 
 FAST = ("--steps", "500")
@@ -74,7 +74,7 @@ def test_ranks_that_finish_though_late_need_more_backups_than_the_published_rule
 
 @pytest.mark.parametrize(("law", "ranks"), [("slow", 64), ("slow", 9), ("exponential", 40)])
 def test_the_chosen_number_of_backups_is_about_the_best_of_all_that_may_be(law, ranks):
-    found = answer(Question(ranks, 500, 0, law, [], None, None))
+    found = estimate_backups(BackupOptions(ranks, 500, 0, law, [], None, None))
     allowed = np.arange(ranks // 2 + 1, ranks + 1)
     goal_s = step_time_s(found.times_s, allowed) * found.goal.iterations(allowed)
     assert goal_s[found.best_if_late_finish["quorum"] - allowed[0]] <= 1.02 * goal_s.min()

@@ -103,7 +103,7 @@ def test_a_state_begins_anew_in_the_next_world_and_where_it_is_loaded():
 
 
 @pytest.mark.processes
-def test_who_has_joined_is_told_by_our_error_as_well():
+def test_a_rank_waiting_for_one_that_joined_gets_our_error():
     joined, _ = run_processes(2, averaging_ranks.silent_where_another_has_joined, limit_s=60)
     assert joined.error is None
     assert joined.value == ("DeadlineExceeded", 2)

@@ -73,7 +73,7 @@ def test_a_recorded_step_is_drawn_for_every_rank(tmp_path):
         assert {"rank 0", "rank 1", "forward", "backward", "not hidden", "pack, unpack", "hop"} <= set(told)
 
 
-def test_steps_that_nobody_numbered_are_counted(tmp_path):
+def test_steps_without_a_number_are_counted(tmp_path):
     """As gossip's and DDP's, whose waits are of no step."""
     path = tmp_path / "trace.json"
     trace_of(path)

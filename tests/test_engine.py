@@ -135,7 +135,7 @@ def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkey
 
 
 @pytest.mark.parametrize("algorithm", [commrt.Ring(), commrt.Torus2D(), commrt.HalvingDoubling()], ids=repr)
-def test_attach_meets_everybody_whom_a_step_will_meet(algorithm, monkeypatch):
+def test_attach_connects_to_every_peer_of_a_step(algorithm, monkeypatch):
     met, bind = defaultdict(set), LocalTransport.bind
 
     def recorded(self, group):

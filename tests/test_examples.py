@@ -60,7 +60,7 @@ def test_half_precision_with_accumulation_learns_in_half_as_many_steps_as_passes
 
 
 SINGLE_LETTERS = 3.25
-"""Nats per letter for who knows only how frequent each is."""
+"""Nats per letter of a model that knows only how frequent each letter is."""
 
 
 @pytest.mark.processes
@@ -172,7 +172,7 @@ def test_the_imagenet_example_goes_on_without_a_rank_that_dies(tmp_path):
     options = "--blocks 1,1 --width 8 --side 32 --loaders 0 --batch 8 --warmup 1 --algorithm backup --backups 1"
     command = [sys.executable, EXAMPLES / "imagenet_resnet50.py", *options.split(), "--data", tmp_path / "images"]
     variables = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    crew = [
+    processes = [
         subprocess.Popen(
             [*command, "--epochs", "3", "--checkpoint", tmp_path / "last.pt"],
             env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "COMMRT_TIMEOUT_S": "20"},
@@ -182,12 +182,12 @@ def test_the_imagenet_example_goes_on_without_a_rank_that_dies(tmp_path):
         for rank in range(3)
     ]
     try:
-        assert crew[0].stdout.readline().startswith("epoch 1:")
-        crew[2].kill()
-        said, _ = crew[0].communicate(timeout=100)
-        assert [process.wait(timeout=100) for process in crew] == [0, 0, -signal.SIGKILL]
+        assert processes[0].stdout.readline().startswith("epoch 1:")
+        processes[2].kill()
+        said, _ = processes[0].communicate(timeout=100)
+        assert [process.wait(timeout=100) for process in processes] == [0, 0, -signal.SIGKILL]
     finally:
-        for process in crew:
+        for process in processes:
             process.kill()
             process.stdout.close()
     assert re.findall(r"epoch (\d+):", said) == ["2", "3"]

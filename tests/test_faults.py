@@ -20,13 +20,13 @@ LIMIT_S = 80.0
 pytestmark = pytest.mark.processes
 
 
-def strike(size, victim, blow, algorithm, timeout_s=TIMEOUT_S):
-    """How the ranks end if `victim` is struck in the middle of a step; who has not ended by LIMIT_S has no error."""
+def strike(size, victim, signal_number, algorithm, timeout_s=TIMEOUT_S):
+    """Send `victim` a signal in mid-step; return how ranks ended. Ranks that run beyond LIMIT_S have no error."""
     struck = []
 
     def on_message(rank, message, process):
         if message == "mid-step":
-            os.kill(process.pid, blow)
+            os.kill(process.pid, signal_number)
             struck.append(rank)
         return message == "mid-step"
 
@@ -38,7 +38,7 @@ def strike(size, victim, blow, algorithm, timeout_s=TIMEOUT_S):
 
 
 def assert_names_the_place(error, victim):
-    """Rank, step, bucket and peer; the victim directly or through who saw it first."""
+    """Check that an error names rank, step, bucket and the victim, directly or through the rank that saw it first."""
     place = re.search(r"\[rank (\d+), peer (\d+), step (\d+), bucket (\d+), hop (\d+), nbytes (\d+)\]", error)
     assert place, error
     assert int(place[3]) == failing_ranks.STRIKE, error

@@ -61,7 +61,7 @@ SANE_STEPS = st.tuples(
 
 
 def looked_at(schedule):
-    """By all who look at it."""
+    """Run everything that reads a schedule."""
     for promise in (all_reduce, average):
         verify(schedule, promise(schedule.ranks, schedule.chunks))
     schedule.digest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever knocks at a world's sockets: it goes on; and from another machine nobody can, where the launch is local."""
+"""Random connections to a world's sockets do not stop it; a local launch opens no socket to other machines."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @linux
 @pytest.mark.processes
-def test_strangers_at_its_sockets_do_not_hold_up_a_world_and_none_is_open_to_other_machines():
+def test_random_connections_do_not_delay_a_world_and_its_sockets_are_local():
     for outcome in run_processes(3, train_under_knocks, 10):
         assert outcome.error is None
         places, ours, equal = outcome.value
-        assert ours >= 2  # a doorbell and a state_server
+        assert ours >= 2  # a liveness listener and a state server
         assert [place for place in places if not ip_address(place[0]).is_loopback] == []
         assert equal
 
 
 @linux
 @pytest.mark.processes
-def test_over_sockets_none_is_open_to_other_machines(monkeypatch):
+def test_the_gloo_transport_opens_only_local_sockets(monkeypatch):
     monkeypatch.setenv("COMMRT_TRANSPORT", "gloo")
     for outcome in run_processes(2, where_gloo_listens):
         assert outcome.error is None
@@ -71,7 +71,7 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
     assert request_state(open_service.address, b"R", 7, 5.0) == b"7"
 
 
-def test_a_service_lets_silent_strangers_wait_for_a_short_time_and_takes_no_more_than_it_has_room_for(monkeypatch):
+def test_a_server_limits_the_number_and_the_time_of_silent_connections(monkeypatch):
     monkeypatch.setattr(catch_up, "PASSWORD_S", 0.5)
     monkeypatch.setattr(catch_up, "MAX_CLIENTS", 4)
     served = StateServer(LOOPBACK, {b"R": lambda number: b"yes"})
@@ -88,7 +88,7 @@ def test_a_service_lets_silent_strangers_wait_for_a_short_time_and_takes_no_more
 @given(said=FILES | st.integers(0, 2**64 - 1).map(lambda nbytes: ANSWER.pack(True, nbytes) + b"ab"))
 @example(said=struct.pack("<?Q", True, 2**63))
 @example(said=struct.pack("<?Q", True, 2**50) + b"a")
-def test_who_asks_a_stranger_gets_some_bytes_or_nothing(said):
+def test_a_request_to_an_unknown_server_returns_some_bytes_or_none(said):
     with socket.create_server((LOOPBACK, 0)) as listener:
 
         def answer():
@@ -106,13 +106,13 @@ def test_who_asks_a_stranger_gets_some_bytes_or_nothing(said):
 
 @cases(20)
 @given(said=FILES)
-def test_a_doorbell_goes_on_after_any_bytes(said):
-    bell = LivenessListener(LOOPBACK)
-    host, port = bell.address.split()
+def test_a_liveness_listener_goes_on_after_any_bytes(said):
+    listener = LivenessListener(LOOPBACK)
+    host, port = listener.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)
-    assert probe(bell.address)
-    bell.close()
+    assert probe(listener.address)
+    listener.close()
 
 
 @linux
@@ -120,7 +120,7 @@ def test_a_doorbell_goes_on_after_any_bytes(said):
 @given(said=FILES)
 @example(said=b"")
 @example(said=b"\1\0\0\0")
-def test_strangers_who_know_the_name_but_not_the_password_are_shown_out(said):
+def test_connections_with_the_name_but_without_the_password_are_closed(said):
     """Names in the abstract namespace are for all on the host to read."""
     store = HashStore()
     ends, strangers = {}, []

@@ -71,7 +71,7 @@ def sources(algorithm, step, members, rank):
 @pytest.mark.parametrize("staleness", [0, 1])
 @given(data=st.data())
 @settings(max_examples=12)
-def test_those_who_are_left_go_on_among_themselves(staleness, data):
+def test_the_remaining_ranks_gossip_among_themselves(staleness, data):
     ranks = data.draw(st.integers(2, 7), "ranks")
     gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1), "gone")
     ends = {rank: data.draw(st.integers(0, STEPS - 1), f"end of {rank}") for rank in sorted(gone)}
@@ -97,7 +97,7 @@ def test_those_who_are_left_go_on_among_themselves(staleness, data):
         pytest.param(Gossip(rotate=False), 5, id="no rotation"),
     ],
 )
-def test_what_a_topology_cannot_do_with_those_who_are_left_another_one_does(algorithm, ranks):
+def test_dissemination_replaces_a_topology_that_does_not_fit_the_remaining_ranks(algorithm, ranks):
     outcomes = run_ranks(ranks, lambda world: finished(world, algorithm, {1: 3}), timeout_s=PATIENT_S)
     stay = [rank for rank in range(ranks) if rank != 1]
     assert all(same(outcomes[rank][2], outcomes[0][2]) for rank in stay)
@@ -107,7 +107,7 @@ def test_what_a_topology_cannot_do_with_those_who_are_left_another_one_does(algo
     ]
 
 
-def test_the_loss_is_told_once_in_a_sentence(caplog):
+def test_a_loss_is_logged_once(caplog):
     with caplog.at_level(logging.WARNING, "commrt"):
         outcomes = run_ranks(3, lambda world: finished(world, Gossip(), {1: 4}), timeout_s=PATIENT_S)
     (loss,) = outcomes[0][0].lost
@@ -115,7 +115,7 @@ def test_the_loss_is_told_once_in_a_sentence(caplog):
     assert [record.getMessage() for record in caplog.records] == [told]
 
 
-def test_who_fails_says_so_to_those_who_go_on():
+def test_a_rank_that_fails_tells_the_others_why():
     def body(world):
         if world.rank == 2:
             trained(world, Gossip(), {2: 4})
@@ -128,7 +128,7 @@ def test_who_fails_says_so_to_those_who_go_on():
     assert {losses[0].why for losses in seen} == {"it gave up: the disk is full"}
 
 
-def test_who_detaches_its_model_is_not_waited_for():
+def test_no_rank_waits_for_one_that_detached_its_model():
     def body(world):
         replica, *_ = finished(world, Gossip(), {2: 4})
         if world.rank == 2:
@@ -144,7 +144,7 @@ def test_who_detaches_its_model_is_not_waited_for():
     assert not last
 
 
-def test_a_rank_may_be_lost_in_join_and_all_who_are_left_end_equal():
+def test_the_remaining_ranks_end_equal_if_one_is_lost_in_join():
     def body(world):
         replica, optimizer = attached(world)
         with replica.join():
@@ -184,7 +184,7 @@ def test_the_only_rank_that_still_had_data_may_be_lost():
 @pytest.mark.parametrize("staleness", [0, 1])
 @given(data=st.data())
 @settings(max_examples=8)
-def test_a_ring_of_samples_closes_around_a_lost_rank_and_loses_what_that_held_and_nothing_else(staleness, data):
+def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(staleness, data):
     ranks, kept = data.draw(st.integers(3, 6), "ranks"), 8
     gone, last = data.draw(st.integers(0, ranks - 1), "gone"), data.draw(st.integers(0, 11), "last step")
 
@@ -207,7 +207,7 @@ def test_a_ring_of_samples_closes_around_a_lost_rank_and_loses_what_that_held_an
     assert len(left) == len(set(left)) == kept * (ranks - 1)
 
 
-def test_after_a_loss_a_checkpoint_is_loaded_by_those_who_are_left():
+def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
     def body(world):
         replica, *_ = finished(world, Gossip(), {1: 4})
         if world.rank == 1:
@@ -249,7 +249,7 @@ def test_two_models_that_gossip_in_one_world_end_with_a_lost_rank():
         run_ranks(3, body, timeout_s=PATIENT_S)
 
 
-def test_models_that_were_dropped_do_not_count_whoever_collected_them():
+def test_dropped_models_do_not_count_as_attached():
     def body(world):
         for _ in range(3):
             replica, optimizer = attached(world)
@@ -276,7 +276,7 @@ def test_two_models_are_too_many_also_when_one_was_detached():
         run_ranks(3, body, timeout_s=PATIENT_S)
 
 
-def test_who_is_left_alone_goes_on_passing_samples_to_itself():
+def test_a_ring_shuffle_works_on_the_last_remaining_rank():
     def body(world):
         replica, optimizer = attached(world)
         ring = commrt.RingShuffle((torch.arange(8) + 8 * world.rank,), batch_size=2, world=world)
@@ -291,7 +291,7 @@ def test_who_is_left_alone_goes_on_passing_samples_to_itself():
 
 
 @pytest.mark.parametrize("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
-def test_a_loss_that_nobody_has_noticed_yet_does_not_end_what_all_do_together(what):
+def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
     def body(world):
         replica, optimizer = attached(world)
         local_step(replica.model, optimizer, 0, world.rank)
@@ -318,7 +318,7 @@ def test_a_loss_that_nobody_has_noticed_yet_does_not_end_what_all_do_together(wh
     assert run_ranks(3, body, timeout_s=PATIENT_S) == [(0, 2), None, (0, 2)]
 
 
-def test_what_all_do_together_is_refused_inside_join():
+def test_collectives_are_refused_inside_join():
     def body(world):
         replica, _ = attached(world)
         with replica.join():

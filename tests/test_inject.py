@@ -131,7 +131,7 @@ def test_how_long_a_step_usually_takes_is_the_median_of_what_this_rank_has_compu
     assert slept == pytest.approx([0.04, 0.04, 0.04], abs=0.01)  # nothing is usual at first
 
 
-def test_only_the_rank_and_the_step_that_were_named_are_struck(monkeypatch):
+def test_a_fault_strikes_only_the_rank_and_the_step_that_it_names(monkeypatch):
     struck, faults = [], [Fault("kill", 1, 2), Fault("kill", 0, 1), Fault("kill", 1, 0)]
     monkeypatch.setattr(Fault, "strike", lambda fault: struck.append(fault))  # noqa: PLW0108  # a method
     injected = Injection(faults, 0, 1)
@@ -151,7 +151,7 @@ def forked(body):
     return pid
 
 
-def test_who_is_stopped_goes_on_after_the_time_and_who_is_killed_does_not():
+def test_a_stopped_process_continues_and_a_killed_one_does_not():
     begin_s = monotonic()
     stopped = forked(Fault("stop", 0, 0, seconds=0.5).strike)
     assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
@@ -160,7 +160,7 @@ def test_who_is_stopped_goes_on_after_the_time_and_who_is_killed_does_not():
     assert os.WTERMSIG(os.waitpid(forked(Fault("kill", 0, 0).strike), 0)[1]) == signal.SIGKILL
 
 
-def test_nobody_waits_for_a_stopped_process_that_was_killed():
+def test_killing_a_stopped_process_ends_its_waiting_child():
     stopped = forked(Fault("stop", 0, 0, seconds=1000.0).strike)
     os.waitpid(stopped, os.WUNTRACED)
     (waiting,) = Path(f"/proc/{stopped}/task/{stopped}/children").read_text().split()

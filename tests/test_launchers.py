@@ -29,7 +29,7 @@ OF_LAUNCHERS = {getattr(one, name) for one in LAUNCHERS for name in ("rank", "si
 
 
 def environment(**more):
-    """Without what would take a worker for one of another launcher's."""
+    """Return this process's environment without variables of launchers."""
     kept = {name: value for name, value in os.environ.items() if name not in {*OF_LAUNCHERS, "GLOO_SOCKET_IFNAME"}}
     return kept | {"OMP_NUM_THREADS": "1", **more}
 
@@ -45,30 +45,30 @@ def here():
 def started(*commands):
     """All at once; what they said is shown if one fails."""
     options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    crew = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
+    processes = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
     try:
-        yield crew
+        yield processes
     finally:
-        for process in crew:
+        for process in processes:
             process.terminate()
             process.wait(20)
             process.stdout.close()
 
 
 def run(*commands):
-    with started(*commands) as crew:
-        for process in crew:
+    with started(*commands) as processes:
+        for process in processes:
             said, _ = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, said
 
 
 def reports(folder):
-    """What each rank wrote about each of its worlds, in the order of ranks."""
+    """Return what each rank wrote about each of its worlds, in the order of ranks."""
     return sorted((json.loads(path.read_text()) for path in folder.iterdir()), key=lambda each: each[0]["place"])
 
 
 def seen(folder):
-    """Of one world each: places, and what all saw alike."""
+    """Return the places of ranks with one world each, and what they all report alike."""
     alone = [each for (each,) in reports(folder)]
     places = [tuple(each["place"]) for each in alone]
     (common,) = {(each["launcher"], each["kind"], *each["sum"]) for each in alone}

@@ -101,7 +101,7 @@ def test_a_deadline_is_one_for_all(both):
     assert (elsewhere.timeout_s, one.timeout_s) == (2.5, 2.5)
 
 
-def test_all_are_closed_though_one_has_something_to_say(both):
+def test_all_transports_are_closed_though_one_raises(both):
     one, elsewhere = both
     exchange = one.bind(P2PGroup([], [P2PMessage(1, torch.ones(3))]))
 
@@ -143,22 +143,22 @@ class Recorded:
         self.story.append("nothing" if mark is DONE else f"behind {mark.number}")
 
 
-def test_a_task_is_queued_behind_its_caller_and_who_takes_its_result_behind_the_task():
-    lane = CommThread(lambda failure: None)
-    lane.streams = streams = Recorded()
-    answer = lane.submit(lambda: streams.story.append("task"))
+def test_a_task_is_queued_behind_its_caller_and_the_reader_of_its_result_behind_the_task():
+    comm_thread = CommThread(lambda failure: None)
+    comm_thread.streams = streams = Recorded()
+    answer = comm_thread.submit(lambda: streams.story.append("task"))
     answer.result()
-    lane.close()
+    comm_thread.close()
     assert streams.story == ["mark", "behind 1", "task", "mark", "behind 4"]
 
 
-def test_nobody_waits_for_what_a_failed_task_queued():
-    lane = CommThread(lambda failure: None)
-    lane.streams = streams = Recorded()
-    answer = lane.submit([].pop)
+def test_no_stream_waits_for_the_work_of_a_failed_task():
+    comm_thread = CommThread(lambda failure: None)
+    comm_thread.streams = streams = Recorded()
+    answer = comm_thread.submit([].pop)
     with pytest.raises(IndexError):
         answer.result()
-    lane.close()
+    comm_thread.close()
     assert streams.story == ["mark", "behind 1"]
 
 
@@ -212,7 +212,7 @@ def test_no_optimizer_steps_after_a_gpu_failed_late():
         assert model.weight.tolist() == before
 
 
-def test_connecting_a_gpu_gives_the_world_a_transport_and_its_lane_the_gpu_s_streams_once(monkeypatch):
+def test_connecting_a_gpu_adds_a_transport_and_streams_once(monkeypatch):
     class Entered(Recorded):
         def enter(self):
             self.story.append("enter")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations: one answer for all, eviction at the deadline, and nobody who lives is passed over in haste."""
+"""Generations: all ranks agree on one, late ranks are evicted, and a live rank is not evicted before the deadline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_head_reads_as_it_was_written(number, collective, phase):
     assert Head.from_json(head.to_json().encode()) == head
 
 
-def test_of_proposals_for_one_generation_the_first_stands_for_all():
+def test_the_first_proposal_for_a_generation_holds_for_all_ranks():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(3), 0))
     logs = [Generations(store, lambda question: question(), founders) for _ in range(3)]
     head, _ = logs[0].current()
@@ -103,7 +103,7 @@ def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_o
 
 
 @given(st.data())
-def test_all_who_answer_a_roll_call_are_the_same_next_generation_from_the_latest_step(data):
+def test_ranks_that_answer_a_roll_call_form_one_generation_from_the_latest_step(data):
     ranks = data.draw(st.integers(1, 6))
     gone = data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
     steps = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
@@ -226,7 +226,7 @@ def test_a_member_that_has_left_is_not_waited_for(how):
     end(found)
 
 
-def test_where_too_few_come_nobody_is_evicted_and_the_error_names_who_is_missing():
+def test_no_rank_is_evicted_if_too_few_come_and_the_error_names_the_missing_ranks():
     found = members(3, SHORT_S, needed=2)
     with pytest.raises(
         DeadlineExceeded, match=r"ranks \[1, 2\] are missing \(it did not come to save\(\) within 0.3 s\)"
@@ -255,7 +255,7 @@ def test_a_rank_that_comes_to_another_collective_does_not_go_on_to_meet_the_othe
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7))
-def test_what_all_came_through_is_whole_and_nothing_else(said):
+def test_a_part_counts_only_if_all_members_vote_for_it(said):
     found = members(len(said))
     votes = at_once([lambda m=m, ok=ok: m.calls.vote(ok, m.generation) for m, ok in zip(found, said, strict=True)])
     assert set(votes) == {all(said)}
@@ -263,7 +263,7 @@ def test_what_all_came_through_is_whole_and_nothing_else(said):
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
-def test_a_member_that_says_nothing_did_not_come_through(silent):
+def test_a_part_does_not_count_if_a_member_does_not_vote(silent):
     found = members(3, SHORT_S)
     voters = [member for rank, member in enumerate(found) if rank != silent]
     assert at_once([lambda m=m: m.calls.vote(True, m.generation) for m in voters]) == [False, False]
@@ -281,13 +281,13 @@ def test_the_vote_of_a_process_that_is_gone_is_not_waited_for(silent):
     end(found)
 
 
-def test_one_that_lost_somebody_waits_for_nobody():
+def test_a_member_that_votes_against_a_part_does_not_wait_for_the_others():
     found = members(3)
     assert found[1].calls.vote(False, found[1].generation) is False
     end(found)
 
 
-def test_who_refuses_in_place_of_a_vote_tells_all_others_why():
+def test_a_refusal_in_place_of_a_vote_tells_all_members_the_reason():
     found = members(3)
     refusing = [
         lambda: found[0].calls.refuse("the dtype is wrong", found[0].generation),
@@ -307,7 +307,7 @@ def replacement(store, rank, ranks):
     )
 
 
-def test_nobody_takes_the_place_of_a_process_that_lives():
+def test_a_replacement_of_a_live_process_is_refused():
     found = members(2, store=(store := HashStore()))
     with pytest.raises(UsageError, match=r"a process of rank 1 is a member and answers: another can take its place"):
         replacement(store, 1, 2).join_as_replacement(lambda: True)
@@ -315,7 +315,7 @@ def test_nobody_takes_the_place_of_a_process_that_lives():
 
 
 @pytest.mark.parametrize("was_evicted", [True, False], ids=["evicted", "dead"])
-def test_a_new_process_takes_a_lost_ranks_place_and_the_old_one_is_out(was_evicted):
+def test_a_replacement_becomes_a_member_and_the_old_process_is_evicted(was_evicted):
     found = members(2, SHORT_S, store=(store := HashStore()))
     if was_evicted:
         roll_call(found[:1], [4])
@@ -330,7 +330,7 @@ def test_a_new_process_takes_a_lost_ranks_place_and_the_old_one_is_out(was_evict
     end([*found, new])
 
 
-def test_of_two_processes_that_take_a_place_at_once_only_one_is_a_member():
+def test_only_one_of_two_replacements_for_a_rank_becomes_a_member():
     found = members(2, store=(store := HashStore()))
     found[1].processes.close()
     new = [replacement(store, 1, 2) for _ in range(2)]
@@ -346,7 +346,7 @@ def test_of_two_processes_that_take_a_place_at_once_only_one_is_a_member():
     end([*found, *new])
 
 
-def test_no_process_takes_a_place_in_the_middle_of_a_collective():
+def test_a_replacement_is_not_admitted_during_a_collective():
     found = members(2, SHORT_S, store=(store := HashStore()))
     roll_call(found[:1], [4])
     found[0].adopt(found[0].current())
@@ -360,7 +360,7 @@ def test_no_process_takes_a_place_in_the_middle_of_a_collective():
     end([*found, new])
 
 
-def test_where_all_others_have_finished_there_is_no_place_to_take():
+def test_a_replacement_is_refused_where_all_others_have_finished():
     found = members(2, store=(store := HashStore()))
     found[1].processes.close()
     found[0].depart("it closed its world", finished=True)

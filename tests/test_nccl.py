@@ -288,7 +288,7 @@ def test_an_abort_waits_while_calls_are_being_issued(queued):
     assert queued.binding.calls.index("end") < queued.binding.calls.index("abort")
 
 
-def test_who_comes_while_the_communicator_is_freed_does_not_use_it(queued):
+def test_no_thread_uses_the_communicator_while_it_is_freed(queued):
     inside, go_on = threading.Event(), threading.Event()
 
     def abort():
@@ -341,7 +341,7 @@ def test_errors_are_not_asked_for_while_calls_are_being_issued(queued):
     assert threading.current_thread().name not in queued.binding.polls
 
 
-def test_the_watchdog_and_who_makes_the_communicator_use_the_gpu_of_this_rank(queued):
+def test_the_watchdog_and_the_creating_thread_use_the_gpu_of_this_rank(queued):
     assert {"commrt-watchdog", "commrt-store-call"} <= set(queued.queue.users)
 
 

@@ -82,10 +82,10 @@ class Noted:
 
     def bind(self, group):
         def exchange(tag):
-            for parcel in group.sends:
-                self._streams.touch(parcel.data, writes=False)
-            for parcel in group.recvs:
-                self._streams.touch(parcel.data, writes=True)
+            for message in group.sends:
+                self._streams.touch(message.data, writes=False)
+            for message in group.recvs:
+                self._streams.touch(message.data, writes=True)
             self._streams.step()
 
         return exchange

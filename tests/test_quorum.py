@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of the quorum, checked exhaustively: every order of events, a death at every instant, false suspicions.
 
-A state is what each rank was answered so far, what the store holds, and who is dead. A rank's next wish follows from
-its answers, by running the very generator that training runs. Another process may take the place of a dead one at any
-instant, with the weights of any rank that lives; it calls all others to a new generation.
+A state is what each rank was answered so far, what the store holds, and who is dead. A rank's next operation follows
+from its answers, by running the very generator that training runs. Another process may take the place of a dead one at
+any instant, with the weights of any rank that lives; it calls all others to a new generation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIES = 0.02
 
 @dataclass(frozen=True)
 class State:
-    answers: tuple  # of each rank, to its wishes in order
+    answers: tuple  # of each rank, to its operations in order
     begins: tuple  # of each rank: the step and the generation in which its process began
     store: frozenset = frozenset()
     dead: frozenset = frozenset()
@@ -56,10 +56,10 @@ class State:
         return replace(self, answers=tuple(answers), **more)
 
 
-class Tag(NamedTuple):
-    """Of a rank's life."""
+class Position(NamedTuple):
+    """How far a rank has come in its steps."""
 
-    wish: object  # what it wants next, or the outcomes of its steps
+    operation: object  # what it asks for next, or the outcomes of its steps
     step: int
     generation: int
     came: frozenset  # (step, attempt, generation) of the reductions to which it has come
@@ -79,7 +79,7 @@ class Model:
     rule: object = quorum_step
     first_knows: bool = True
     """For the first member a reduction goes well only if all others have the sum."""
-    moments: dict = field(default_factory=dict, repr=False)
+    known_positions: dict = field(default_factory=dict, repr=False)
     lives: dict = field(default_factory=dict, repr=False)  # those that were asked last, with their answers
 
     @property
@@ -92,48 +92,48 @@ class Model:
         for step in range(begin, self.steps):
             if self.births:
                 generation = yield NextAttempt(generation)
-            course, answer = self.rule(rank, generation, self.needed, step), None
+            coroutine, answer = self.rule(rank, generation, self.needed, step), None
             while step not in outcomes:
                 try:
-                    wish = course.send(answer)
+                    operation = coroutine.send(answer)
                 except StopIteration as end:
                     outcomes[step] = end.value
                 else:
-                    answer = yield wish
-                    generation = answer if isinstance(wish, NextAttempt) else generation
+                    answer = yield operation
+                    generation = answer if isinstance(operation, NextAttempt) else generation
         return outcomes
 
     def at(self, state, rank):
         """Where the life of a rank is."""
         begin, answers = state.begins[rank], state.answers[rank]
-        if (rank, begin, answers) not in self.moments:
-            self.moments[rank, begin, answers] = self.live(rank, begin, answers)
-        return self.moments[rank, begin, answers]
+        if (rank, begin, answers) not in self.known_positions:
+            self.known_positions[rank, begin, answers] = self.live(rank, begin, answers)
+        return self.known_positions[rank, begin, answers]
 
     def live(self, rank, begin, answers):
         """Where it is after one answer more than the life that was asked last, or after all of them anew."""
         life, known = self.lives.pop((rank, begin), (None, None))
         if not answers or known != answers[:-1]:
             life, known = self.life(rank, *begin), ()
-            tag = self.after(life, Tag(None, *begin, frozenset()), None)
+            position = self.after(life, Position(None, *begin, frozenset()), None)
         else:
-            tag = self.moments[rank, begin, known]
+            position = self.known_positions[rank, begin, known]
         for answer in answers[len(known) :]:
-            tag = self.after(life, tag, answer)
+            position = self.after(life, position, answer)
         self.lives[rank, begin] = life, answers
-        return tag
+        return position
 
-    def after(self, life, tag, answer):
-        generation = answer if isinstance(tag.wish, NextAttempt) else tag.generation
+    def after(self, life, position, answer):
+        generation = answer if isinstance(position.operation, NextAttempt) else position.generation
         try:
-            wish = life.send(answer)
+            operation = life.send(answer)
         except StopIteration as end:
-            return Tag(end.value, self.steps, generation, tag.came)
-        place = {(wish.step, wish.attempt, generation)} if isinstance(wish, Reduce) else set()
-        return Tag(wish, getattr(wish, "step", tag.step), generation, tag.came | place)
+            return Position(end.value, self.steps, generation, position.came)
+        place = {(operation.step, operation.attempt, generation)} if isinstance(operation, Reduce) else set()
+        return Position(operation, getattr(operation, "step", position.step), generation, position.came | place)
 
-    def wish(self, state, rank):
-        return self.at(state, rank).wish
+    def operation(self, state, rank):
+        return self.at(state, rank).operation
 
     def successors(self, state):
         """What may happen next; where it makes no difference when, it happens first."""
@@ -147,8 +147,8 @@ class Model:
         """What a rank may do next."""
         if rank in state.dead:
             yield from self.replaced(state, rank)
-        elif not isinstance(wish := self.wish(state, rank), dict):
-            yield from self.answered(state, rank, wish)
+        elif not isinstance(operation := self.operation(state, rank), dict):
+            yield from self.answered(state, rank, operation)
 
     def deaths_of(self, state, rank):
         """Also of one that has passed all steps: others may need its sum."""
@@ -157,8 +157,8 @@ class Model:
 
     def unseen(self, state, rank):
         """The state after `rank` has read what stands for ever, and is still in the same step; None if it does not."""
-        wish, step, *_ = self.at(state, rank)
-        said = dict(state.store).get(wish.key) if isinstance(wish, WaitFor) else None
+        operation, step, *_ = self.at(state, rank)
+        said = dict(state.store).get(operation.key) if isinstance(operation, WaitFor) else None
         after = None if said is None else state.with_answer(rank, said)
         return after if after is not None and self.at(after, rank).step == step else None
 
@@ -178,59 +178,59 @@ class Model:
                 called=called,
             )
 
-    def answered(self, state, rank, wish):
+    def answered(self, state, rank, operation):
         store = dict(state.store)
-        if isinstance(wish, Append):
-            store[wish.key] = store.get(wish.key, "") + wish.word
+        if isinstance(operation, Append):
+            store[operation.key] = store.get(operation.key, "") + operation.word
             yield state.with_answer(rank, None, store=frozenset(store.items()))
-        elif isinstance(wish, SetOnce):
-            stands = store.setdefault(wish.key, wish.value)
+        elif isinstance(operation, SetOnce):
+            stands = store.setdefault(operation.key, operation.value)
             yield state.with_answer(rank, stands, store=frozenset(store.items()))
-        elif isinstance(wish, ReadNow):
-            yield state.with_answer(rank, tuple(store.get(name, "0") for name in wish.keys))
-        elif isinstance(wish, NextAttempt):
-            yield state.with_answer(rank, max(wish.generation, state.called))
-        elif isinstance(wish, WaitFor):
-            yield from self.read(state, rank, wish, store)
-        elif isinstance(wish, Reduce):
-            yield from self.reductions(state, rank, wish, store)
+        elif isinstance(operation, ReadNow):
+            yield state.with_answer(rank, tuple(store.get(name, "0") for name in operation.keys))
+        elif isinstance(operation, NextAttempt):
+            yield state.with_answer(rank, max(operation.generation, state.called))
+        elif isinstance(operation, WaitFor):
+            yield from self.read(state, rank, operation, store)
+        elif isinstance(operation, Reduce):
+            yield from self.reductions(state, rank, operation, store)
 
-    def read(self, state, rank, wish, store):
-        """Who waits looks after the others, as `commrt.membership.quorum_vote` does."""
-        if wish.key in store:
-            yield state.with_answer(rank, store[wish.key])
-        elif wish.members:
-            if (state.dead | state.reborn) & set(wish.members):
-                yield replace(state, store=state.store | {(wish.key, FAILED)})
+    def read(self, state, rank, operation, store):
+        """Read a key; a waiting rank checks if the others live, as `commrt.membership.quorum_vote` does."""
+        if operation.key in store:
+            yield state.with_answer(rank, store[operation.key])
+        elif operation.members:
+            if (state.dead | state.reborn) & set(operation.members):
+                yield replace(state, store=state.store | {(operation.key, FAILED)})
         else:
             generation = self.at(state, rank).generation
-            order = parse_announcements(store[quorum_key(wish.step, wish.attempt, "announced")], generation)
+            order = parse_announcements(store[quorum_key(operation.step, operation.attempt, "announced")], generation)
             if len(order) >= self.needed:  # who came last may have died before it said so
-                yield replace(state, store=state.store | {(wish.key, choose_members(order, self.needed))})
+                yield replace(state, store=state.store | {(operation.key, choose_members(order, self.needed))})
             elif state.called > generation:
-                yield replace(state, store=state.store | {(wish.key, NO_MEMBERS)})
+                yield replace(state, store=state.store | {(operation.key, NO_MEMBERS)})
             elif state.voids < self.voids:
-                yield replace(state, store=state.store | {(wish.key, NO_MEMBERS)}, voids=state.voids + 1)
+                yield replace(state, store=state.store | {(operation.key, NO_MEMBERS)}, voids=state.voids + 1)
 
-    def reductions(self, state, rank, wish, store):
+    def reductions(self, state, rank, operation, store):
         """It goes well only if all have come to it, for the first member if all others are through.
 
         It goes badly only if one is gone, gave up, or is suspected.
         """
-        place, generation = (wish.step, wish.attempt), self.at(state, rank).generation
-        settled = store[quorum_key(wish.step, wish.attempt, "members")].split()
+        place, generation = (operation.step, operation.attempt), self.at(state, rank).generation
+        settled = store[quorum_key(operation.step, operation.attempt, "members")].split()
         assert {word.split("@")[1] for word in settled} == {str(generation)}, "through connections that it has not"
-        others = [member for member in wish.members if member != rank]
-        if rank == wish.members[0] and self.first_knows:
+        others = [member for member in operation.members if member != rank]
+        if rank == operation.members[0] and self.first_knows:
             is_whole = all((member, place, True) in state.reduced for member in others)
         else:
             is_whole = all((*place, generation) in self.at(state, member).came for member in others)
         if is_whole:
             yield state.with_answer(rank, True, reduced=state.reduced | {(rank, place, True)})
-        gave_up = any((member, place, False) in state.reduced for member in wish.members)
+        gave_up = any((member, place, False) in state.reduced for member in operation.members)
         after = state.reduced | {(rank, place, False)}
-        has_left = any(self.at(state, member).generation != generation for member in wish.members)
-        if gave_up or has_left or state.dead & set(wish.members):
+        has_left = any(self.at(state, member).generation != generation for member in operation.members)
+        if gave_up or has_left or state.dead & set(operation.members):
             yield state.with_answer(rank, False, reduced=after)
         elif state.suspicions < self.suspicions:
             yield state.with_answer(rank, False, reduced=after, suspicions=state.suspicions + 1)
@@ -271,11 +271,11 @@ class Model:
         return []
 
     def outcomes(self, state):
-        ends = {rank: self.wish(state, rank) for rank in self.ranks}
+        ends = {rank: self.operation(state, rank) for rank in self.ranks}
         return {rank: end for rank, end in ends.items() if isinstance(end, dict)}
 
     def check(self, state):
-        """All who passed a step applied the same; nobody applied what others can never get."""
+        """Check that all ranks applied the same gradients in a step, and that every rank can still get them."""
         for step in range(self.steps):
             ends = {rank: end for rank, end in self.outcomes(state).items() if step in end}
             applied = {end[step].members for end in ends.values()}
@@ -290,7 +290,7 @@ class Model:
                 assert living & set(members) - state.reborn | came_later, "nobody is left who has the sum"
 
     def check_end(self, state):
-        """Nothing more can happen: then all who live have finished, if they are enough."""
+        """Check that all live ranks have finished once nothing more can happen, if they are enough for a step."""
         living = [rank for rank in self.ranks if rank not in state.dead]
         if len(living) >= self.needed:
             assert set(living) <= set(self.outcomes(state)), state
@@ -326,43 +326,43 @@ def described(model):
 
 
 @pytest.mark.parametrize("model", CASES, ids=described)
-def test_in_every_order_of_events_all_apply_the_same_gradients_and_all_who_live_go_on(model):
+def test_live_ranks_apply_the_same_gradients_and_go_on_in_every_order_of_events(model):
     assert model.explore() > 100
 
 
 @pytest.mark.parametrize("model", DRAWN, ids=described)
-def test_in_orders_drawn_at_random_too_where_other_processes_take_the_places_of_the_dead(model):
+def test_live_ranks_apply_the_same_gradients_in_random_orders_with_replacements(model):
     draw = Random(1)
     assert sum(model.walk(draw) for _ in range(WALKS)) > 50 * WALKS
 
 
 def without_waiting_for_done(rank, generation, needed, step):
     """As `deliberate`, but a member that has the sum uses it at once."""
-    course = quorum_step(rank, generation, needed, step)
-    wish = next(course)
+    coroutine = quorum_step(rank, generation, needed, step)
+    operation = next(coroutine)
     while True:
-        answer = yield wish
-        if isinstance(wish, Reduce) and answer:
-            yield SetOnce(quorum_key(step, wish.attempt, "outcome"), DONE if rank == wish.members[0] else "")
-            return Outcome(wish.members, True, wish.attempt)
+        answer = yield operation
+        if isinstance(operation, Reduce) and answer:
+            yield SetOnce(quorum_key(step, operation.attempt, "outcome"), DONE if rank == operation.members[0] else "")
+            return Outcome(operation.members, True, operation.attempt)
         try:
-            wish = course.send(answer)
+            operation = coroutine.send(answer)
         except StopIteration as end:
             return end.value
 
 
 def without_a_gradient_for_another_attempt(rank, generation, needed, step):
     """As `deliberate`, but a member has used its gradient when the attempt fails, and can announce it no more."""
-    course = quorum_step(rank, generation, needed, step)
-    wish, had_sum = next(course), False
-    while not (had_sum and isinstance(wish, NextAttempt)):
-        answer = yield wish
-        had_sum = had_sum or (isinstance(wish, Reduce) and answer)
+    coroutine = quorum_step(rank, generation, needed, step)
+    operation, had_sum = next(coroutine), False
+    while not (had_sum and isinstance(operation, NextAttempt)):
+        answer = yield operation
+        had_sum = had_sum or (isinstance(operation, Reduce) and answer)
         try:
-            wish = course.send(answer)
+            operation = coroutine.send(answer)
         except StopIteration as end:
             return end.value
-    yield WaitFor("never", step, wish.generation, (rank,))
+    yield WaitFor("never", step, operation.generation, (rank,))
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
     assert grown[36::3] == pytest.approx([factor * each for each in rates()[36::12]])
 
 
-def test_who_takes_over_the_state_of_a_rate_has_the_same_rate():
+def test_a_rate_continues_from_a_loaded_state():
     control = BatchSizeControl(sampler(), {0: 8})
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2)]
     ahead, late = (Rate(optimizer, control, 6, warmup_epochs=2) for optimizer in optimizers)

@@ -140,6 +140,8 @@ def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment():
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(UsageError, match='"": the name of the file is empty: give one, such as --trace'):
+        require_writable("--trace", "", "trace.json")
     with pytest.raises(UsageError, match="there is no folder"):
         require_writable("--trace", str(tmp_path / "missing" / "trace.json"), "trace.json")
     with pytest.raises(UsageError, match="is a folder: give a file"):

@@ -84,13 +84,13 @@ def test_only_addresses_that_nobody_else_can_reach_are_the_loopback():
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("blow", "says"),
+    ("signal_number", "says"),
     [(signal.SIGSTOP, "DeadlineExceeded: no answer from ranks [0]"), (signal.SIGKILL, "PeerLost: the peer is gone")],
     ids=["stopped", "killed"],
 )
-def test_a_store_that_goes_away_during_a_question_is_named(blow, says):
+def test_a_store_that_goes_away_during_a_question_is_named(signal_number, says):
     def strike(rank, message, process):
-        os.kill(process.pid, blow)
+        os.kill(process.pid, signal_number)
         return True
 
     outcomes = run_processes(3, rendezvous_ranks.ask_a_struck_holder, 3.0, limit_s=LIMIT_S, on_message=strike)

@@ -28,11 +28,11 @@ AT = 4
 CONFIG = WorldConfig(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
 
 
-def vacant():
+def replacement_world():
     return World(NullTransport(2, range(4), 5.0), HashStore(), config=CONFIG)
 
 
-def test_a_configuration_is_found_as_it_was_published_and_not_after_it_was_withdrawn():
+def test_a_configuration_is_read_as_published_until_it_is_withdrawn():
     store = HashStore()
     assert WorldConfig.read(store) is None
     CONFIG.publish(store)
@@ -42,7 +42,7 @@ def test_a_configuration_is_found_as_it_was_published_and_not_after_it_was_withd
         WorldConfig.read(store)
 
 
-def test_whoever_comes_from_anywhere_is_welcome_where_ranks_use_a_network():
+def test_a_replacement_may_run_on_any_host_where_ranks_use_a_network():
     replace(CONFIG, host=None).require_place(2, 4, "elsewhere")
     CONFIG.require_place(2, 4, "here")
 
@@ -55,12 +55,12 @@ def test_whoever_comes_from_anywhere_is_welcome_where_ranks_use_a_network():
         (4, None, UsageError, "through shared memory: start it there"),
     ],
 )
-def test_who_cannot_take_the_place_is_told_why(size, host, kind, says):
+def test_a_replacement_with_another_world_size_or_host_is_refused(size, host, kind, says):
     with pytest.raises(kind, match=says):
         CONFIG.require_place(2, size, host)
 
 
-def test_who_insists_on_another_transport_is_refused_and_not_those_who_train():
+def test_a_replacement_with_another_transport_is_refused():
     with pytest.raises(DisagreementError, match="COMMRT_TRANSPORT=gloo, and the others train with unset"):
         CONFIG.require_place(2, 4, "here", "gloo")
 
@@ -79,7 +79,7 @@ def test_who_insists_on_another_transport_is_refused_and_not_those_who_train():
         (1, {**CONFIG.claim, "more": "x"}, DisagreementError, "in more: 'x' against 'nothing'"),
     ],
 )
-def test_who_brings_another_model_is_told_what_differs(model, claim, kind, says):
+def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kind, says):
     with pytest.raises(kind, match=says):
         CONFIG.require_same(2, model, claim)
 
@@ -94,21 +94,21 @@ def test_who_brings_another_model_is_told_what_differs(model, claim, kind, says)
         lambda world: commrt.RingShuffle([torch.zeros(8)], 2, world=world),
     ],
 )
-def test_until_it_is_let_in_nothing_can_be_done_with_the_others(call):
+def test_a_replacement_cannot_call_collectives_before_it_is_admitted(call):
     with (
-        vacant() as world,
+        replacement_world() as world,
         pytest.raises(UsageError, match="takes the place of rank 2, which is gone, while the others"),
     ):
         call(world)
 
 
-def test_another_model_than_theirs_is_refused_before_anybody_is_called():
+def test_a_replacement_with_another_model_is_refused_before_it_contacts_a_rank():
     model = torch.nn.Linear(2, 2)
-    with vacant() as world, pytest.raises(DisagreementError, match="differs from the others in"):
+    with replacement_world() as world, pytest.raises(DisagreementError, match="differs from the others in"):
         commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
 
 
-def test_nothing_travels_before_it_is_let_in():
+def test_a_replacement_sends_nothing_before_it_is_admitted():
     transport = NullTransport(2, range(4), 5.0)
     assert transport.allocate(3, torch.float32).tolist() == [0.0] * 3
     with pytest.raises(TransportClosed, match="have not admitted this rank yet"):
@@ -118,7 +118,7 @@ def test_nothing_travels_before_it_is_let_in():
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["backward", "reducing"])
-def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weights_of_the_others(where):
+def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
     ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, where, "replace")])
     assert [end.error for end in ends] == [None] * 4
     reference_holds(ends, needed=3)
@@ -127,13 +127,13 @@ def test_another_process_takes_the_place_of_a_dead_one_and_counts_with_the_weigh
 
 
 @pytest.mark.processes
-def test_deaths_upon_deaths_of_two_at_once_and_a_replacement_for_each_cost_no_step():
-    voyage = train_with_deaths(6, 2, deaths=5)
-    assert voyage.deaths == 5
+def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
+    found = train_with_deaths(6, 2, deaths=5)
+    assert found.deaths == 5
 
 
 @pytest.mark.processes
-def test_the_process_that_holds_the_store_waits_for_those_who_still_train_however_long_they_do():
+def test_the_holder_of_the_store_waits_for_ranks_that_train_longer_than_the_timeout():
     ends = run_processes(3, replacement_ranks.ends_early, 60)
     assert [end.error for end in ends] == [None] * 3
     assert all(end.value >= 50 for end in ends[1:])
@@ -146,14 +146,14 @@ def killed(_, message, process):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("dies_at", [9, 11])
-def test_a_death_at_the_end_of_an_epoch_to_which_ranks_come_from_different_steps_holds_nobody_up(dies_at):
+def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(dies_at):
     ends = run_processes(4, replacement_ranks.epochs, dies_at, on_message=killed)
     assert [end.value for end in ends if end.rank != 2] == [(0, 1, 3)] * 3, [end.error for end in ends]
 
 
 @pytest.mark.processes
-def test_a_replacement_makes_the_calls_that_come_after_the_step_that_it_begins_with():
-    ends = run_processes(4, replacement_ranks.calls_at, (10, 12, 40), on_message=killed)
+def test_a_replacement_makes_the_collectives_after_its_first_step():
+    ends = run_processes(4, replacement_ranks.collectives_at, (10, 12, 40), on_message=killed)
     assert [end.error for end in ends] == [None] * 4
     assert all(equal for end in ends for _, equal in end.value)
     assert [end.value[-1][0] for end in ends] == [40] * 4

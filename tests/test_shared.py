@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory: nothing is copied twice, nothing is left behind, and nobody waits for who is gone."""
+"""Shared memory: nothing is copied twice or left behind, and no rank waits for one that is gone."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_rank_that_left_while_the_others_came_is_lost():
         SharedTransport(store, 1, range(2), PATIENT_S)
 
 
-def test_strangers_are_shown_out():
+def test_connections_with_a_wrong_greeting_are_ignored():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)

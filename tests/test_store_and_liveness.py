@@ -23,17 +23,17 @@ LIMIT_S = 20.0
 
 
 def test_a_listener_answers_until_it_is_closed():
-    bell = LivenessListener("127.0.0.1")
-    assert [probe(bell.address) for _ in range(3)] == [True] * 3
-    bell.close()
-    assert probe(bell.address) is False
-    bell.close()
+    listener = LivenessListener("127.0.0.1")
+    assert [probe(listener.address) for _ in range(3)] == [True] * 3
+    listener.close()
+    assert probe(listener.address) is False
+    listener.close()
 
 
 def test_a_listener_is_where_the_others_are_and_nowhere_else():
-    bell = LivenessListener("localhost")
-    assert bell.address.startswith(("127.", "::1"))
-    bell.close()
+    listener = LivenessListener("localhost")
+    assert listener.address.startswith(("127.", "::1"))
+    listener.close()
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EMFILE, "too many open files"), OSError(113, "")])
@@ -48,9 +48,9 @@ def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
 
 def test_a_listener_answers_more_often_than_a_queue_is_long(monkeypatch):
     monkeypatch.setattr(socket, "SOMAXCONN", 2)
-    bell = LivenessListener("127.0.0.1")
-    assert [probe(bell.address) for _ in range(20)] == [True] * 20
-    bell.close()
+    listener = LivenessListener("127.0.0.1")
+    assert [probe(listener.address) for _ in range(20)] == [True] * 20
+    listener.close()
 
 
 @pytest.mark.processes
@@ -66,12 +66,12 @@ def test_a_stopped_process_answers_and_a_killed_one_does_not_even_if_its_child_l
         return True
 
     found = []
-    run_processes(1, failing_ranks.ringing, on_message=on_message)
+    run_processes(1, failing_ranks.listening, on_message=on_message)
     assert found == [(False, True)]
 
 
 @pytest.mark.parametrize("use_libuv", [True, False, None], ids=["libuv", "older", "one process"])
-def test_the_first_value_stands_and_whoever_waits_for_it_gets_it(use_libuv):
+def test_the_first_value_holds_and_every_waiting_rank_gets_it(use_libuv):
     if use_libuv is None:
         store = waiting = HashStore()
     else:

@@ -20,7 +20,7 @@ from commrt.testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)], ids=str)
-def test_join_averages_over_those_who_still_have_data(steps):
+def test_join_averages_over_the_ranks_that_still_have_data(steps):
     def body(world):
         model = net(nn.BatchNorm1d(8))
         optimizer = sgd(model)
@@ -40,7 +40,7 @@ def test_join_averages_over_those_who_still_have_data(steps):
         assert members == [tuple(r for r in range(4) if steps[r] > s) for s in range(steps[rank])]
 
 
-def test_a_step_under_join_divides_by_those_who_took_part():
+def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part():
     def body(world):
         model = net()
         replica = commrt.attach(model, sgd(model), world=world)
@@ -218,7 +218,7 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_another_collective_is_refused_inside_join(name):
+def test_collectives_are_refused_inside_join(name):
     def body(world):
         model = net(nn.BatchNorm1d(8))
         replica = commrt.attach(model, sgd(model), world=world)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local workers say what became of them, and none is left when that is known."""
+"""Local workers report how they ended, and none is left running afterwards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def die(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
 
 
-def test_each_finds_its_place_and_the_store_that_outlives_all():
+def test_each_worker_finds_its_rank_and_a_store_that_outlives_rank_0():
     def body():
         launch = launched()
         store = meet(launch, LIMIT_S)
@@ -56,7 +56,7 @@ def test_each_finds_its_place_and_the_store_that_outlives_all():
         assert blocked == {signal.SIGINT}
 
 
-def test_one_crew_after_the_other_leaves_nothing_here_not_even_one_that_failed():
+def test_a_run_of_workers_leaves_nothing_behind_even_if_it_failed():
     def left():
         held = [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
         return held, signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -86,7 +86,7 @@ def test_an_error_ends_all_others_at_once_and_bad_input_stays_bad_input(kind, mo
     assert type(raised.value) is (kind if kind in (UsageError, DisagreementError) else CommrtError)
 
 
-def test_an_error_after_a_death_that_was_borne_names_both():
+def test_an_error_after_a_tolerated_death_names_both():
     def body():
         if rank() == 1:
             die()
@@ -109,7 +109,7 @@ def test_a_death_is_the_cause_of_an_error_that_was_heard_of_before():
         run_workers(3, body)
 
 
-def test_more_deaths_than_can_be_borne_end_the_run():
+def test_more_deaths_than_are_tolerated_end_the_run():
     def body():
         if rank():
             die(signal.SIGTERM)
@@ -120,7 +120,7 @@ def test_more_deaths_than_can_be_borne_end_the_run():
         run_workers(3, body, may_lose=1)
 
 
-def test_who_ends_without_a_word_has_failed():
+def test_a_worker_that_ends_without_a_result_has_failed():
     with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and sent no result$"):
         run_workers(2, lambda: os._exit(7), may_lose=1)
 
@@ -200,7 +200,7 @@ def test_only_gossip_outlives_workers():
     assert {name: job.outlives(4) for name, job in jobs.items()} == {"gossip": 3, "torus2d": 0, "ddp": 0}
 
 
-def test_the_report_says_who_was_lost_if_anybody_was(capsys):
+def test_the_report_names_lost_workers(capsys):
     whole = Result("gossip", "plain", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", (), {}, 0.0)
     train._report([whole], as_json=False)
     assert "lost" not in capsys.readouterr().out

@@ -34,7 +34,7 @@ LIMIT_S = 80.0
 RING = ring.all_reduce(2)
 
 
-def test_an_error_of_ones_own_ends_the_wait_of_the_others_and_is_told():
+def test_an_error_of_one_rank_ends_the_wait_of_the_others_and_is_reported():
     first, second = local_worlds(2, timeout_s=PATIENT_S)
 
     def fail():
@@ -149,7 +149,7 @@ def test_more_ranks_than_gpus_are_told_so(monkeypatch):
             _ = world.device
 
 
-def test_who_gave_up_cannot_go_on():
+def test_an_aborted_world_refuses_collectives():
     world, _ = local_worlds(2)
     world.abort(UsageError("no"))
     world.abort(UsageError("no"))
@@ -213,7 +213,7 @@ def test_a_rank_that_leaves_between_two_questions_ends_the_next_one_for_the_othe
         first.agree("lunch")
 
 
-def test_ranks_that_ask_different_things_disagree_about_the_question():
+def test_agree_raises_if_ranks_compare_different_topics():
     def body(world):
         with pytest.raises(DisagreementError, match=r"about topic: '(lunch|dinner)' against '(lunch|dinner)'"):
             world.agree(("lunch", "dinner")[world.rank])

@@ -11,7 +11,7 @@ import typer
 
 import commrt
 from commrt.cli import options as opt
-from commrt.cli.options import Case, Question, RecipeName, Wire
+from commrt.cli.options import BackupOptions, ExchangeOptions, RecipeName, Wire
 from commrt.cost.planner import BackupCost
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
@@ -187,12 +187,14 @@ def simulate(
     if algorithm == "backup":
         exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
         _leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
-        command.run_backups(Question(ranks, steps, seed, law, parameters or [], times, exponent), as_json)
+        command.run_backups(BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent), as_json)
         return
     times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--exponent": exponent}
     _leave_out("an exchange is simulated with --jitter", times_of_ranks)
-    case = Case(ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed)
-    command.run(choose(algorithm, grid, both_ways, topology, within), case, as_json)
+    options = ExchangeOptions(
+        ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
+    )
+    command.run(choose(algorithm, grid, both_ways, topology, within), options, as_json)
 
 
 @app.command(rich_help_panel=PRICE)
@@ -232,10 +234,10 @@ def plan(
     elif model is None:
         raise UsageError("--backups needs a training step: give --model too, or use commrt simulate backup")
     else:
-        question = Question(ranks, steps, seed, law, parameters or [], times, exponent)
-        ranks, waitings = command.waitings(backups, question)
-    case = Case(ranks or 4, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
-    command.run(case, ["fp32", "bf16"] if wire is None else [wire.value], as_json, waitings)
+        backup_options = BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent)
+        ranks, waitings = command.waitings(backups, backup_options)
+    options = ExchangeOptions(ranks or 4, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
+    command.run(options, ["fp32", "bf16"] if wire is None else [wire.value], as_json, waitings)
 
 
 @app.command(rich_help_panel=PRICE)
@@ -285,8 +287,8 @@ def draw(
     _leave_out("only a recorded run has steps", {"--step": step})
     is_scaling = what == command.SCALING
     most = ranks or (4096 if is_scaling else 4)
-    case = Case(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
-    command.run(None if is_scaling else choose(what, grid, both_ways, topology, within), case, out)
+    options = ExchangeOptions(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
+    command.run(None if is_scaling else choose(what, grid, both_ways, topology, within), options, out)
 
 
 @app.command(rich_help_panel=MACHINE)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
 from commrt.algorithms.gossip import Gossip
-from commrt.cli.options import Case, compute_of, workload_of
-from commrt.cli.simulate import CLUSTER, Estimate
+from commrt.cli.options import ExchangeOptions, compute_of, workload_of
+from commrt.cli.simulate import CLUSTER, ExchangeEstimate
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import ITEM_NBYTES
 from commrt.cost.price import Pricing
@@ -30,19 +30,19 @@ SCALING = "scaling"
 RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def run(algorithm: Algorithm | None, case: Case, out: str) -> None:
+def run(algorithm: Algorithm | None, options: ExchangeOptions, out: str) -> None:
     """Draw the schedule of `algorithm`, or with a model a training step; None draws how all algorithms scale.
 
     Raise `UsageError` for what cannot be drawn.
     """
     require_picture(out)
-    case.check_numbers()
+    options.check_numbers()
     if algorithm is None:
-        figure = _scaling(case)
-    elif case.model is None:
-        figure = draw_schedule(algorithm.schedule(0, case.ranks))
+        figure = _scaling(options)
+    elif options.model is None:
+        figure = draw_schedule(algorithm.schedule(0, options.ranks))
     else:
-        figure = _simulated_step(algorithm, case, case.model)
+        figure = _simulated_step(algorithm, options, options.model)
     save_picture(figure, out)
 
 
@@ -55,40 +55,40 @@ def draw_recorded(file: str, step: int | None, out: str) -> None:
     save_picture(figure, out)
 
 
-def _simulated_step(algorithm: Algorithm, case: Case, model: str) -> Figure:
-    cluster = Cluster.named(case.cluster or CLUSTER)
+def _simulated_step(algorithm: Algorithm, options: ExchangeOptions, model: str) -> Figure:
+    cluster = Cluster.named(options.cluster or CLUSTER)
     if isinstance(algorithm, Gossip):
         raise UsageError("gossip exchanges between steps: draw its schedule, or how it scales")
     workload = workload_of(model)
-    compute_s, _ = compute_of(case, workload, cluster)
-    itemsize = ITEM_NBYTES[case.wire]
+    compute_s, _ = compute_of(options, workload, cluster)
+    itemsize = ITEM_NBYTES[options.wire]
     nbytes = float(workload.numel * itemsize)
-    pricing = Pricing(algorithm.schedule(0, case.ranks), cluster)
-    buckets = workload.buckets(case.bucket_cap_mb * 2**20, itemsize)
+    pricing = Pricing(algorithm.schedule(0, options.ranks), cluster)
+    buckets = workload.buckets(options.bucket_cap_mb * 2**20, itemsize)
     ways = {
         "after the\nbackward pass": blocking_step(pricing, nbytes, compute_s),
-        f"under it, buckets\nof {case.bucket_cap_mb:g} MB": overlapped_step(pricing, buckets, compute_s),
+        f"under it, buckets\nof {options.bucket_cap_mb:g} MB": overlapped_step(pricing, buckets, compute_s),
     }
-    place = f"{case.ranks:,} ranks of {cluster.name}"
-    title = f"{workload.name} on {place}: {pricing.schedule.name}, {case.wire}"
+    place = f"{options.ranks:,} ranks of {cluster.name}"
+    title = f"{workload.name} on {place}: {pricing.schedule.name}, {options.wire}"
     return draw_simulated_step(title, ways, pricing.phases(nbytes))
 
 
-def _scaling(case: Case) -> Figure:
-    cluster = Cluster.named(case.cluster or CLUSTER)
-    if case.model is None:
+def _scaling(options: ExchangeOptions) -> Figure:
+    cluster = Cluster.named(options.cluster or CLUSTER)
+    if options.model is None:
         raise UsageError("efficiency is of a training step: give --model")
-    workload = workload_of(case.model)
-    compute_s, _ = compute_of(case, workload, cluster)
-    most = min(cluster.ranks(), case.ranks)
+    workload = workload_of(options.model)
+    compute_s, _ = compute_of(options, workload, cluster)
+    most = min(cluster.ranks(), options.ranks)
     counts = [ranks for ranks in RANK_COUNTS if ranks <= most]
     if len(counts) < 2:
         raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     efficiencies = {}
     for name in (*ALGORITHMS, GOSSIP):
-        cases = [replace(case, ranks=ranks) for ranks in counts]
-        exchange_s = [Estimate(by_name(name), each, cluster).price().seconds for each in cases]
+        scaled = [replace(options, ranks=ranks) for ranks in counts]
+        exchange_s = [ExchangeEstimate(by_name(name), each, cluster).price().seconds for each in scaled]
         efficiencies[name] = [compute_s / (compute_s + seconds) for seconds in exchange_s]
     where = f"exchanged after the step, on {cluster.name}"
-    title = f"{workload.name}, {case.wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"
+    title = f"{workload.name}, {options.wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"
     return draw_scaling(title, counts, efficiencies)

@@ -18,9 +18,9 @@ from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
-    "Batch", "BothWays", "BucketCapMb", "Case", "ClusterName", "ComputeMs", "Exponent", "Grid", "Json", "Law",
-    "LawName", "Model", "Nbytes", "Parameters", "Question", "RecipeName", "Seed", "Steps", "TimesFile", "TopologyName",
-    "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
+    "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName", "ComputeMs", "ExchangeOptions", "Exponent",
+    "Grid", "Json", "Law", "LawName", "Model", "Nbytes", "Parameters", "RecipeName", "Seed", "Steps", "TimesFile",
+    "TopologyName", "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
 ]  # fmt: skip
 
 RESNET50, BATCH = "resnet50", 32
@@ -88,7 +88,7 @@ JITTER_STEPS, MOST_JITTER_TIMES = 50, 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ExchangeOptions:
     """The options of an exchange; None if an option was not given."""
 
     ranks: int = 4
@@ -125,7 +125,7 @@ class Case:
             raise UsageError(f"{steps:,} steps of {self.ranks:,} ranks are too many: give up to --steps {most_steps}")
 
 
-class Question(NamedTuple):
+class BackupOptions(NamedTuple):
     """The options about backup workers; None if an option was not given."""
 
     ranks: int | None
@@ -163,16 +163,16 @@ def _finite(facts: object) -> object:
     return facts
 
 
-def compute_of(case: Case, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:
+def compute_of(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:
     """Return how long a step computes in seconds, and images per second of a rank if that is known."""
-    if case.compute_ms is not None:
-        return case.compute_ms / 1e3, None
+    if options.compute_ms is not None:
+        return options.compute_ms / 1e3, None
     if workload.name not in cluster.compute:
         raise UsageError(
             f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
         )
     rate = cluster.compute[workload.name]
-    return (case.batch or BATCH) / rate, rate
+    return (options.batch or BATCH) / rate, rate
 
 
 def workload_of(model: str) -> Workload:

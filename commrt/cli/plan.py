@@ -16,8 +16,8 @@ from rich.table import Table
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.ring import Ring
-from commrt.cli.options import Case, Question, compute_of, json_of, workload_of
-from commrt.cli.simulate import CLUSTER, answer
+from commrt.cli.options import BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.simulate import CLUSTER, estimate_backups
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import BackupCost, Plan, exchange_plans, step_plans
 from commrt.cost.price import all_reduce_bound_s
@@ -48,28 +48,28 @@ COLUMNS: dict[str, Callable[[Plan], str | None]] = {
 }
 
 
-def run(case: Case, wires: Sequence[str], as_json: bool, waitings: Sequence[BackupCost] = ()) -> None:
-    """Rank all plans of `case`, and print them with the reason; raises `UsageError`."""
-    case.check()
-    cluster = Cluster.named(case.cluster or CLUSTER)
-    plans = _plans(case, cluster, wires, waitings)
-    best, is_proven = plans[0], case.ranks <= PROVEN_RANKS
-    if case.ranks - best.backups <= PROVEN_RANKS:
-        schedule = best.algorithm.schedule(0, case.ranks - best.backups)
+def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings: Sequence[BackupCost] = ()) -> None:
+    """Rank all plans that fit `options`, and print them with the reason; raises `UsageError`."""
+    options.check()
+    cluster = Cluster.named(options.cluster or CLUSTER)
+    plans = _plans(options, cluster, wires, waitings)
+    best, is_proven = plans[0], options.ranks <= PROVEN_RANKS
+    if options.ranks - best.backups <= PROVEN_RANKS:
+        schedule = best.algorithm.schedule(0, options.ranks - best.backups)
         prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
     if as_json:
         record = {
             "cluster": cluster.name,
-            "ranks": case.ranks,
+            "ranks": options.ranks,
             "best": _record(best),
             "proven": is_proven,
             "reason": _reason(plans, cluster),
-            "lower_bound_seconds": all_reduce_bound_s(cluster, case.ranks, best.nbytes),
+            "lower_bound_seconds": all_reduce_bound_s(cluster, options.ranks, best.nbytes),
             "plans": [_record(plan) for plan in plans],
         }
         print(json_of(record))
         return
-    _show(f"{case.ranks:,} ranks of {cluster.name}", plans[:SHOWN])
+    _show(f"{options.ranks:,} ranks of {cluster.name}", plans[:SHOWN])
     print(_reason(plans, cluster))
     if not is_proven:
         print(f"not proven: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify proves fewer")
@@ -79,14 +79,16 @@ def run(case: Case, wires: Sequence[str], as_json: bool, waitings: Sequence[Back
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
 
-def _plans(case: Case, cluster: Cluster, wires: Sequence[str], waitings: Sequence[BackupCost]) -> list[Plan]:
-    if case.model is None:
-        return exchange_plans(cluster, case.ranks, case.nbytes or 0.0)
-    workload = workload_of(case.model)
-    compute_s, _ = compute_of(case, workload, cluster)
+def _plans(
+    options: ExchangeOptions, cluster: Cluster, wires: Sequence[str], waitings: Sequence[BackupCost]
+) -> list[Plan]:
+    if options.model is None:
+        return exchange_plans(cluster, options.ranks, options.nbytes or 0.0)
+    workload = workload_of(options.model)
+    compute_s, _ = compute_of(options, workload, cluster)
     if waitings:
-        return step_plans(cluster, case.ranks, workload, compute_s, wires, waitings)
-    return step_plans(cluster, case.ranks, workload, compute_s, wires)
+        return step_plans(cluster, options.ranks, workload, compute_s, wires, waitings)
+    return step_plans(cluster, options.ranks, workload, compute_s, wires)
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -140,12 +142,12 @@ def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
         yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
 
 
-def waitings(backups: str, question: Question) -> tuple[int, list[BackupCost]]:
+def waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCost]]:
     """Return the number of ranks, and how steps change with no backups and with `backups`.
 
     For auto: with one, and with as many as are best if nothing is exchanged.
     """
-    found = answer(question)
+    found = estimate_backups(options)
     if backups == AUTO:
         tried = {0, found.best_if_late_finish["backups"]} | ({1} if found.ranks > 2 else set())
     elif re.fullmatch("[0-9]{1,9}", backups):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
-from commrt.cli.options import JITTER_STEPS, Case, Question, compute_of, json_of, workload_of
+from commrt.cli.options import JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import ITEM_NBYTES
 from commrt.cost.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
@@ -39,53 +39,53 @@ from commrt.errors import UsageError
 from commrt.report.traces import read_times
 from commrt.schedule import Algorithm
 
-__all__ = ["CLUSTER", "Answer", "Estimate", "answer", "run", "run_backups"]
+__all__ = ["CLUSTER", "BackupEstimate", "ExchangeEstimate", "estimate_backups", "run", "run_backups"]
 
 CLUSTER = "abci"
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The price of one algorithm in one case."""
+class ExchangeEstimate:
+    """The price of one algorithm with one set of options."""
 
     algorithm: Algorithm
-    case: Case
+    options: ExchangeOptions
     cluster: Cluster
 
     @cached_property
     def pricing(self) -> Pricing:
         """Return the pricing of the first step's schedule."""
-        return Pricing(self.algorithm.schedule(0, self.case.ranks), self.cluster)
+        return Pricing(self.algorithm.schedule(0, self.options.ranks), self.cluster)
 
     @cached_property
     def workload(self) -> Workload | None:
         """Return what is trained; None without --model."""
-        return None if self.case.model is None else workload_of(self.case.model)
+        return None if self.options.model is None else workload_of(self.options.model)
 
     @property
     def nbytes(self) -> float:
         """Return how many bytes each rank contributes."""
         if self.workload is None:
-            return self.case.nbytes or 0.0
-        return float(self.workload.numel * ITEM_NBYTES[self.case.wire])
+            return self.options.nbytes or 0.0
+        return float(self.workload.numel * ITEM_NBYTES[self.options.wire])
 
     def price(self) -> Price:
         """Return the price of all bytes at once. Partners of gossip change, so there it is the mean of two periods."""
         first = self.pricing.price(self.nbytes)
         if not isinstance(self.algorithm, Gossip):
             return first
-        steps = range(1, 2 * self.algorithm.period(self.case.ranks))
-        others = (Pricing(self.algorithm.schedule(step, self.case.ranks), self.cluster) for step in steps)
+        steps = range(1, 2 * self.algorithm.period(self.options.ranks))
+        others = (Pricing(self.algorithm.schedule(step, self.options.ranks), self.cluster) for step in steps)
         finish_s = [first.finish_s, *(other.price(self.nbytes).finish_s for other in others)]
-        return Price(np.full(self.case.ranks, np.mean([each.max() for each in finish_s])), first.steps)
+        return Price(np.full(self.options.ranks, np.mean([each.max() for each in finish_s])), first.steps)
 
     def record(self) -> dict[str, Any]:
         """Return the estimate for JSON."""
         price, bound = self.price(), exchange_bound_s if isinstance(self.algorithm, Gossip) else all_reduce_bound_s
-        bound_s = bound(self.cluster, self.case.ranks, self.nbytes)
+        bound_s = bound(self.cluster, self.options.ranks, self.nbytes)
         known: dict[str, Any] = {
             "algorithm": str(self.algorithm),
-            "ranks": self.case.ranks,
+            "ranks": self.options.ranks,
             "cluster": self.cluster.name,
             "nbytes": self.nbytes,
             "seconds": price.seconds,
@@ -96,7 +96,7 @@ class Estimate:
         return known if self.workload is None else known | self._step_record(self.workload, price.seconds)
 
     def _step_record(self, workload: Workload, exchange_s: float) -> dict[str, Any]:
-        compute_s, rate = compute_of(self.case, workload, self.cluster)
+        compute_s, rate = compute_of(self.options, workload, self.cluster)
         exchanges: list[dict[str, Any]] = [
             {"when": when, "step_seconds": s, "exposed_seconds": s - compute_s, "efficiency": compute_s / s}
             for when, s in self._step_times_s(workload, compute_s, exchange_s).items()
@@ -104,12 +104,12 @@ class Estimate:
         best = max(each["efficiency"] for each in exchanges[:2])
         found = {
             "model": workload.name,
-            "wire": self.case.wire,
+            "wire": self.options.wire,
             "compute_seconds": compute_s,
             "exchanges": exchanges,
-            "images_per_second": None if rate is None else rate * self.case.ranks * best,
+            "images_per_second": None if rate is None else rate * self.options.ranks * best,
         }
-        return found if self.case.jitter is None else found | self._jitter_record(workload, compute_s, exchange_s)
+        return found if self.options.jitter is None else found | self._jitter_record(workload, compute_s, exchange_s)
 
     def _step_times_s(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, float]:
         """Return the time of a step by when it exchanges."""
@@ -125,11 +125,11 @@ class Estimate:
         return {"after the backward pass": after.seconds, "under the backward pass": under.seconds}
 
     def _buckets(self, workload: Workload) -> list[Any]:
-        return workload.buckets(self.case.bucket_cap_mb * 2**20, ITEM_NBYTES[self.case.wire])
+        return workload.buckets(self.options.bucket_cap_mb * 2**20, ITEM_NBYTES[self.options.wire])
 
     def _jitter_record(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, Any]:
-        law = Jitter(compute_s, self.case.jitter or 0.0)
-        times_s = law.sample(default_rng(self.case.seed), self.case.steps or JITTER_STEPS, self.case.ranks)
+        law = Jitter(compute_s, self.options.jitter or 0.0)
+        times_s = law.sample(default_rng(self.options.seed), self.options.steps or JITTER_STEPS, self.options.ranks)
         if isinstance(self.algorithm, Gossip):
             ways = (replace(self.algorithm, staleness=late, weight=None) for late in (0, 1))
             now, late = (gossip_efficiency(times_s, way, exchange_s) for way in ways)
@@ -138,11 +138,11 @@ class Estimate:
         return {"jitter": asdict(law), "efficiency_with_jitter": efficiency}
 
 
-def run(algorithm: Algorithm, case: Case, as_json: bool) -> None:
+def run(algorithm: Algorithm, options: ExchangeOptions, as_json: bool) -> None:
     """Print the estimate of an exchange; raises `UsageError`."""
-    case.check()
-    cluster = Cluster.named(case.cluster or CLUSTER)
-    record = Estimate(algorithm, case, cluster).record()
+    options.check()
+    cluster = Cluster.named(options.cluster or CLUSTER)
+    record = ExchangeEstimate(algorithm, options, cluster).record()
     if as_json:
         print(json_of(record))
         return
@@ -192,10 +192,10 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class BackupEstimate:
     """What backup workers cost and save, for each quorum."""
 
-    question: Question
+    options: BackupOptions
     law: Sampled | Recorded
     goal: Published | Scaling
     times_s: Times
@@ -237,13 +237,13 @@ class Answer:
     def record(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         choice = self.choice
-        parameters = {"file": self.question.times} if isinstance(self.law, Recorded) else asdict(self.law)
+        parameters = {"file": self.options.times} if isinstance(self.law, Recorded) else asdict(self.law)
         columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in self.per_quorum.items()}
         return {
             "ranks": self.ranks,
             "steps": len(self.times_s),
-            "seed": self.question.seed,
-            "law": {"name": self.question.law_name} | parameters,
+            "seed": self.options.seed,
+            "law": {"name": self.options.law_name} | parameters,
             "iterations": {"name": type(self.goal).__name__.lower()} | asdict(self.goal),
             "sources": self.sources(),
             "best_quorum": choice.best,
@@ -259,43 +259,43 @@ class Answer:
         fitted = ", a fit of ours to two percentages published for 100 machines, as recalled"
         times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
         if isinstance(self.law, Recorded):
-            times = f"recorded, {self.question.times}"
+            times = f"recorded, {self.options.times}"
         updates = "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
         if isinstance(self.goal, Scaling):
             updates = f"assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
         return f"times: {times}; updates: {updates}"
 
 
-def answer(question: Question) -> Answer:
+def estimate_backups(options: BackupOptions) -> BackupEstimate:
     """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit together."""
-    rng = default_rng(question.seed)
-    law = _sampled(question) if question.times is None else _recorded(question, question.times)
+    rng = default_rng(options.seed)
+    law = _sampled(options) if options.times is None else _recorded(options, options.times)
     if isinstance(law, Recorded):
         times_s = law.times_s
     else:
-        ranks, steps = question.ranks or RANKS, question.steps or STEPS
+        ranks, steps = options.ranks or RANKS, options.steps or STEPS
         if ranks * steps > MOST_TIMES:
             most = MOST_TIMES // ranks
             raise UsageError(f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}")
         times_s = law.sample(rng, steps, ranks)
-    goal = _goal(question, times_s.shape[1])
-    return Answer(question, law, goal, times_s, choose(times_s, goal, rng))
+    goal = _goal(options, times_s.shape[1])
+    return BackupEstimate(options, law, goal, times_s, choose(times_s, goal, rng))
 
 
-def _recorded(question: Question, file: str) -> Recorded:
-    if question.law or question.parameters or question.steps:
+def _recorded(options: BackupOptions, file: str) -> Recorded:
+    if options.law or options.parameters or options.steps:
         raise UsageError("--times replaces sampled times: leave out --law, --set and --steps")
     law = read_times(file)
     ranks = law.times_s.shape[1]
-    if question.ranks not in {None, ranks}:
-        raise UsageError(f"{file} holds times of {ranks} ranks, not of {question.ranks}: leave --ranks out")
+    if options.ranks not in {None, ranks}:
+        raise UsageError(f"{file} holds times of {ranks} ranks, not of {options.ranks}: leave --ranks out")
     return law
 
 
-def _sampled(question: Question) -> Sampled:
-    law = LAWS[question.law_name]
+def _sampled(options: BackupOptions) -> Sampled:
+    law = LAWS[options.law_name]
     parameters = asdict(law)
-    for text in question.parameters:
+    for text in options.parameters:
         name, _, number = text.partition("=")
         with suppress(ValueError):
             if name in parameters:
@@ -305,10 +305,10 @@ def _sampled(question: Question) -> Sampled:
     return type(law)(**parameters)
 
 
-def _goal(question: Question, ranks: int) -> Published | Scaling:
+def _goal(options: BackupOptions, ranks: int) -> Published | Scaling:
     """Return the published counts for the published law, unless --exponent is given."""
-    if question.exponent is not None or question.law_name != "paper":
-        return Scaling(1.0 if question.exponent is None else question.exponent)
+    if options.exponent is not None or options.law_name != "paper":
+        return Scaling(1.0 if options.exponent is None else options.exponent)
     if np.isnan(Published().iterations(np.array([ranks]))[0]):
         raise UsageError(
             f"the published counts of updates are for 50 to 100 gradients each, and say nothing of {ranks} ranks: give "
@@ -317,9 +317,9 @@ def _goal(question: Question, ranks: int) -> Published | Scaling:
     return Published()
 
 
-def run_backups(question: Question, as_json: bool) -> None:
+def run_backups(options: BackupOptions, as_json: bool) -> None:
     """Print what steps cost that wait for some of the ranks, and how many backups to use; raises `UsageError`."""
-    found = answer(question)
+    found = estimate_backups(options)
     if as_json:
         print(json_of(found.record()))
         return
@@ -341,7 +341,7 @@ def _cell(value: float) -> str:
     return "-" if isnan(value) else str(value) if isinstance(value, int) else f"{value:#.4g}"
 
 
-def _advice(found: Answer, best: dict[str, Any]) -> str:
+def _advice(found: BackupEstimate, best: dict[str, Any]) -> str:
     """Return how many backups to use, and what the published rule says."""
     choice, (low, high) = found.choice, (found.ranks - quorum for quorum in reversed(found.choice.likely))
     return (

@@ -140,8 +140,8 @@ class WorldConfig:
             )
         if self.host not in {None, host}:
             raise UsageError(
-                f"rank {rank} starts on another host than the others, who train on one host through shared memory: "
-                "start it there, or start all ranks with COMMRT_TRANSPORT=gloo"
+                f"rank {rank} starts on another host than the other ranks, which run on one host through shared "
+                "memory: start it there, or start all ranks with COMMRT_TRANSPORT=gloo"
             )
 
     def require_same(self, rank: int, model: int, claim: Mapping[str, str]) -> None:

@@ -24,6 +24,7 @@ GENERATOR = "commrt train --report"
 
 def require_writable(option: str, path: str, example: str) -> None:
     """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a file name."""
+    _require_name(option, path, "file", example)
     file = Path(path)
     try:
         folder, exists, is_folder = file.resolve().parent, file.exists(), file.is_dir()
@@ -37,6 +38,12 @@ def require_writable(option: str, path: str, example: str) -> None:
         raise UsageError(f"{option} {path} cannot be written by this user: give another file")
 
 
+def _require_name(option: str, path: str, what: str, example: str) -> None:
+    """Raise `UsageError` if `path`, the name of a file or folder, is empty."""
+    if not path:
+        raise UsageError(f'{option} "": the name of the {what} is empty: give one, such as {option} {example}')
+
+
 def write(option: str, path: str, save: Callable[[], object]) -> None:
     """Call `save`, which writes `path`; raise `CommrtError` if the disk refuses."""
     try:
@@ -47,6 +54,7 @@ def write(option: str, path: str, save: Callable[[], object]) -> None:
 
 def require_picture(out: str) -> None:
     """Raise `UsageError` unless a picture can be written to `out`."""
+    _require_name("--out", out, "file", "picture.svg")
     if Path(out).suffix not in PICTURE_FORMATS:
         raise UsageError(f"--out {out}: give a file that ends in {', '.join(PICTURE_FORMATS)}")
     require_writable("--out", out, "picture.svg")
@@ -63,8 +71,7 @@ def prepare_report(folder: str) -> Path:
     Raise `UsageError` if `folder` cannot be written, if it contains a page that commrt did not write, or if a package
     that the page needs is missing.
     """
-    if not folder:
-        raise UsageError('--report "": the name of the folder is empty: give one, such as --report out')
+    _require_name("--report", folder, "folder", "out")
     for package in ("jinja2", "matplotlib"):
         if find_spec(package) is None:
             raise UsageError(f"--report needs {package}: pip install 'commrt[draw]'")

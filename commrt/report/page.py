@@ -115,7 +115,7 @@ def _timeline(record: RunRecord, name: str) -> _Picture | str:
         return f"{error}."
     if figure is None:
         return "No step was recorded."
-    return _Picture("Who did what when in a step that took as long as most", data_url(figure))
+    return _Picture("Timeline of a typical step", data_url(figure))
 
 
 def _schedule(result: Result, backups: int) -> _Picture | str:
@@ -177,6 +177,6 @@ def _lost_ranks(result: Result, record: RunRecord) -> Iterator[str]:
         if rank in known:
             yield f"Rank {rank}, from step {known[rank].step} on: {known[rank].why}"
         elif steps:
-            yield f"Rank {rank}: step {max(steps)} was the last in which it counted; nobody waited for it after that"
+            yield f"Rank {rank}: step {max(steps)} was the last in which it counted; no rank waited for it after that"
         else:
             yield f"Rank {rank}: it counted in no step that the others recorded"

@@ -145,7 +145,7 @@ class StepGuard:
             name = next(own, f"a parameter of shape {list(param.shape)}")
             raise UsageError(
                 f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
-                "nobody averages its gradient; detach() and attach() again"
+                "commrt does not average its gradient; detach() and attach() again"
             )
 
 

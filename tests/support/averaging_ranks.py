@@ -142,7 +142,7 @@ def joined(world):
 
 
 def lose_one(tell):
-    """Rank 1 is killed in a step; what backward() of the others raises."""
+    """Kill rank 1 in a step; return the error of backward() on the other ranks."""
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=10)
     model = DistributedDataParallel(lenet(seed=1))
@@ -159,7 +159,7 @@ def lose_one(tell):
 
 
 def over_two_groups(tell):
-    """Each half of the ranks has a DDP model of its own; what backward() says."""
+    """Train one DDP model on each half of the ranks; return the error of backward()."""
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=30)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -188,7 +188,7 @@ def one_world_after_another(tell):
 
 
 def one_state_for_two_models(tell):
-    """What backward() of the second says; and whether a copy of the first, after a step, still is one."""
+    """Use one `DDPState` for two models; return the second one's error, and if a copy of the first trains equally."""
     dist.init_process_group("gloo")
     state, said = commrt.DDPState(), None
     models = [DistributedDataParallel(torch.nn.Linear(3, 1)) for _ in range(2)]
@@ -204,7 +204,7 @@ def one_state_for_two_models(tell):
 
 
 def runs_without_rank_3(tell, algorithm):
-    """What world.run() of all ranks says after one was killed; then a sum of those that are left."""
+    """Call world.run() for all ranks after rank 3 was killed; return its error, then a sum of the remaining ranks."""
     world = commrt.init(timeout_s=5, start_timeout_s=60)
     model = torch.nn.Linear(3, 1)
     commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
@@ -223,7 +223,7 @@ def runs_without_rank_3(tell, algorithm):
 
 
 def two_models_in_two_orders(tell):
-    """Models of equal shapes; what backward() raises."""
+    """Run backward() of two equal models in different orders on two ranks; return the error."""
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=30)
     models = [DistributedDataParallel(torch.nn.Linear(3, 1)) for _ in range(2)]
@@ -239,7 +239,7 @@ def two_models_in_two_orders(tell):
 
 
 def two_wires(tell):
-    """Both are known already when ranks come with different ones; what that raises."""
+    """Call all_reduce() with different wires on two ranks, after both wires were used; return the error."""
     wires = [torch.bfloat16, torch.float16]
     world = commrt.init(timeout_s=30)
     tensor = torch.ones(8)
@@ -253,7 +253,7 @@ def two_wires(tell):
 
 
 def a_known_sum_meets_a_new_one(tell, numel, wire, new_to):
-    """A sum of `numel` elements has been done; what it raises when ranks `new_to` come with another, and its tensor."""
+    """Repeat a sum of `numel` elements while ranks `new_to` sum another size; return the error and the tensor."""
     world = commrt.init(timeout_s=5)
     world.all_reduce(torch.ones(numel), wire=wire)
     tensor = torch.ones(1000 if world.rank in new_to else numel)
@@ -310,7 +310,7 @@ def one_state_after_a_failure(tell):
 
 
 def silent_where_another_has_joined(tell):
-    """Rank 1 is silent in its last step, which rank 0 shadows in DDP's join(); what rank 0 is told."""
+    """Let rank 1 sleep in its last step, for which rank 0 waits in DDP's join(); return rank 0's error."""
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=1)
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
@@ -328,7 +328,7 @@ def silent_where_another_has_joined(tell):
 
 
 def after_its_group(tell):
-    """What backward() of a model of DDP says whose group was destroyed, in a world of the next one."""
+    """Return the error of backward() of a DDP model after its process group was replaced."""
     for number in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with commrt.init():
@@ -344,7 +344,7 @@ def after_its_group(tell):
 
 
 def in_inference_mode(tell, algorithm):
-    """Sums and questions of all in a mode in which torch makes tensors that other threads cannot write to."""
+    """Call collectives in inference mode, in which torch makes tensors that other threads cannot write to."""
     with commrt.init(timeout_s=10) as world:
         model = torch.nn.Linear(3, 1)
         replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)

@@ -40,7 +40,7 @@ def missing_a_call(tell, victim, timeout_s, what, is_stopped):
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     elif world.rank == victim:
-        clone_connection(world.store).get("over")  # its lane needs the world's own
+        clone_connection(world.store).get("over")  # the comm thread needs the world's own connection
     found = between()
     if world.rank == min({*range(world.size)} - {victim}):
         world.store.set("over", "")
@@ -137,7 +137,7 @@ def stopped_in_a_question(tell, victim, timeout_s):
 
 
 def another_call(tell, timeout_s):
-    """Rank 1 makes another call than the others, who have come to theirs; what each makes of it, and how late."""
+    """Let rank 1 call another collective than the others; return each rank's error and when it was raised."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     store, around = clone_connection(world.store), world.hooks
@@ -161,7 +161,7 @@ def another_call(tell, timeout_s):
 
 
 def connecting_in_vain(tell, timeout_s, times):
-    """Rank 3 dies, and rank 1 cannot connect anew so many `times`; what each makes of a step after it."""
+    """Kill rank 3 and let rank 1 fail to connect `times` times; return if replicas are equal after two more steps."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     elastic, left = world.elastic, iter(range(times))
@@ -184,7 +184,7 @@ def connecting_in_vain(tell, timeout_s, times):
 
 
 def late_beside_a_stopped_one(tell, timeout_s):
-    """Rank 0 is late in a step, and the first of those whose weights it needs is stopped; the others wait for it."""
+    """Let rank 0 be late while the rank whose state it would copy first is stopped; the others wait for rank 0."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     store = clone_connection(world.store)
     if world.rank == 0:
@@ -231,9 +231,9 @@ def refused_as_one_dies(tell):
 
 
 def refused_by_one(tell, timeout_s):
-    """An algorithm that rank 1 cannot use, as it finds when all sum with it; what each makes of that, and of the next.
+    """Let rank 1 refuse the algorithm of a sum only when the sum begins; return each rank's error, and the next sum.
 
-    It has looked ahead, and seen nothing.
+    Its check before the sum passes.
     """
     _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)

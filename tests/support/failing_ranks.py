@@ -121,18 +121,18 @@ def nobody_else(tell, timeout_s):
     return "finished"
 
 
-def ringing(tell):
-    """A process with a doorbell, and a child that outlives it, as a DataLoader's worker does for a while."""
-    bell = LivenessListener("127.0.0.1")
+def listening(tell):
+    """Run a process with a liveness listener, and a child that outlives it, as a DataLoader's worker may."""
+    listener = LivenessListener("127.0.0.1")
     child = os.fork()
     if child == 0:
         signal.pause()
-    tell((bell.address, child))
+    tell((listener.address, child))
     signal.pause()
 
 
 STEPS = 30
-"""Steps of a gossiping casualty."""
+"""Steps of `gossiping`."""
 
 
 def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes from outside, made up; and the only two ways in which it may be met.
+"""Random input from outside. Code under test must accept it or refuse it with an error of commrt.
 
 In the suite each test meets a few cases, always the same ones; ``make fuzz`` meets as many more as its profile says.
 """
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from commrt.errors import CommrtError
 
 LONG_S = 30.0
-"""What takes longer hangs."""
+"""A call that takes longer counts as hanging."""
 THOROUGH = settings.get_current_profile_name() == "thorough"
 MORE = settings.default.max_examples // settings.get_profile("busy").max_examples
 """How many times as many cases as in the suite."""
@@ -96,12 +96,12 @@ def cases(few):
 
 @contextmanager
 def in_time(limit_s=LONG_S):
-    """What hangs fails; for the main thread."""
+    """Fail if the body takes longer than `limit_s`; for the main thread."""
 
-    def ring(*_):
+    def fail(*_):
         raise AssertionError(f"no end within {limit_s:g} s")
 
-    before, begin_s = signal.signal(signal.SIGALRM, ring), monotonic()
+    before, begin_s = signal.signal(signal.SIGALRM, fail), monotonic()
     outer_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
@@ -113,7 +113,7 @@ def in_time(limit_s=LONG_S):
 
 
 def met(call, *args, **more):
-    """What `call` returns, or None where it refuses in an error of ours, which says something; all else is raised."""
+    """Return what `call` returns, or None if it raises a `CommrtError` with a message; other errors pass."""
     with in_time():
         try:
             return call(*args, **more)

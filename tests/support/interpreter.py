@@ -58,7 +58,7 @@ class Memory:
         return self._starts, self._ends
 
     def address_of(self, tensor: Tensor) -> int:
-        """In place of `Tensor.data_ptr`: what somebody knows the address of may be touched."""
+        """Return the address of `tensor`, in place of `Tensor.data_ptr`, and allow access to its memory."""
         span = _span(tensor)
         self.spans.add(span)
         return span[0]
@@ -194,7 +194,7 @@ def _load(plain: Any, memory: Memory) -> Any:
 
 
 def _store(plain: Any, memory: Memory) -> Any:
-    """Whoever finds something sets a mark, which is an int32; everything else is written once."""
+    """Return a store that refuses to write an element twice, except int32 marks, which several programs may set."""
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         kind = pointers.get_element_ty()

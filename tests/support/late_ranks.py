@@ -115,7 +115,7 @@ def check(ends, steps, needed):
 
 
 LATE, AT = 2, 3
-"""Who is late in most tests, and in which step."""
+"""The rank that is late in most tests, and the step."""
 
 
 class Loop:

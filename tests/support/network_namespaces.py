@@ -17,7 +17,7 @@ __all__ = ["address", "hosts", "why_none"]
 
 NETWORK = "10.213.8"
 MINE = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-"""To enter; who is not root is root in a user namespace."""
+"""Options of `nsenter`: a user who is not root is root in a user namespace."""
 UNSHARE = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
 KEEP = "ip link set lo up && echo here && read _"
 

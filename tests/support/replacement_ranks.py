@@ -29,7 +29,7 @@ def _step(replica, optimizer, rank, version, most_s=0.04):
 
 
 def epochs(tell, dies_at, timeout_s=8.0):
-    """So many batches for each rank, then a call of all, so that ranks come to it from different steps; one dies."""
+    """Train epochs that end in a collective, to which ranks come from different steps; rank 2 dies."""
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         replica, optimizer = _backed(world, 1)
         for epoch in range(3):
@@ -53,8 +53,8 @@ def ends_early(tell, batches, timeout_s=2.0):
         return replica.step
 
 
-def calls_at(tell, goals, timeout_s=8.0):
-    """A call of all after so many updates; a replacement makes those that come after the step it begins with."""
+def collectives_at(tell, goals, timeout_s=8.0):
+    """Make a collective after each of `goals` updates; a replacement makes those after its first step."""
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         replica, optimizer = _backed(world, 1)
         made, equal = replica.step if world.is_replacement else 0, []

@@ -51,7 +51,7 @@ def knock(ports, over):
 
 
 def train_under_knocks(tell, steps):
-    """Who listens where, and whether all replicas are equal at the end."""
+    """Train under random connections; return listening addresses, how many are ours, and if replicas are equal."""
     with commrt.init(30.0) as world:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
