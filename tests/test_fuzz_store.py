@@ -81,7 +81,7 @@ def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
     store.set("head", json.dumps([1, "junk", 0, "open"]))
     met(membership.current)
     met(membership.absent, FOUNDERS, [0])
-    met(membership.waiting, FOUNDERS)
+    met(membership.ranks_in_collective, FOUNDERS)
     store.set("head", said)
     met(membership.current)
 

@@ -165,7 +165,7 @@ def connecting_in_vain(tell, timeout_s, times):
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     elastic, left = world.elastic, iter(range(times))
-    connect = elastic._reconnector.means.connect
+    connect = elastic._reconnector.options.connect
 
     def unlucky(*where):
         if next(left, None) is not None:
@@ -173,7 +173,7 @@ def connecting_in_vain(tell, timeout_s, times):
         return connect(*where)
 
     if world.rank == 1:
-        elastic._reconnector.means = elastic._reconnector.means._replace(connect=unlucky)
+        elastic._reconnector.options = elastic._reconnector.options._replace(connect=unlucky)
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in (1, 2):
