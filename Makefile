@@ -7,10 +7,11 @@ BIN = .venv/bin
 
 venv: .venv/ready
 
+# --no-compile: Python compiles what is imported, when it is; that saves a minute.
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable '.[demo,test]'
+	$(BIN)/pip install --quiet --no-compile torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile --editable '.[demo,test]'
 	touch $@
 
 demo: venv
