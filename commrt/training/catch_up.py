@@ -97,11 +97,9 @@ class CatchUp:
         """
         limit = Deadline(self._world.timeout_s, self._ready_s + self._copy_s)
         while True:
-            for rank in pending.sources:
-                if rank not in self._world.elastic.generation.members:
-                    continue
-                answer, is_late = self._ask_source(rank, pending.version), limit.left_s <= 0
-                if answer is not None:
+            is_late, members = limit.left_s <= 0, self._world.elastic.generation.members
+            for rank in (rank for rank in pending.sources if rank in members):
+                if (answer := self._ask_source(rank, pending.version)) is not None:
                     return answer
             self._require_sources(pending, is_late=is_late)
             Event().wait(AGAIN_S)

@@ -181,6 +181,7 @@ class ReplicaState:
     def forget(self) -> None:
         """Forget all that was to be loaded or undone: a checkpoint was loaded."""
         self._reload = self._kept = None
+        self._version = -1
 
 
 def _on_host(params: Sequence[Tensor]) -> Tensor:
