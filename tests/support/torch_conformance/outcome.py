@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Whether the test failed because torch lets no backend pass it that is not its own."""
+        """Whether the test failed because torch lets only Gloo pass it."""
         return self.state == FAILED and self.test in REFUSED and REFUSED[self.test] in self.reason
 
     def as_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
         (len(outcomes) - reasons.total(), "run"),
         (sum(outcome.state == PASSED for outcome in outcomes), "passed"),
         (len(failed), "failed"),
-        (len(refused), "failed because torch lets only its own backends pass"),
+        (len(refused), "failed because torch lets only Gloo pass"),
         (reasons.total(), "skipped by torch's rules"),
     ]
     lines = [f"{count:4d} {what}" for count, what in rows]
