@@ -7,11 +7,11 @@ can read the names from ``/proc/net/unix``.
 
 Packets, which arrive whole and in order::
 
-    S number                     map my segment of this number (its descriptor comes along)
-    O (number, offset, nbytes)*  I offer these bytes
-    T count                      I have copied this many of your offers, in order
-    R nbytes                     your next offer is refused: I expect this many bytes
-    F number                     unmap my segment of this number
+    S number                          map my segment of this number (its descriptor comes along)
+    O call (number, offset, nbytes)*  I offer these bytes, for the call of this number
+    T count                           I have copied this many of your offers, in order
+    R nbytes                          your next offer is refused: I expect this many bytes
+    F number                          unmap my segment of this number
 
 A socket that ends means that its process ended or gave up.
 """
@@ -50,8 +50,9 @@ RANK = struct.Struct("<I")
 PASSWORD_NBYTES = 16
 NUMBER = struct.Struct("<cQ")
 OFFER = struct.Struct("<QQQ")
+CALL = struct.Struct("<cI")
 OFFERS_PER_PACKET = 1024
-PACKET_NBYTES = 1 + OFFERS_PER_PACKET * OFFER.size
+PACKET_NBYTES = CALL.size + OFFERS_PER_PACKET * OFFER.size
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -168,12 +169,14 @@ class Offer(NamedTuple):
     """The segment's number."""
     offset: int
     nbytes: int
+    call: int = 0
+    """The number of the call that made it, of an offer that was received."""
 
 
 def packets(offers: Sequence[Offer]) -> list[bytes]:
-    """Return the packets that make `offers`."""
+    """Return the packets that make `offers`, without their heads."""
     parts = (offers[at : at + OFFERS_PER_PACKET] for at in range(0, len(offers), OFFERS_PER_PACKET))
-    return [b"O" + b"".join(OFFER.pack(*offer) for offer in part) for part in parts]
+    return [b"".join(OFFER.pack(*offer[:3]) for offer in part) for part in parts]
 
 
 class Channel:
@@ -211,11 +214,11 @@ class Channel:
             self._announced.remove(number)
             self._send(NUMBER.pack(b"F", number))
 
-    def offer(self, prepared: Iterable[bytes], count: int) -> None:
+    def offer(self, prepared: Iterable[bytes], count: int, call: int) -> None:
         """Make `count` offers, `prepared` by `packets`, from segments that were announced."""
         self.untaken += count
         for packet in prepared:
-            self._send(packet)
+            self._send(CALL.pack(b"O", call) + packet)
 
     def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
         """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be unaligned."""
@@ -259,7 +262,9 @@ class Channel:
 
     def _apply(self, packet: bytes, fds: list[int]) -> None:
         if packet[:1] == b"O":
-            self.offers.extend(map(Offer._make, OFFER.iter_unpack(memoryview(packet)[1:])))
+            call = CALL.unpack_from(packet)[1]
+            places = OFFER.iter_unpack(memoryview(packet)[CALL.size :])
+            self.offers.extend(Offer(number, offset, nbytes, call) for number, offset, nbytes in places)
             return
         kind, number = NUMBER.unpack(packet)
         if kind == b"T":

@@ -4,8 +4,8 @@
 The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised, so your own process
 groups are not touched.
 
-Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number between the two ranks
-and its size: that keeps the order, and ranks that disagree about a size end in a deadline instead of wrong data.
+Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number between the two ranks,
+its size and its call: that keeps the order, and ranks that disagree end in a deadline instead of wrong data.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class _Transfer(NamedTuple):
     """Counts all transfers with this peer in this direction."""
     nbytes: int
 
-    def start(self, gloo: Any) -> Work:
+    def start(self, gloo: Any, call: int) -> Work:
         """Post the transfer. Keeps no reference to `gloo`, whose connections live as long as one."""
         post: Callable[[list[Tensor], int, int], Work] = gloo.send if self.is_send else gloo.recv
-        tag = (next(self.numbers) * 0x9E3779B1 ^ self.nbytes) % UNUSED_TAG
+        tag = (next(self.numbers) * 0x9E3779B1 ^ self.nbytes ^ call) % UNUSED_TAG
         return post(self.data, self.gloo_rank, tag)
 
 
@@ -128,10 +128,10 @@ class GlooTransport:
         def start(tag: Tag) -> Finish:
             gloo = self._gloo
             if gloo is None:
-                raise TransportClosed("the transport was closed", Place(self.rank, None, *tag, rest.hop))
+                raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
             for source, target in copies:
                 target.copy_(source)
-            return self._start(gloo, transfers, Place(self.rank, None, *tag, rest.hop))
+            return self._start(gloo, transfers, tag.place(self.rank, rest.hop), tag.call)
 
         return start
 
@@ -144,7 +144,7 @@ class GlooTransport:
                 transfers.append(_Transfer(peer, gloo_rank, [data], is_send, numbers[peer], data.nbytes))
         return transfers
 
-    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place) -> Finish:
+    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Finish:
         works: list[Work] = []
         deadline = monotonic() + self.timeout_s
 
@@ -156,7 +156,7 @@ class GlooTransport:
                 raise self._explained(error, transfers, works, place) from error
 
         try:
-            works.extend(transfer.start(gloo) for transfer in transfers)
+            works.extend(transfer.start(gloo, call) for transfer in transfers)
         except RuntimeError as error:
             raise self._explained(error, transfers, works, place) from error
         return finish

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
+from commrt.errors import (
+    CallMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    SizeMismatch,
+    TransportClosed,
+    TransportError,
+)
 from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.channel import Arena, Channel, Offer, Segment, aligned, connect, packets
@@ -54,17 +62,19 @@ class _PeerExchange:
     """Memory of the receives."""
     received: int = 0
     """Number of receives of the running group that are complete."""
+    call: int = 0
+    """The number of the call that runs the group."""
 
     @property
     def finished(self) -> bool:
         """Return True if all sends and receives are complete."""
         return self.received == len(self.targets) and not self.channel.untaken and not self.channel.full
 
-    def begin(self) -> None:
+    def begin(self, call: int) -> None:
         """Make all offers."""
-        self.received = 0
+        self.received, self.call = 0, call
         self.channel.announce(self.segments)
-        self.channel.offer(self.packets, len(self.sends))
+        self.channel.offer(self.packets, len(self.sends), call)
 
     def progress(self) -> bool:
         """Read a packet and copy all that can be copied now; return False if the peer will send no more."""
@@ -73,6 +83,8 @@ class _PeerExchange:
         before, offers = self.received, self.channel.offers
         while offers and self.received < len(self.targets):
             target = self.targets[self.received]
+            if offers[0].call != self.call:
+                break
             if offers[0].nbytes != target.nbytes:
                 self.channel.refuse(target.nbytes)
                 break
@@ -81,6 +93,12 @@ class _PeerExchange:
         if self.received > before:
             self.channel.acknowledge(self.received - before)
         return is_open
+
+    @property
+    def is_of_another_call(self) -> bool:
+        """Return True if the peer's next offer belongs to another call than this group."""
+        waits = self.received < len(self.targets)
+        return waits and bool(self.channel.offers) and self.channel.offers[0].call != self.call
 
     @property
     def mismatch(self) -> str | None:
@@ -143,12 +161,12 @@ class SharedTransport:
         exchanges, copies = list(self._exchanges(rest, memory)), [*copies, *staged]
 
         def run(tag: Tag) -> None:
-            where = Place(self.rank, None, *tag, rest.hop)
+            where = tag.place(self.rank, rest.hop)
             self._require_open(where)
             for source, target in copies:
                 target.copy_(source)
             if exchanges:
-                self._run(exchanges, where)
+                self._run(exchanges, where, tag.call)
 
         return run
 
@@ -183,14 +201,14 @@ class SharedTransport:
         if self._failure is not None:
             raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
 
-    def _run(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
+    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, call: int) -> None:
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
                     channel.forget(number)
             for exchange in exchanges:
-                exchange.begin()
+                exchange.begin(call)
             self._complete({exchange.channel.fd: exchange for exchange in exchanges}, where)
         except TransportError as failure:
             self._failure = failure
@@ -223,6 +241,9 @@ class SharedTransport:
         except MALFORMED as error:
             what = "the peer sent a malformed packet: start all ranks with the same version of commrt"
             raise TransportError(what, exchange.place(where)) from error
+        if exchange.is_of_another_call:
+            what = "the peer makes another call: make the same calls in the same order on every rank"
+            raise CallMismatch(what, exchange.place(where))
         if mismatch := exchange.mismatch:
             raise SizeMismatch(f"{mismatch}: the ranks run different programs", exchange.place(where))
         if not is_open:
