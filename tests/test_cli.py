@@ -70,7 +70,7 @@ def test_verify_can_show_the_schedule():
     [
         (
             ("verify", "tree"),
-            "no algorithm is called 'tree': choose one of backup, gossip, halving_doubling, ring, torus2d",
+            "no algorithm is called 'tree': choose one of backup, direct, gossip, halving_doubling, ring, torus2d",
         ),
         (("verify", "ring", "--backups", "1"), "--backups is for backup, not for ring"),
         (("verify", "backup", "--ranks", "4", "--backups", "2"), "so take at most 1"),
@@ -79,8 +79,8 @@ def test_verify_can_show_the_schedule():
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
         (("train", "--workers", "0"), "--workers 0: give at least 1"),
-        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
-        (("train", "--compare", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
+        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, ring"),
+        (("train", "--compare", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, ring"),
         (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
         (("train", "--timeout-s", "0"), "--timeout-s=0.0 is no deadline: give seconds, above 0"),
