@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt verify``: prove a schedule, and print its cost. Needs no torch."""
+"""``commrt verify``: prove schedules of an algorithm or a collective, and print their cost. Needs no torch."""
 
 from __future__ import annotations
 
