@@ -17,7 +17,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["ALGORITHMS", "BACKUP", "COLLECTIVES", "DIRECT", "GOSSIP", "by_name", "candidates"]
+__all__ = ["ALGORITHMS", "BACKUP", "COLLECTIVES", "DIRECT", "GOSSIP", "ROOTED", "by_name", "candidates"]
 
 GOSSIP, BACKUP, DIRECT = "gossip", "backup", "direct"
 
@@ -83,7 +83,10 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
     "all_to_all": {"pairwise": _any_root(pairwise.all_to_all), "direct": _any_root(direct.all_to_all)},
     "barrier": {"dissemination": _any_root(bruck.barrier)},
 }
-"""For each collective its schedules by name, as functions of (ranks, root); most collectives have no root."""
+"""For each collective its schedules by name, as functions of (ranks, root)."""
+
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+"""Collectives that have a root. The others ignore it."""
 
 
 def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:
