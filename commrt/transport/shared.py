@@ -3,7 +3,8 @@
 
 A sender offers its data where it lies. The receiver copies it and acknowledges that, so a send waits for its receive,
 as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared segment.
-Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it ends.
+Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it ends. Small
+messages travel on the sockets themselves, and are complete when they are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from commrt.errors import (
 )
 from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.transport.channel import Arena, Channel, Offer, Segment, aligned, connect, packets
+from commrt.transport.channel import SMALL_NBYTES, Arena, Channel, Offer, Post, Segment, aligned, connect, posts
 from commrt.transport.protocol import (
     CPU,
     Exchange,
@@ -54,8 +55,9 @@ class _PeerExchange:
     peer: int
     channel: Channel
     sends: Sequence[Offer]
-    packets: Sequence[bytes]
-    """Packets that make the offers of `sends`."""
+    """What the peer must copy; without small messages."""
+    posts: Sequence[Post]
+    """Packets that make the offers of `sends`, and send small messages, in the order agreed with the peer."""
     segments: frozenset[Segment]
     """Segments that hold `sends`."""
     targets: Sequence[Tensor]
@@ -71,16 +73,16 @@ class _PeerExchange:
         return self.received == len(self.targets) and not self.channel.untaken and not self.channel.full
 
     def begin(self, call: int) -> None:
-        """Make all offers."""
+        """Make all offers, and send all small messages."""
         self.received, self.call = 0, call
         self.channel.announce(self.segments)
-        self.channel.offer(self.packets, len(self.sends), call)
+        self.channel.post(self.posts, len(self.sends), call)
 
     def progress(self) -> bool:
         """Read a packet and copy all that can be copied now; return False if the peer will send no more."""
         self.channel.flush()
         is_open = self.channel.receive()
-        before, offers = self.received, self.channel.offers
+        copied, offers = 0, self.channel.offers
         while offers and self.received < len(self.targets):
             target = self.targets[self.received]
             if offers[0].call != self.call:
@@ -88,10 +90,13 @@ class _PeerExchange:
             if offers[0].nbytes != target.nbytes:
                 self.channel.refuse(target.nbytes)
                 break
+            is_message = offers[0].message is not None  # its bytes may lie at any address
+            target = target.view(torch.uint8) if is_message else target
             target.copy_(self.channel.source(offers.popleft(), target.dtype))
+            copied += not is_message
             self.received += 1
-        if self.received > before:
-            self.channel.acknowledge(self.received - before)
+        if copied:
+            self.channel.acknowledge(copied)
         return is_open
 
     @property
@@ -105,7 +110,8 @@ class _PeerExchange:
         """Return how the sizes of the two ends differ, or None if they agree so far."""
         if self.channel.expected_nbytes is not None:
             expected = self.channel.expected_nbytes
-            return f"this rank sends {self._untaken[0].nbytes} bytes and the peer expects {expected}"
+            own = f"{self._untaken[0].nbytes}" if self._untaken else "other"
+            return f"this rank sends {own} bytes and the peer expects {expected}"
         if self.channel.offers and self.received < len(self.targets):
             return f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {self.nbytes}"
         return None
@@ -175,7 +181,8 @@ class SharedTransport:
 
         All groups share one staging buffer: they run one at a time, and end when every offer was copied.
         """
-        outside = {id(m.data): m.data for m in sends if self._arena.find(m.data) is None}
+        large = [m for m in sends if m.data.nbytes > SMALL_NBYTES]
+        outside = {id(m.data): m.data for m in large if self._arena.find(m.data) is None}
         need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
             self._staging = self._arena.allocate(max(need, 2 * len(self._staging)), torch.uint8)
@@ -189,11 +196,14 @@ class SharedTransport:
     def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
         for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
             mine = [data for data, m in zip(memory, group.sends, strict=True) if m.peer == peer]
-            found = [(place, data.nbytes) for data in mine if (place := self._arena.find(data)) is not None]
-            sends = [Offer(segment.number, offset, nbytes) for (segment, offset), nbytes in found]
+            large = [(data, self._arena.find(data)) for data in mine if data.nbytes > SMALL_NBYTES]
+            found = [(place, data.nbytes) for data, place in large if place is not None]
+            offers = [Offer(segment.number, offset, nbytes) for (segment, offset), nbytes in found]
             segments = frozenset(segment for (segment, _), _ in found)
+            in_order = iter(offers)
+            sends = [next(in_order) if data.nbytes > SMALL_NBYTES else _bytes_of(data) for data in mine]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
-            yield _PeerExchange(peer, self._channels[peer], sends, packets(sends), segments, targets)
+            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets)
 
     def _require_open(self, place: Place) -> None:
         if self._closed:
@@ -283,6 +293,11 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
 def _close(channels: Iterable[Channel]) -> None:
     for channel in channels:
         channel.close()
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    """Return the memory of `data`."""
+    return _on_cpu(data).view(torch.uint8).numpy().data
 
 
 def _on_cpu(data: Tensor) -> Tensor:
