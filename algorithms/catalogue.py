@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms by their names on the command line."""
+"""Algorithms and schedules by their names on the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
+from commrt.algorithms import bruck, chain, direct, doubling, halving_doubling, pairwise, ring, scatter_gather, tree
 from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling
+from commrt.algorithms.parts import require_root
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.schedule import Algorithm
+from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["ALGORITHMS", "BACKUP", "GOSSIP", "by_name"]
+__all__ = ["ALGORITHMS", "BACKUP", "COLLECTIVES", "DIRECT", "GOSSIP", "ROOTED", "by_name", "candidates"]
+
+GOSSIP, BACKUP, DIRECT = "gossip", "backup", "direct"
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
     "halving_doubling": HalvingDoubling,
     "torus2d": Torus2D,
+    DIRECT: Direct,
 }
 """Constructors of the all-reduces by name; each works without arguments."""
-
-GOSSIP, BACKUP = "gossip", "backup"
 
 
 def by_name(name: str) -> Algorithm:
@@ -35,3 +40,68 @@ def by_name(name: str) -> Algorithm:
     if name not in offered:
         raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}")
     return offered[name]()
+
+
+def _any_root(build: Callable[[int], Schedule]) -> Callable[[int, int], Schedule]:
+    return lambda ranks, _: build(ranks)
+
+
+COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
+    "broadcast": {
+        "tree": tree.broadcast,
+        "direct": direct.broadcast,
+        "chain": chain.broadcast,
+        "scatter_gather": scatter_gather.broadcast,
+    },
+    "reduce": {
+        "tree": tree.reduce,
+        "direct": direct.reduce,
+        "chain": chain.reduce,
+        "scatter_gather": scatter_gather.reduce,
+    },
+    "gather": {"tree": tree.gather, "direct": direct.gather},
+    "scatter": {"tree": tree.scatter, "direct": direct.scatter},
+    "all_gather": {
+        "ring": _any_root(ring.all_gather),
+        "doubling": _any_root(halving_doubling.all_gather),
+        "bruck": _any_root(bruck.all_gather),
+        "direct": _any_root(direct.all_gather),
+    },
+    "reduce_scatter": {
+        "ring": _any_root(ring.reduce_scatter),
+        "halving": _any_root(halving_doubling.reduce_scatter),
+        "bruck": _any_root(bruck.reduce_scatter),
+        "direct": _any_root(direct.reduce_scatter),
+    },
+    "all_reduce": {
+        "ring": _any_root(ring.all_reduce),
+        "halving_doubling": _any_root(halving_doubling.all_reduce),
+        "torus2d": _any_root(lambda ranks: Torus2D().schedule(0, ranks)),
+        "doubling": _any_root(doubling.all_reduce),
+        "direct": _any_root(direct.all_reduce),
+    },
+    "all_to_all": {"pairwise": _any_root(pairwise.all_to_all), "direct": _any_root(direct.all_to_all)},
+    "barrier": {"dissemination": _any_root(bruck.barrier)},
+}
+"""For each collective its schedules by name, as functions of (ranks, root)."""
+
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+"""Collectives that have a root. The others ignore it."""
+
+
+def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:
+    """Return the schedules of `collective` that take `ranks` ranks, by name; equal arguments give the same objects.
+
+    Raises `UsageError` for an unknown collective, listing all, and for a root outside the ranks.
+
+    >>> list(candidates("all_gather", 4)), list(candidates("all_gather", 6))
+    (['ring', 'doubling', 'bruck', 'direct'], ['ring', 'bruck', 'direct'])
+    """
+    if collective not in COLLECTIVES:
+        raise UsageError(f"no collective is called {collective!r}: choose one of {', '.join(sorted(COLLECTIVES))}")
+    require_root(ranks, root, collective)
+    found = {}
+    for name, build in COLLECTIVES[collective].items():
+        with suppress(UsageError):  # it takes other rank counts only
+            found[name] = build(ranks, root)
+    return found

@@ -14,16 +14,19 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms.fold import folded
+from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 __all__ = ["HalvingDoubling", "all_gather", "all_reduce", "reduce_scatter"]
 
 
+@lru_cache
 def reduce_scatter(p: int) -> Schedule:
-    """Sum chunk r over all ranks at rank r; `p` a power of two.
+    """Sum chunk r over all ranks at rank r; raises `UsageError` unless `p` is a power of two.
 
     Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
     """
+    _require_power_of_two(p)
 
     def steps() -> Iterator[Step]:
         rank = np.arange(p)
@@ -35,11 +38,13 @@ def reduce_scatter(p: int) -> Schedule:
     return Schedule("recursive halving", p, p, steps)
 
 
+@lru_cache
 def all_gather(p: int) -> Schedule:
-    """Copy chunk r from rank r to all ranks; `p` a power of two.
+    """Copy chunk r from rank r to all ranks; raises `UsageError` unless `p` is a power of two.
 
     Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
     """
+    _require_power_of_two(p)
 
     def steps() -> Iterator[Step]:
         rank = np.arange(p)
@@ -76,6 +81,11 @@ def _mirrored(p: int) -> list[int]:
     """
     digits = p.bit_length() - 1
     return [int(f"{rank:0{digits}b}"[::-1], 2) if digits else 0 for rank in range(p)]
+
+
+def _require_power_of_two(p: int) -> None:
+    if p < 1 or p & (p - 1):
+        raise UsageError(f"halving and doubling take 1, 2, 4, 8, ... ranks, not {p}; a ring takes any number")
 
 
 def _halved(p: int) -> list[int]:

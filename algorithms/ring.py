@@ -17,6 +17,7 @@ from commrt.schedule import ADD, COPY, Schedule, Step
 __all__ = ["Ring", "all_gather", "all_reduce", "reduce_scatter"]
 
 
+@lru_cache
 def reduce_scatter(p: int) -> Schedule:
     """Sum chunk r over all ranks at rank r.
 
@@ -37,6 +38,7 @@ def reduce_scatter(p: int) -> Schedule:
     return Schedule("ring reduce-scatter", p, p, steps)
 
 
+@lru_cache
 def all_gather(p: int) -> Schedule:
     """Copy chunk r from rank r to all ranks.
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binomial tree: broadcast and reduce in a logarithmic number of steps."""
+"""The binomial tree: broadcast, reduce, scatter and gather in a logarithmic number of steps.
+
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from commrt.errors import UsageError
+from commrt.algorithms.parts import backwards, require_root, wrapped
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["broadcast", "reduce"]
+__all__ = ["broadcast", "gather", "reduce", "scatter"]
 
 
 @lru_cache
@@ -21,12 +24,11 @@ def broadcast(p: int, root: int = 0) -> Schedule:
     Cost: ceil(log2(p)) steps; the root sends the buffer in each of them.
 
     >>> print(broadcast(4))
-    broadcast: 4 ranks, 1 chunk
+    tree broadcast: 4 ranks, 1 chunk
       0  copy  0->1 [0:1)
       1  copy  0->2 [0:1)  1->3 [0:1)
     """
-    if not 0 <= root < p:
-        raise UsageError(f"rank {root} cannot be the root of a broadcast over {p} ranks: choose one of 0..{p - 1}")
+    require_root(p, root, "broadcast")
 
     def steps() -> Iterator[Step]:
         reached = 1
@@ -35,7 +37,7 @@ def broadcast(p: int, root: int = 0) -> Schedule:
             yield Step.of(src=(src + root) % p, dst=(src + reached + root) % p, lo=0, hi=1, combine=COPY)
             reached *= 2
 
-    return Schedule("broadcast", p, 1, steps)
+    return Schedule("tree broadcast", p, 1, steps)
 
 
 @lru_cache
@@ -45,14 +47,49 @@ def reduce(p: int, root: int = 0) -> Schedule:
     Cost: ceil(log2(p)) steps; each rank but the root sends the buffer once.
 
     >>> print(reduce(4))
-    reduce: 4 ranks, 1 chunk
+    tree reduce: 4 ranks, 1 chunk
       0  add  2->0 [0:1)  3->1 [0:1)
       1  add  1->0 [0:1)
     """
-    there = [(step.src, step.dst) for step in broadcast(p, root).steps()]
+    return backwards(broadcast(p, root), ADD, "tree reduce")
+
+
+@lru_cache
+def scatter(p: int, root: int = 0) -> Schedule:
+    """Copy chunk r from the root to rank r, together with the chunks that rank r passes on.
+
+    Cost: ceil(log2(p)) steps; the root sends (p - 1)/p of the buffer, half of it in the first step.
+
+    >>> print(scatter(4))
+    tree scatter: 4 ranks, 4 chunks
+      0  copy  0->2 [2:4)
+      1  copy  0->1 [1:2)  2->3 [3:4)
+    >>> print(scatter(3, root=1))
+    tree scatter: 3 ranks, 3 chunks
+      0  copy  1->0 [0:1)
+      1  copy  1->2 [2:3)
+    """
+    require_root(p, root, "scatter")
 
     def steps() -> Iterator[Step]:
-        for src, dst in reversed(there):
-            yield Step.of(src=dst, dst=src, lo=0, hi=1, combine=ADD)
+        for distance in (1 << k for k in reversed(range((p - 1).bit_length()))):
+            src = np.arange(0, p - distance, 2 * distance)
+            dst = src + distance
+            yield wrapped((src + root) % p, (dst + root) % p, dst + root, np.minimum(distance, p - dst), p)
 
-    return Schedule("reduce", p, 1, steps)
+    return Schedule("tree scatter", p, p, steps)
+
+
+@lru_cache
+def gather(p: int, root: int = 0) -> Schedule:
+    """Copy chunk r from rank r to the root: `scatter` backwards.
+
+    Cost: ceil(log2(p)) steps; at most half of the buffer sent per rank. With h the largest power of two below p, the
+    busiest rank sends max(p - h, h // 2)/p of it.
+
+    >>> print(gather(4))
+    tree gather: 4 ranks, 4 chunks
+      0  copy  1->0 [1:2)  3->2 [3:4)
+      1  copy  2->0 [2:4)
+    """
+    return backwards(scatter(p, root), COPY, "tree gather")

@@ -15,7 +15,8 @@ from interleaved import spread
 from null_transport import NullTransport
 from records import provenance
 
-from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.algorithms.catalogue import ALGORITHMS, DIRECT
+from commrt.algorithms.direct import MOST_RANKS
 from commrt.cost.cluster import Between, Cluster, Link
 from commrt.cost.price import Pricing
 from commrt.kernels.layout import GRANULE
@@ -70,7 +71,7 @@ CASES = [
     for ranks in RANKS
     for name in ALGORITHMS
     for task in TASKS
-    if task != "verify" or ranks <= MOST_PROVEN
+    if ranks <= {"verify": MOST_PROVEN}.get(task, ranks) and ranks <= {DIRECT: MOST_RANKS}.get(name, ranks)
 ]
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commrt.algorithms.backup import BackupWorkers
+    from commrt.algorithms.direct import Direct
     from commrt.algorithms.gossip import Gossip
     from commrt.algorithms.halving_doubling import HalvingDoubling
     from commrt.algorithms.ring import Ring
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "commrt.algorithms.backup": ("BackupWorkers",),
+    "commrt.algorithms.direct": ("Direct",),
     "commrt.algorithms.gossip": ("Gossip",),
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
     "commrt.algorithms.ring": ("Ring",),
@@ -92,6 +94,7 @@ __all__ = [
     "CommrtError",
     "DDPState",
     "DeadlineExceeded",
+    "Direct",
     "DisagreementError",
     "Evicted",
     "Gossip",

@@ -11,6 +11,7 @@
         ├── DeadlineExceeded       a peer that may be alive did not respond in time
         ├── PeerLost               the connection to a peer broke: its process is gone
         ├── SizeMismatch           the two ends of a transfer disagree about its size
+        ├── CallMismatch           the two ends of a transfer belong to different calls
         ├── TransportClosed        this rank closed the transport, or an earlier error did
         ├── Evicted                the other ranks go on without this process
         └── QuorumLost             fewer ranks are left than a step needs
@@ -24,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 __all__ = [
+    "CallMismatch",
     "CommrtError",
     "DeadlineExceeded",
     "DisagreementError",
@@ -102,6 +104,10 @@ class PeerLost(TransportError):
 
 class SizeMismatch(TransportError):
     """The two ends of a transfer disagree about its size: the ranks do not run the same program."""
+
+
+class CallMismatch(TransportError):
+    """The two ends of a transfer belong to different calls: the ranks do not run the same program."""
 
 
 class TransportClosed(TransportError):

@@ -14,15 +14,36 @@ from torch import Tensor
 
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
-from commrt.kernels.reference import mix_into, reduce_into
+from commrt.kernels.reference import combine_into, mix_into, reduce_into
 
-__all__ = ["GPU_DTYPES", "TRITON_AT_LEAST", "adding", "is_too_old", "mixing", "packing", "repeatable"]
+__all__ = [
+    "GPU_DTYPES",
+    "OPERATIONS",
+    "TRITON_AT_LEAST",
+    "adding",
+    "combining",
+    "is_too_old",
+    "mixing",
+    "packing",
+    "repeatable",
+]
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels offer."""
 
 TRITON_AT_LEAST = "3.5"
 """3.2 lacks functions that `device.variants` calls; 3.5 and 3.6 were tried."""
+
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
+"""What ADD in a schedule may stand for: all are commutative and associative (floats, up to rounding)."""
 
 Combination = Callable[[], None]
 """Runs an addition or a mix on fixed memory each time it is called."""
@@ -57,6 +78,17 @@ def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
 
         return add_launch(out, received)
     return lambda: reduce_into(out, received)
+
+
+def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combination]:
+    """Return what makes the functions that compute ``out = out operation received[0] ...``; see `OPERATIONS`.
+
+    The sum is that of `adding`. The others are done in plain torch, on GPUs too.
+    """
+    if operation == "sum":
+        return adding
+    function = OPERATIONS[operation]
+    return lambda out, received: lambda: combine_into(function, out, received)
 
 
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["in_pieces", "mix", "mix_into", "norm_of", "pack", "reduce_into", "unpack"]
+__all__ = ["combine_into", "in_pieces", "mix", "mix_into", "norm_of", "pack", "reduce_into", "unpack"]
 
 PIECE_NUMEL = 1 << 16
 """2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times as long."""
@@ -128,6 +128,13 @@ def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
             total.add_(part)
         if total is not piece:
             piece.copy_(total)
+
+
+def combine_into(function: Callable[..., Tensor], out: Tensor, received: Sequence[Tensor]) -> None:
+    """Compute ``out = function(function(out, received[0]), received[1]) ...`` for a `function` that takes ``out=``."""
+    for own, *others in in_pieces([out, *received]):
+        for other in others:
+            function(own, other, out=own)
 
 
 def mix(

@@ -46,7 +46,7 @@ def verified(*args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d"])
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "direct"])
 def test_verify_proves_every_rank_count(algorithm):
     for ranks in RANKS:
         record = verified(algorithm, "--ranks", str(ranks))
@@ -65,13 +65,30 @@ def test_verify_can_show_the_schedule():
     assert "0  add  0->1 [2:4)" in invoke("verify", "torus2d", "--show").stdout
 
 
+def test_verify_proves_one_schedule_of_a_collective_or_all():
+    one = verified("broadcast", "--schedule", "tree", "--ranks", "12", "--root", "3")["schedules"]
+    every = verified("broadcast", "--ranks", "12")["schedules"]
+    assert (list(one), list(every)) == (["tree"], ["tree", "direct", "chain", "scatter_gather"])
+    assert (one["tree"]["collective"], one["tree"]["steps"]) == ("broadcast", 4)
+    shown = invoke("verify", "all_to_all", "--ranks", "3", "--schedule", "pairwise", "--show").stdout
+    assert "1  copy  0->2 [2:3)" in shown
+    assert "pairwise all-to-all on 3 ranks is a correct all_to_all: 2 steps, 6 transfers" in shown
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (
             ("verify", "tree"),
-            "no algorithm is called 'tree': choose one of backup, gossip, halving_doubling, ring, torus2d",
+            "no algorithm is called 'tree': choose one of backup, direct, gossip, halving_doubling, ring, torus2d",
         ),
+        (("verify", "all_gather", "--schedule", "doubling", "--ranks", "6"), "choose one of ring, bruck, direct"),
+        (("verify", "broadcast", "--root", "4"), r"choose one of 0\.\.3"),
+        (("verify", "all_gather", "--root", "1"), "all_gather has no root: leave --root out"),
+        (("verify", "broadcast", "--grid", "2x2"), "a collective takes --schedule and --root: leave --grid out"),
+        (("verify", "ring", "--root", "1"), "ring is no collective: leave --root out"),
+        (("verify", "direct", "--ranks", "1025"), "takes up to 1,024 ranks"),
+        (("verify", "all_to_all", "--ranks", "4096"), "too large for a proof"),
         (("verify", "ring", "--backups", "1"), "--backups is for backup, not for ring"),
         (("verify", "backup", "--ranks", "4", "--backups", "2"), "so take at most 1"),
         (("train", "--algorithm", "backup", "--workers", "4", "--backups", "2"), "so take at most 1"),
@@ -79,8 +96,8 @@ def test_verify_can_show_the_schedule():
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
         (("train", "--workers", "0"), "--workers 0: give at least 1"),
-        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
-        (("train", "--compare", "nccl"), "choose one of backup, ddp, gossip, halving_doubling, ring, torus2d"),
+        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, ring"),
+        (("train", "--compare", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, ring"),
         (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
         (("train", "--timeout-s", "0"), "--timeout-s=0.0 is no deadline: give seconds, above 0"),

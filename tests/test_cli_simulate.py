@@ -27,7 +27,7 @@ def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():
 
 
 @pytest.mark.parametrize("cluster", builtin_clusters())
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "gossip"])
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "direct", "gossip"])
 def test_every_algorithm_has_a_price_on_every_shipped_cluster(algorithm, cluster):
     record = told("simulate", algorithm, "--ranks", 32, "--cluster", cluster, *BUFFER)
     assert record["seconds"] >= record["lower_bound_seconds"] > 0

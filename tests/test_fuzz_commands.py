@@ -29,7 +29,8 @@ def mostly(*good, bad=BAD):
     return st.one_of(*[st.sampled_from(good)] * 4, bad)
 
 
-ALGORITHM = mostly("ring", "halving_doubling", "torus2d", "gossip", "backup", "scaling", "RING", "ddp")
+ALGORITHM = mostly("ring", "halving_doubling", "torus2d", "direct", "gossip", "backup", "scaling", "RING", "ddp")
+PROVEN = mostly("ring", "torus2d", "gossip", "broadcast", "scatter", "all_gather", "all_to_all", "barrier", "GATHER")
 RANKS = mostly("1", "2", "3", "4", "6", "8", "13", bad=MANY)
 COUNT = mostly("1", "2", "5", bad=MANY | BAD)
 SIZE = mostly("1", "0.5", "25", "1e6", bad=BAD)
@@ -60,7 +61,18 @@ LAWS = {
     "--exponent": SIZE,
 }
 OPTIONS = {
-    "verify": (ALGORITHM, {"--ranks": RANKS, "--backups": COUNT, "--show": None, "--json": None, **SHAPES}),
+    "verify": (
+        PROVEN,
+        {
+            "--ranks": RANKS,
+            "--backups": COUNT,
+            "--schedule": mostly("tree", "ring", "direct", "bruck"),
+            "--root": mostly("0", "1", "3", bad=MANY),
+            "--show": None,
+            "--json": None,
+            **SHAPES,
+        },
+    ),
     "simulate": (
         ALGORITHM,
         {"--nbytes": SIZE, "--bucket-cap-mb": SIZE, "--jitter": SIZE, "--json": None, **SHARED, **SHAPES, **LAWS},

@@ -13,34 +13,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from pairing import check_pairing
 
-from commrt.algorithms.halving_doubling import HalvingDoubling
-from commrt.algorithms.ring import Ring
+from commrt.algorithms.catalogue import COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.torus import Torus2D
 from commrt.program import Hop, program
 from commrt.proof.replay import verify
-from commrt.proof.spec import all_reduce
+from commrt.proof.spec import collective_of
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 Row = tuple[int, int, int, int, int]
 """One transfer: src, dst, lo, hi, combine."""
 Rows = list[Row]
 
-ALGORITHMS = {
-    "ring": Ring(),
-    "halving_doubling": HalvingDoubling(),
-    "torus2d": Torus2D(),
-    "both ways": Torus2D(both_ways=True),
-}
+FIRST = ("ring", "halving_doubling", "torus2d")
+"""All-reduces that are tried on more ranks, and with more mutants, than other schedules."""
 RANKS = (2, 3, 4, 5, 6, 7, 8, 12)
+RANKS_OF_OTHERS = (4, 6)
 EXHAUSTIVE_UP_TO = 4
-PER_KIND = 24
+PER_KIND, PER_KIND_OF_OTHERS = 24, 8
 """Mutants of each kind that are tried where there are too many to try all."""
-PER_PROGRAMS = 200
+PER_PROGRAMS, PER_PROGRAMS_OF_OTHERS = 200, 40
 VALUES = 3
 """Independent random buffers that the oracle moves at once."""
 SHUFFLES = 4
@@ -48,6 +45,7 @@ STRICT = (
     "overwrites what it sends in the same step",
     "receives this chunk twice in one step and not all of it adds",
     "a second time",
+    "before it holds a value",
 )
 """What the proof refuses even where the numbers happen to come out right."""
 
@@ -114,13 +112,42 @@ def in_place(steps: Sequence[Rows], start: np.ndarray, order) -> np.ndarray:
     return buffer
 
 
-def finding(steps: Sequence[Rows], ranks: int, chunks: int, rng: Random) -> str:
-    """What is wrong with `steps` as an all-reduce: malformed, wrong or luck; or right."""
-    if is_malformed(steps, ranks, chunks):
+class Task(NamedTuple):
+    """What a schedule has to do."""
+
+    collective: str
+    ranks: int
+    chunks: int
+    root: int = 0
+
+
+def is_done(task: Task, start: np.ndarray, end: np.ndarray) -> bool:
+    """Whether `end` [ranks, chunks, VALUES] is what `task` makes of `start`, which is random where it is undefined."""
+    total, chunk = start.sum(axis=0), np.arange(task.chunks)
+    owner = chunk // max(1, task.chunks // task.ranks)
+    source, target = np.divmod(chunk, task.ranks)
+    found, wanted = {
+        "all_reduce": lambda: (end, total),
+        "reduce": lambda: (end[task.root], total),
+        "reduce_scatter": lambda: (end[owner, chunk], total),
+        "broadcast": lambda: (end, start[task.root]),
+        "scatter": lambda: (end[owner, chunk], start[task.root]),
+        "gather": lambda: (end[task.root], start[owner, chunk]),
+        "all_gather": lambda: (end, start[owner, chunk]),
+        "barrier": lambda: (end, start[owner, chunk]),
+        "all_to_all": lambda: (end[target, chunk], start[source, chunk]),
+    }[task.collective]()
+    return bool((found == wanted).all())
+
+
+def finding(steps: Sequence[Rows], task: Task, rng: Random) -> str:
+    """What is wrong with `steps` for `task`: malformed, wrong or luck; or right."""
+    if is_malformed(steps, task.ranks, task.chunks):
         return "malformed"
-    start = np.random.default_rng(rng.getrandbits(32)).integers(-(1 << 50), 1 << 50, (ranks, chunks, VALUES))
+    shape = (task.ranks, task.chunks, VALUES)
+    start = np.random.default_rng(rng.getrandbits(32)).integers(-(1 << 50), 1 << 50, shape)
     meant = all_at_once(steps, start)
-    if not (meant == start.sum(axis=0)).all():
+    if not is_done(task, start, meant):
         return "wrong"
     orders = [one_by_one, last_one_first, *[lambda rows: at_random(rng, rows)] * SHUFFLES]
     return "right" if all((in_place(steps, start, order) == meant).all() for order in orders) else "luck"
@@ -213,13 +240,38 @@ def tally():
     sys.stdout.write(f"\n{line}\n({detail})\n")
 
 
-CASES = pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in ALGORITHMS for ranks in RANKS])
+class Case(NamedTuple):
+    """A schedule, and how many of its mutants are tried."""
+
+    label: str
+    task: Task
+    schedule: Schedule
+    per_kind: int
+    per_programs: int
+
+
+def cases() -> Iterator[Case]:
+    for ranks in RANKS:
+        found = [(name, COLLECTIVES["all_reduce"][name](ranks, 0)) for name in FIRST]
+        for name, schedule in [*found, ("both ways", Torus2D(both_ways=True).schedule(0, ranks))]:
+            task = Task("all_reduce", ranks, schedule.chunks)
+            yield Case(f"{name}-{ranks}", task, schedule, PER_KIND, PER_PROGRAMS)
+    for ranks in RANKS_OF_OTHERS:
+        for collective in COLLECTIVES:
+            root = 1 if collective in ROOTED else 0
+            for name, schedule in candidates(collective, ranks, root).items():
+                if collective != "all_reduce" or name not in FIRST:
+                    task = Task(collective, ranks, schedule.chunks, root)
+                    label = f"{collective}-{name}-{ranks}"
+                    yield Case(label, task, schedule, PER_KIND_OF_OTHERS, PER_PROGRAMS_OF_OTHERS)
+
+
+CASES = pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in cases()])
 
 
 @CASES
-def test_the_oracle_finds_nothing_wrong_with_an_unchanged_schedule(name, ranks):
-    schedule = ALGORITHMS[name].schedule(0, ranks)
-    assert finding(rows_of(schedule), ranks, schedule.chunks, Random(ranks)) == "right"
+def test_the_oracle_finds_nothing_wrong_with_an_unchanged_schedule(case):
+    assert finding(rows_of(case.schedule), case.task, Random(case.label)) == "right"
 
 
 @pytest.mark.parametrize(
@@ -235,20 +287,19 @@ def test_the_oracle_finds_nothing_wrong_with_an_unchanged_schedule(name, ranks):
     ],
 )
 def test_the_oracle_tells_right_from_wrong_and_from_luck(steps, expected):
-    assert finding(steps, 2, 1, Random(0)) == expected
+    assert finding(steps, Task("all_reduce", 2, 1), Random(0)) == expected
 
 
 @pytest.mark.slow
 @CASES
-def test_every_mutant_that_the_oracle_finds_wrong_is_refused(name, ranks, tally, record_property):
-    schedule, rng = ALGORITHMS[name].schedule(0, ranks), Random(f"{name} {ranks}")
-    steps, counts = rows_of(schedule), Counter()
-    for kind, candidates in edits(steps, ranks, schedule.chunks).items():
-        for edit in chosen(candidates, PER_KIND, ranks, rng):
+def test_every_mutant_that_the_oracle_finds_wrong_is_refused(case, tally, record_property):
+    task, rng, steps, counts = case.task, Random(case.label), rows_of(case.schedule), Counter()
+    promise = collective_of(*task)
+    for kind, every in edits(steps, task.ranks, task.chunks).items():
+        for edit in chosen(every, case.per_kind, task.ranks, rng):
             mutant = edited(steps, edit)
-            truth = finding(mutant, ranks, schedule.chunks, rng)
-            proof = verify(schedule_of(mutant, ranks, schedule.chunks), all_reduce(ranks, schedule.chunks))
-            counts.update(judged(kind, truth, proof))
+            proof = verify(schedule_of(mutant, task.ranks, task.chunks), promise)
+            counts.update(judged(kind, finding(mutant, task, rng), proof))
     tally.update(counts)
     record_property("mutants", dict(counts))
     assert counts["wrong"] > counts["mutants"] / 2
@@ -301,10 +352,10 @@ def program_edits(programs: list, ranks: int) -> Iterator[tuple[int, tuple[Hop, 
 
 
 @CASES
-def test_every_program_mutant_that_no_longer_pairs_is_caught(name, ranks, tally, record_property):
-    schedule, counts = ALGORITHMS[name].schedule(0, ranks), Counter()
-    programs = [program(schedule, rank) for rank in range(ranks)]
-    for rank, hops in chosen(list(program_edits(programs, ranks)), PER_PROGRAMS, ranks, Random(ranks)):
+def test_every_program_mutant_that_no_longer_pairs_is_caught(case, tally, record_property):
+    ranks, counts = case.task.ranks, Counter()
+    programs = [program(case.schedule, rank) for rank in range(ranks)]
+    for rank, hops in chosen(list(program_edits(programs, ranks)), case.per_programs, ranks, Random(ranks)):
         mutated = [*programs[:rank], replace(programs[rank], hops=hops), *programs[rank + 1 :]]
         caught = check_pairing(mutated) is not None
         assert caught == (queues(hops) != queues(programs[rank].hops))

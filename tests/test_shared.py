@@ -16,7 +16,7 @@ import rendezvous_ranks
 import torch
 from torch.distributed import HashStore
 
-from commrt.errors import DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, UsageError
+from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, UsageError
 from commrt.testing.processes import run_processes
 from commrt.transport import channel, shared
 from commrt.transport.channel import SEGMENT_NBYTES, aligned
@@ -105,22 +105,48 @@ def test_any_view_arrives_bit_by_bit_and_touches_nothing_beside_it(pair, dtype, 
     assert torch.equal(landing.view(torch.uint8), expected)
 
 
+LARGE = channel.SMALL_NBYTES // 4 + 1
+
+
 def test_sizes_that_differ_are_named_on_both_ends(pair):
-    errors = across(pair, torch.ones(4), torch.ones(5))
+    errors, sent, expected = across(pair, torch.ones(LARGE), torch.ones(LARGE + 1)), 4 * LARGE, 4 * LARGE + 4
     assert [type(error) for error in errors] == [SizeMismatch, SizeMismatch]
-    assert "sends 16 bytes and the peer expects 20" in str(errors[0])
-    assert "sends 16 bytes and this rank expects 20" in str(errors[1])
-    assert [(error.place.peer, error.place.step, error.place.nbytes) for error in errors] == [(1, 7, 16), (0, 7, 20)]
+    assert f"sends {sent} bytes and the peer expects {expected}" in str(errors[0])
+    assert f"sends {sent} bytes and this rank expects {expected}" in str(errors[1])
+    places = [(error.place.peer, error.place.step, error.place.nbytes) for error in errors]
+    assert places == [(1, 7, sent), (0, 7, expected)]
+
+
+def test_of_a_small_message_the_receiver_names_the_sizes_at_once_and_the_sender_in_its_next_exchange(pair):
+    sender, receiver = across(pair, torch.ones(4), torch.ones(5))
+    assert sender is None
+    assert "sends 16 bytes and this rank expects 20" in str(receiver)
+    assert [type(error) for error in across(pair, torch.ones(LARGE), torch.ones(LARGE))] == [
+        SizeMismatch,
+        TransportClosed,
+    ]
+
+
+@pytest.mark.parametrize("numel", [4, LARGE])
+def test_messages_of_different_calls_are_refused_although_they_look_alike(pair, numel):
+    data, landing = torch.ones(numel), torch.zeros(numel)
+    bound = [pair[0].bind(P2PGroup([P2PMessage(1, data)], [])), pair[1].bind(P2PGroup([], [P2PMessage(0, landing)]))]
+    pair[0].timeout_s = 0.2  # as no one takes what it offers
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(run, Tag(7, "sum", call)) for call, run in enumerate(bound)]
+    assert isinstance(futures[1].exception(), CallMismatch)
+    assert "rank 1, peer 0, step 7, bucket sum" in str(futures[1].exception())
+    assert not landing.any()
 
 
 def test_after_a_failure_nothing_more_is_exchanged(pair):
-    across(pair, torch.ones(4), torch.ones(5))
+    across(pair, torch.ones(LARGE), torch.ones(LARGE + 1))
     errors = across(pair, torch.ones(4), torch.ones(4))
     assert [type(error) for error in errors] == [TransportClosed, TransportClosed]
     assert [type(error.__cause__) for error in errors] == [SizeMismatch, SizeMismatch]
 
 
-STEPS = ("announce", "offer", "receive", "source", "acknowledge", "flush")
+STEPS = ("announce", "post", "receive", "source", "acknowledge", "flush")
 POINTS = [*((channel.Channel, name) for name in STEPS), (shared, "_poll")]
 
 
@@ -135,7 +161,8 @@ def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkey
         return original(*args)
 
     groups = [
-        P2PGroup([P2PMessage(1 - rank, torch.ones(4))], [P2PMessage(1 - rank, torch.empty(4))]) for rank in range(2)
+        P2PGroup([P2PMessage(1 - rank, torch.ones(LARGE))], [P2PMessage(1 - rank, torch.empty(LARGE))])
+        for rank in range(2)
     ]
     assert both(pair, groups) == [None, None]
     monkeypatch.setattr(owner, name, preceded)
@@ -156,7 +183,7 @@ def test_twenty_thousand_small_messages_each_way_do_not_block_each_other(pair):
         return [P2PMessage(peer, element) for element in row.split(1)]
 
     groups = [P2PGroup(messages(1 - i, sent[i]), messages(1 - i, landing[i])) for i in range(2)]
-    assert len(groups[0].sends) * channel.OFFER.size > 2 * socket_room()
+    assert len(groups[0].sends) * (channel.CALL.size + 4) > socket_room() / 2  # and the kernel adds its own
     assert both(pair, groups) == [None, None]
     assert torch.equal(landing[0], sent[1])
     assert torch.equal(landing[1], sent[0])
@@ -180,9 +207,9 @@ def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
         words += 1
     for _ in range(words):
         line.acknowledge(0)
-    landing = torch.zeros(3)
-    assert across(pair, torch.ones(3), landing) == [None, None]
-    assert landing.sum() == 3
+    landing = torch.zeros(LARGE)
+    assert across(pair, torch.ones(LARGE), landing) == [None, None]
+    assert landing.sum() == LARGE
 
 
 def test_segments_go_with_their_last_tensor_on_both_ends(pair):

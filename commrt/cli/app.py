@@ -48,7 +48,7 @@ def train(
         int, typer.Option(help="Local worker processes; ignored under torchrun, mpirun, or srun of several tasks.")
     ] = 4,
     algorithm: Annotated[
-        str, typer.Option(help="ring, halving_doubling, torus2d, gossip, backup, or ddp for plain DDP.")
+        str, typer.Option(help="ring, halving_doubling, torus2d, direct, gossip, backup, or ddp for plain DDP.")
     ] = "torus2d",
     backups: Annotated[
         int | None,
@@ -119,8 +119,20 @@ def train(
 
 @app.command(rich_help_panel=PRICE)
 def verify(
-    algorithm: Annotated[str, typer.Argument(help="ring, halving_doubling, torus2d, gossip or backup.")],
+    algorithm: Annotated[
+        str,
+        typer.Argument(
+            help="ring, halving_doubling, torus2d, direct, gossip or backup. Or a collective: broadcast, reduce, "
+            "gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or barrier."
+        ),
+    ],
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks.")] = 4,
+    schedule: Annotated[
+        str | None, typer.Option(show_default="all", help="For a collective: which schedule to prove.")
+    ] = None,
+    root: Annotated[
+        int | None, typer.Option(min=0, show_default="0", help="For broadcast, reduce, gather and scatter.")
+    ] = None,
     grid: opt.Grid = None,
     both_ways: opt.BothWays = False,
     topology: opt.TopologyName = None,
@@ -135,10 +147,18 @@ def verify(
 
     The exit code is 1 if the schedule is wrong.
     """
-    from commrt.cli import verify as command  # noqa: PLC0415  # commands are imported when called
+    from commrt.algorithms.catalogue import COLLECTIVES  # noqa: PLC0415  # commands are imported when called
+    from commrt.cli import verify as command  # noqa: PLC0415
 
-    chosen = command.choose(algorithm, grid, both_ways, topology, within, backups)
-    if not command.run(chosen, ranks, show, as_json):
+    shape = {"--grid": grid, "--both-ways": both_ways or None, "--topology": topology, "--within": within}
+    if algorithm in COLLECTIVES:
+        _leave_out("a collective takes --schedule and --root", shape | {"--backups": backups})
+        ok = command.run_collective(algorithm, schedule, ranks, root, show, as_json)
+    else:
+        _leave_out(f"{algorithm} is no collective", {"--schedule": schedule, "--root": root})
+        chosen = command.choose(algorithm, grid, both_ways, topology, within, backups)
+        ok = command.run(chosen, ranks, show, as_json)
+    if not ok:
         raise typer.Exit(1)
 
 
@@ -147,7 +167,7 @@ def simulate(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help="ring, halving_doubling, torus2d or gossip; or backup, for steps that wait for some ranks."
+            help="ring, halving_doubling, torus2d, direct or gossip; or backup, for steps that wait for some ranks."
         ),
     ],
     ranks: Annotated[

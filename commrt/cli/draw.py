@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commrt.algorithms.catalogue import ALGORITHMS, GOSSIP, by_name
+from commrt.algorithms.catalogue import ALGORITHMS, DIRECT, GOSSIP, by_name
 from commrt.algorithms.gossip import Gossip
 from commrt.cli.options import ExchangeOptions, compute_of, workload_of
 from commrt.cli.simulate import CLUSTER, ExchangeEstimate
@@ -85,7 +85,7 @@ def _scaling(options: ExchangeOptions) -> Figure:
     if len(counts) < 2:
         raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     efficiencies = {}
-    for name in (*ALGORITHMS, GOSSIP):
+    for name in (each for each in (*ALGORITHMS, GOSSIP) if each != DIRECT):
         scaled = [replace(options, ranks=ranks) for ranks in counts]
         exchange_s = [ExchangeEstimate(by_name(name), each, cluster).price().seconds for each in scaled]
         efficiencies[name] = [compute_s / (compute_s + seconds) for seconds in exchange_s]

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt verify``: prove a schedule, and print its cost. Needs no torch."""
+"""``commrt verify``: prove schedules of an algorithm or a collective, and print their cost. Needs no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.catalogue import by_name
+from commrt.algorithms.catalogue import ROOTED, by_name, candidates
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
 from commrt.cli.options import json_of
 from commrt.errors import UsageError
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof, verify
-from commrt.proof.spec import Collective, all_reduce, gossip_mean
+from commrt.proof.spec import Collective, all_reduce, collective_of, gossip_mean
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["choose", "run"]
+__all__ = ["choose", "run", "run_collective"]
 
 PERIODS = 2
 """Periods of gossip that are verified: before and after the partners change."""
@@ -72,7 +72,7 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
     mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
     if as_json:
-        print(json_of(_record(worst, algorithm) | mixed))
+        print(json_of({"algorithm": repr(algorithm)} | _record(worst) | mixed))
         return worst.ok
     if show:
         print(*schedules, sep="\n")
@@ -80,6 +80,36 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     if isinstance(algorithm, Gossip) and worst.ok:
         print(_mixing_sentence(mixed, algorithm.within))
     return worst.ok
+
+
+def run_collective(collective: str, name: str | None, ranks: int, root: int | None, show: bool, as_json: bool) -> bool:
+    """Verify the schedule of `collective` called `name`, or all of them, as `run` does; return True if all are correct.
+
+    Raises `UsageError` for a schedule or a root that the collective does not have on so many ranks.
+    """
+    if root is not None and collective not in ROOTED:
+        raise UsageError(f"{collective} has no root: leave --root out")
+    schedules = candidates(collective, ranks, root or 0)
+    if name is not None:
+        schedules = _only(name, schedules, f"{collective} on {ranks} ranks")
+    proofs = {
+        each: verify(schedule, collective_of(collective, ranks, schedule.chunks, root or 0))
+        for each, schedule in schedules.items()
+    }
+    ok = all(proof.ok for proof in proofs.values())
+    if as_json:
+        print(json_of({"ok": ok, "schedules": {each: _record(proof) for each, proof in proofs.items()}}))
+        return ok
+    if show:
+        print(*schedules.values(), sep="\n")
+    print(*map(_sentence, proofs.values()), sep="\n")
+    return ok
+
+
+def _only(name: str, schedules: Mapping[str, Schedule], what: str) -> dict[str, Schedule]:
+    if name not in schedules:
+        raise UsageError(f"no schedule for {what} is called {name!r}: choose one of {', '.join(schedules)}")
+    return {name: schedules[name]}
 
 
 def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
@@ -109,10 +139,9 @@ def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
     )
 
 
-def _record(proof: Proof, algorithm: Algorithm) -> dict[str, object]:
+def _record(proof: Proof) -> dict[str, object]:
     return {
         "ok": proof.ok,
-        "algorithm": repr(algorithm),
         "schedule": proof.schedule,
         "collective": proof.collective,
         "ranks": proof.ranks,

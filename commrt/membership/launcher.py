@@ -27,6 +27,8 @@ __all__ = [
     "VARIABLES",
     "Launch",
     "announce",
+    "chosen_cluster",
+    "chosen_schedules",
     "chosen_transport",
     "default_timeout_s",
     "gloo_interface",
@@ -42,7 +44,7 @@ LONGEST_TIMEOUT_S = 2e6
 """Sockets count milliseconds in 32 bits."""
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = ("shared", "gloo")
-VARIABLES = ("COMMRT_NVTX", "COMMRT_TIMEOUT_S", "COMMRT_TRANSPORT")
+VARIABLES = ("COMMRT_CLUSTER", "COMMRT_NVTX", "COMMRT_SCHEDULES", "COMMRT_TIMEOUT_S", "COMMRT_TRANSPORT")
 """All that are commrt's own."""
 
 
@@ -193,6 +195,16 @@ def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
     if kind not in (None, *TRANSPORTS):
         raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(TRANSPORTS)}, or unset it")
     return kind
+
+
+def chosen_cluster(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return COMMRT_CLUSTER, the name or file of the cluster for which schedules are chosen; None if it is not set."""
+    return env.get("COMMRT_CLUSTER") or None
+
+
+def chosen_schedules(env: Mapping[str, str] = os.environ) -> str:
+    """Return COMMRT_SCHEDULES, schedules to take whatever they cost, such as "all_reduce=ring"."""
+    return env.get("COMMRT_SCHEDULES", "")
 
 
 def is_timeout(seconds: float) -> bool:

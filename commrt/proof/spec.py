@@ -7,14 +7,14 @@ A `Collective` holds both as arrays over (rank, chunk). `commrt.verify` replays 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commrt.algorithms.gossip import Gossip
-from commrt.errors import ScheduleError
+from commrt.errors import ScheduleError, UsageError
 from commrt.schedule import IntArray, Schedule
 
 __all__ = [
@@ -24,15 +24,21 @@ __all__ = [
     "Kind",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "average",
     "broadcast",
+    "collective_of",
     "doubly_stochastic",
+    "gather",
     "gossip_mean",
     "reduce",
     "reduce_scatter",
+    "scatter",
 ]
 
 MAX_RANKS = 1 << 17
+MAX_DIFFERENT = 1 << 28
+"""Most (rank, chunk) pairs of a collective that does not promise the same to all ranks."""
 ANYTHING = -1
 """Goal of a (rank, chunk) whose final value nobody relies on."""
 
@@ -86,15 +92,14 @@ def gossip_mean(algorithm: Gossip, schedule: Schedule) -> Collective:
 
 def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective after which the root holds the sum over all ranks; other ranks are not checked."""
-    _require_ranks([root], ranks)
-    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal = _no_goals(ranks, chunks, root)
     goal[root] = 0
     return _all_defined("reduce", Kind.SUM, goal, _all(ranks))
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:
     """Return the collective that sums chunk c over all ranks at its owner, rank ``c * ranks // chunks``."""
-    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal = _no_goals(ranks, chunks)
     goal[_owner(ranks, chunks), np.arange(chunks)] = 0
     return _all_defined("reduce_scatter", Kind.SUM, goal, _all(ranks))
 
@@ -102,16 +107,58 @@ def reduce_scatter(ranks: int, chunks: int) -> Collective:
 def all_gather(ranks: int, chunks: int) -> Collective:
     """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to all ranks."""
     owner = _owner(ranks, chunks)
-    defined = np.zeros((ranks, chunks), dtype=bool)
-    defined[owner, np.arange(chunks)] = True
     goal = np.broadcast_to(owner, (ranks, chunks))
-    return Collective("all_gather", Kind.SUM, defined, goal, tuple((rank,) for rank in _all(ranks)))
+    return Collective("all_gather", Kind.SUM, _held_by(owner, ranks), goal, _each(ranks))
+
+
+def gather(ranks: int, chunks: int, root: int = 0) -> Collective:
+    """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to the root."""
+    owner = _owner(ranks, chunks)
+    goal = _no_goals(ranks, chunks, root)
+    goal[root] = owner
+    return Collective("gather", Kind.SUM, _held_by(owner, ranks), goal, _each(ranks))
+
+
+def scatter(ranks: int, chunks: int, root: int = 0) -> Collective:
+    """Return the collective that copies chunk c from the root to its owner, rank ``c * ranks // chunks``."""
+    goal = _no_goals(ranks, chunks, root)
+    goal[_owner(ranks, chunks), np.arange(chunks)] = 0
+    return Collective("scatter", Kind.SUM, _held_by(np.full(chunks, root), ranks), goal, ((root,),))
+
+
+def all_to_all(ranks: int, chunks: int) -> Collective:
+    """Return the collective that copies piece ``s * ranks + d``, of ``ranks * ranks``, from rank s to rank d."""
+    goal = _no_goals(ranks, chunks)
+    source, target = np.divmod(_owner(ranks * ranks, chunks), ranks)
+    goal[target, np.arange(chunks)] = source
+    return Collective("all_to_all", Kind.SUM, _held_by(source, ranks), goal, _each(ranks))
 
 
 def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective after which every rank holds the root's buffer."""
     _require_ranks([root], ranks)
     return _all_defined("broadcast", Kind.SUM, np.broadcast_to(np.int64(0), (ranks, chunks)), (root,))
+
+
+def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collective:
+    """Return the collective that the catalogue calls `name`; a barrier gathers a token of every rank at all ranks.
+
+    >>> collective_of("scatter", ranks=2, chunks=2, root=1).goal
+    array([[ 0, -1],
+           [-1,  0]])
+    """
+    rooted = {"broadcast": broadcast, "reduce": reduce, "gather": gather, "scatter": scatter}
+    others = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
+    if name in rooted:
+        return rooted[name](ranks, chunks, root)
+    if name in others:
+        return others[name](ranks, chunks)
+    if name == "all_reduce":
+        return all_reduce(ranks, chunks)
+    if name == "barrier":
+        return replace(all_gather(ranks, chunks), name=name)
+    offered = sorted([*rooted, *others, "all_reduce", "barrier"])
+    raise UsageError(f"no collective is called {name!r}: choose one of {', '.join(offered)}")
 
 
 def _for_members(
@@ -129,6 +176,29 @@ def _all_defined(name: str, kind: Kind, goal: IntArray, family: tuple[int, ...],
     return Collective(name, kind, np.broadcast_to(np.True_, goal.shape), goal, (family,), total)
 
 
+def _no_goals(ranks: int, chunks: int, root: int = 0) -> IntArray:
+    """Return goals [ranks, chunks] that ask for nothing yet."""
+    _require_ranks([root], ranks)
+    _require_fitting(ranks, chunks)
+    return np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+
+
+def _held_by(rank_of_chunk: IntArray, ranks: int) -> NDArray[np.bool_]:
+    chunks = len(rank_of_chunk)
+    _require_fitting(ranks, chunks)
+    defined = np.zeros((ranks, chunks), dtype=bool)
+    defined[rank_of_chunk, np.arange(chunks)] = True
+    return defined
+
+
+def _require_fitting(ranks: int, chunks: int) -> None:
+    if ranks * chunks > MAX_DIFFERENT:
+        raise ScheduleError(
+            f"a collective of {ranks:,} ranks and {chunks:,} chunks is too large for a proof: give at most "
+            f"{MAX_DIFFERENT:,} ranks x chunks"
+        )
+
+
 def _require_ranks(members: Sequence[int], ranks: int) -> None:
     unknown = [rank for rank in members if not 0 <= rank < ranks]
     if unknown or len(set(members)) != len(members) or not len(members):
@@ -139,6 +209,10 @@ def _all(ranks: int) -> tuple[int, ...]:
     if not 1 <= ranks <= MAX_RANKS:
         raise ScheduleError(f"a collective of {ranks:,} ranks is too large for a proof: give 1 to {MAX_RANKS:,} ranks")
     return tuple(range(ranks))
+
+
+def _each(ranks: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((rank,) for rank in _all(ranks))
 
 
 def _owner(ranks: int, chunks: int) -> IntArray:

@@ -37,17 +37,17 @@ __all__ = [
 
 
 def connect_hosts(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, host: str | None = None
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, host: str | None = None, choice: str = ""
 ) -> Transport:
-    """Connect `members` for CPU tensors. Collective.
+    """Connect `members` for CPU tensors. Collective. `choice` is what else must be equal on all of them.
 
     COMMRT_TRANSPORT chooses the transport. By default it is shared memory on one Linux host, Gloo where each member has
     a host of its own, and both at once otherwise. `host` is the address at which Gloo listens.
     """
-    starts = _compare_starts(store, rank, members, timeout_s)
-    choice, hosts = starts[rank].transport, [starts[peer].host for peer in members]
+    starts = _compare_starts(store, rank, members, timeout_s, choice)
+    kind, hosts = starts[rank].transport, [starts[peer].host for peer in members]
     shared_store, gloo_store = PrefixStore("shared", store), PrefixStore("gloo", store)
-    if choice == "gloo":
+    if kind == "gloo":
         return GlooTransport(gloo_store, rank, members, timeout_s, host)
     if len(set(hosts)) == 1:
         return SharedTransport(shared_store, rank, members, timeout_s)
@@ -68,11 +68,14 @@ class _Start(NamedTuple):
     size: int
     transport: str | None
     host: str
+    choice: str
 
 
-def _compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, _Start]:
-    """Return what all `members` start with; the size of their world and COMMRT_TRANSPORT are the same."""
-    own = _Start(len(members), chosen_transport(), host_identity() or f"none that rank {rank} can share")
+def _compare_starts(
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str
+) -> dict[int, _Start]:
+    """Return what all `members` start with; all but the host is the same."""
+    own = _Start(len(members), chosen_transport(), host_identity() or f"none that rank {rank} can share", choice)
     starts: dict[int, _Start] = {}
     try:
         for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
@@ -96,7 +99,11 @@ def _compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: 
 
 def _require_same_start(starts: Mapping[int, _Start]) -> None:
     claims = {
-        peer: {"world size": str(start.size), "COMMRT_TRANSPORT": start.transport or "not set"}
+        peer: {
+            "world size": str(start.size),
+            "COMMRT_TRANSPORT": start.transport or "not set",
+            "COMMRT_CLUSTER or COMMRT_SCHEDULES": start.choice,
+        }
         for peer, start in starts.items()
     }
     if error := find_disagreement("init", claims):
@@ -104,9 +111,9 @@ def _require_same_start(starts: Mapping[int, _Start]) -> None:
 
 
 def _parse_start(text: bytes) -> _Start:
-    size, transport, host = parse_list(text, 3)
-    require(isinstance(transport, str | None) and isinstance(host, str))
-    return _Start(parse_int(size), transport, host)
+    size, transport, host, choice = parse_list(text, 4)
+    require(isinstance(transport, str | None) and isinstance(host, str) and isinstance(choice, str))
+    return _Start(parse_int(size), transport, host, choice)
 
 
 def connect_gpu(

@@ -7,7 +7,7 @@ combined after the exchange, so a rank may send a chunk and add to it in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -23,9 +23,11 @@ from commrt.schedule import ADD, COPY
 from commrt.threads.streams import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
-__all__ = ["BoundProgram", "bind", "scratch_numel"]
+__all__ = ["Adding", "BoundProgram", "bind", "scratch_numel"]
 
 Combination = Callable[[], None]
+Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
+"""(own, received) -> a function that combines both into `own` each time it is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,37 +90,39 @@ def bind(
     transport: Transport,
     scratch: Tensor | None = None,
     streams: Streams | None = None,
+    *,
+    bounds: Sequence[int] | None = None,
+    add: Adding = adding,
 ) -> BoundProgram:
-    """Bind `program` to `buffer` [numel], which is cut into the program's chunks.
+    """Bind `program` to `buffer` [numel], which is cut into the program's chunks at `bounds` [chunks + 1].
 
-    Programs that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None
-    allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
-    different chunks. Raises `UsageError` unless the buffer is a contiguous row.
+    Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for. Programs
+    that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None allocates it. On
+    `streams` that queue work, a hop's combinations run beside the next exchange if the two touch different chunks.
+    Raises `UsageError` unless the buffer is a contiguous row.
     """
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
-    bounds = chunk_bounds(
-        buffer.numel(), program.chunks, GRANULE
-    )  # so that 16-byte accesses stay aligned in every dtype
+    if bounds is None:  # cut so that 16-byte accesses stay aligned in every dtype
+        bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
     waits = dependencies(program.hops, program.chunks)
     half, other_half = _halves(program, bounds, waits)
     if scratch is None:
         scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
-    binder = _Binder(buffer, scratch, bounds, transport, half)
+    binder = _Binder(buffer, scratch, bounds, transport, half, add)
     hops = tuple(binder.hop(number, hop, waits) for number, hop in enumerate(program.hops) if not hop.idle)
     nbytes = sum(message.data.nbytes for message in binder.sends)
     beside = streams if streams is not None and streams.queues and waits.overlap else None
     return BoundProgram(hops, nbytes, P2PGroup(binder.sends, binder.recvs), beside)
 
 
-def scratch_numel(program: Program, numel: int) -> int:
-    """Return the elements of scratch that `program` needs on a buffer of `numel` elements."""
-    return sum(
-        _halves(program, chunk_bounds(numel, program.chunks, GRANULE), dependencies(program.hops, program.chunks))
-    )
+def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = None) -> int:
+    """Return the elements of scratch that `program` needs on a buffer of `numel` elements, cut as for `bind`."""
+    cut = chunk_bounds(numel, program.chunks, GRANULE) if bounds is None else bounds
+    return sum(_halves(program, cut, dependencies(program.hops, program.chunks)))
 
 
-def _halves(program: Program, bounds: list[int], waits: Dependencies) -> tuple[int, int]:
+def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tuple[int, int]:
     """Return the elements of scratch for even and odd hops; (all, 0) if every hop waits for the one before it."""
     sizes = [[0], [0]]
     for hop, parity in zip(program.hops, waits.parity, strict=True):
@@ -132,10 +136,11 @@ def _halves(program: Program, bounds: list[int], waits: Dependencies) -> tuple[i
 class _Binder:
     buffer: Tensor
     scratch: Tensor
-    bounds: list[int]
+    bounds: Sequence[int]
     transport: Transport
     half: int
     """Where the scratch of odd hops begins."""
+    add: Adding
     sends: list[P2PMessage] = field(default_factory=list)
     recvs: list[P2PMessage] = field(default_factory=list)
     """What all hops bound so far exchange."""
@@ -173,7 +178,7 @@ class _Binder:
             if not own.numel():
                 continue
             if combine == ADD:
-                yield adding(own, received)
+                yield self.add(own, received)
             else:
                 yield from (mixing(own, place, transfer.weight) for transfer, place in zip(legs, received, strict=True))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from commrt.errors import Place, TransportError
+from commrt.errors import TransportError
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 __all__ = ["Fault", "FaultyTransport", "delay_at", "drop_at", "fail_at", "with_faults"]
@@ -68,7 +68,7 @@ class FaultyTransport:
             faults = [fault for fault in self._faults if fault.matches(tag)]
             kinds = {fault.kind for fault in faults}
             if "fail" in kinds:
-                raise TransportError("an injected failure", Place(self.rank, None, *tag, group.hop))
+                raise TransportError("an injected failure", tag.place(self.rank, group.hop))
             if "delay" in kinds and tag != self._delayed:
                 self._delayed = tag  # once per bucket, not once per hop
                 time.sleep(sum(fault.seconds for fault in faults))

@@ -88,6 +88,7 @@ class CommThread:
         self._refusal: str | None = None
         self._pending: set[Future[Any]] = set()
         self._is_over = False
+        self._turn = threading.Lock()  # held by the thread that runs a task
         self._ended: Future[None] = Future()  # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -104,6 +105,21 @@ class CommThread:
         self._tasks.put(lambda: self._run(task, future, before))
         if self._is_over:  # another thread, or a signal handler, has closed it since `require_open`
             self._refuse(future)
+        return future
+
+    def run(self, task: Callable[[], T]) -> TaskFuture[T]:
+        """Run `task` now, on the calling thread, if no other is pending; otherwise `submit` it. For work on a CPU only.
+
+        It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task.
+        """
+        self.require_open()
+        if self._pending or not self._turn.acquire(blocking=False):
+            return self.submit(task)
+        try:
+            future: TaskFuture[T] = TaskFuture()
+            self._run(task, future, DONE)
+        finally:
+            self._turn.release()
         return future
 
     def require_open(self) -> None:
@@ -128,7 +144,8 @@ class CommThread:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            with self._turn:
+                task()
             del task  # or it stays alive until the next one comes
         self._is_over = True  # set before `_pending` is read: `submit` adds its future first, and reads this after
         for future in tuple(self._pending):
@@ -178,6 +195,8 @@ class CommThread:
         self._refusal = CLOSED
         self._tasks.put(None)
         self._ended.result()
+        with self._turn:  # another thread may `run` a task
+            pass
 
     def leave_to_parent(self) -> None:
         """Accept no more tasks, and fail all pending ones: in a forked child the thread does not exist."""

@@ -7,11 +7,12 @@ can read the names from ``/proc/net/unix``.
 
 Packets, which arrive whole and in order::
 
-    S number                     map my segment of this number (its descriptor comes along)
-    O (number, offset, nbytes)*  I offer these bytes
-    T count                      I have copied this many of your offers, in order
-    R nbytes                     your next offer is refused: I expect this many bytes
-    F number                     unmap my segment of this number
+    S number                          map my segment of this number (its descriptor comes along)
+    O call number, offset, nbytes     I offer these bytes, for the call of this number
+    M call bytes                      a small message itself, which needs no answer
+    T count                           I have copied this many of your offers, in order
+    R nbytes                          your next offer is refused: I expect this many bytes
+    F number                          unmap my segment of this number
 
 A socket that ends means that its process ended or gave up.
 """
@@ -34,7 +35,7 @@ from math import ceil
 from pathlib import Path
 from threading import Lock
 from time import monotonic
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,14 +45,28 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.membership.agreement import gather
 from commrt.membership.store_client import parse_list, require
 
-__all__ = ["SEGMENT_NBYTES", "Arena", "Channel", "Offer", "Segment", "aligned", "connect", "host_identity", "packets"]
+__all__ = [
+    "SEGMENT_NBYTES",
+    "SMALL_NBYTES",
+    "Arena",
+    "Channel",
+    "Offer",
+    "Post",
+    "Segment",
+    "aligned",
+    "connect",
+    "host_identity",
+    "posts",
+]
 
 RANK = struct.Struct("<I")
 PASSWORD_NBYTES = 16
 NUMBER = struct.Struct("<cQ")
 OFFER = struct.Struct("<QQQ")
-OFFERS_PER_PACKET = 1024
-PACKET_NBYTES = 1 + OFFERS_PER_PACKET * OFFER.size
+CALL = struct.Struct("<cI")
+SMALL_NBYTES = 16 << 10
+"""Messages up to this size travel in packets: below, an offer and its answer take longer than two copies more."""
+PACKET_NBYTES = CALL.size + SMALL_NBYTES
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -168,12 +183,19 @@ class Offer(NamedTuple):
     """The segment's number."""
     offset: int
     nbytes: int
+    call: int = 0
+    """The number of the call that made it, of an offer that was received."""
+    message: bytearray | None = None
+    """The bytes, in place of an offer."""
 
 
-def packets(offers: Sequence[Offer]) -> list[bytes]:
-    """Return the packets that make `offers`."""
-    parts = (offers[at : at + OFFERS_PER_PACKET] for at in range(0, len(offers), OFFERS_PER_PACKET))
-    return [b"O" + b"".join(OFFER.pack(*offer) for offer in part) for part in parts]
+Post = tuple[Literal[b"O", b"M"], bytes | memoryview]
+"""A packet without the number of its call: its kind, and its content."""
+
+
+def posts(sends: Sequence[Offer | memoryview]) -> list[Post]:
+    """Return the packets that make offers and send small messages, in the order of `sends`."""
+    return [(b"O", OFFER.pack(*send[:3])) if isinstance(send, Offer) else (b"M", send) for send in sends]
 
 
 class Channel:
@@ -211,16 +233,16 @@ class Channel:
             self._announced.remove(number)
             self._send(NUMBER.pack(b"F", number))
 
-    def offer(self, prepared: Iterable[bytes], count: int) -> None:
-        """Make `count` offers, `prepared` by `packets`, from segments that were announced."""
-        self.untaken += count
-        for packet in prepared:
-            self._send(packet)
+    def post(self, prepared: Iterable[Post], offers: int, call: int) -> None:
+        """Send small messages, and make so many `offers` from segments that were announced; `prepared` by `posts`."""
+        self.untaken += offers
+        for kind, content in prepared:
+            self._send(b"".join((CALL.pack(kind, call), content)))
 
     def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
-        """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be unaligned."""
-        memory, numel = self._mapped[offer.number], offer.nbytes // dtype.itemsize
-        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offer.offset)
+        """Return the bytes, in the peer's memory or of a message, as a tensor of `dtype` that may be unaligned."""
+        memory = self._mapped[offer.number] if offer.message is None else offer.message
+        return torch.frombuffer(memory, dtype=dtype, count=offer.nbytes // dtype.itemsize, offset=offer.offset)
 
     def acknowledge(self, count: int) -> None:
         """Tell the peer that `count` more of its offers were copied."""
@@ -259,7 +281,12 @@ class Channel:
 
     def _apply(self, packet: bytes, fds: list[int]) -> None:
         if packet[:1] == b"O":
-            self.offers.extend(map(Offer._make, OFFER.iter_unpack(memoryview(packet)[1:])))
+            number, offset, nbytes = OFFER.unpack_from(packet, CALL.size)
+            self.offers.append(Offer(number, offset, nbytes, CALL.unpack_from(packet)[1]))
+            return
+        if packet[:1] == b"M":
+            nbytes = len(packet) - CALL.size
+            self.offers.append(Offer(0, CALL.size, nbytes, CALL.unpack_from(packet)[1], bytearray(packet)))
             return
         kind, number = NUMBER.unpack(packet)
         if kind == b"T":

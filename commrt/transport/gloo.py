@@ -4,8 +4,8 @@
 The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised, so your own process
 groups are not touched.
 
-Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number between the two ranks
-and its size: that keeps the order, and ranks that disagree about a size end in a deadline instead of wrong data.
+Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number between the two ranks,
+its size and its call: that keeps the order, and ranks that disagree end in a deadline instead of wrong data.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.membership.launcher import gloo_interface
 from commrt.membership.store_client import STORE_ANSWER_S, call_store
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.protocol import (
@@ -64,10 +65,10 @@ class _Transfer(NamedTuple):
     """Counts all transfers with this peer in this direction."""
     nbytes: int
 
-    def start(self, gloo: Any) -> Work:
+    def start(self, gloo: Any, call: int) -> Work:
         """Post the transfer. Keeps no reference to `gloo`, whose connections live as long as one."""
         post: Callable[[list[Tensor], int, int], Work] = gloo.send if self.is_send else gloo.recv
-        tag = (next(self.numbers) * 0x9E3779B1 ^ self.nbytes) % UNUSED_TAG
+        tag = (next(self.numbers) * 0x9E3779B1 ^ self.nbytes ^ call) % UNUSED_TAG
         return post(self.data, self.gloo_rank, tag)
 
 
@@ -76,28 +77,36 @@ class GlooTransport:
 
     Connects to all other `members` at construction, through a `store` that nobody used before; raises
     `TransportError` if one does not come. `host` is the address that this rank listens on, None for Gloo's own
-    choice (``GLOO_SOCKET_IFNAME``).
+    choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it waits for nobody, and two ranks connect when they first exchange.
     """
 
     kind = "gloo"
     capture = staticmethod(capture_nothing)
 
     def __init__(
-        self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0, host: str | None = None
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float = 300.0,
+        host: str | None = None,
+        *,
+        lazy: bool = False,
     ) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
-        self._gloo: Any = self._connect(store, host)
+        self._lazy = lazy
+        self._gloo: Any = self._connect(store, host, lazy)
         release_in_forked_child(self)
 
-    def _connect(self, store: Store, host: str | None) -> Any:
+    def _connect(self, store: Store, host: str | None, lazy: bool) -> Any:
         place, ranks = self.members.index(self.rank), len(self.members)
         options: Any = timedelta(seconds=self.timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
-        if host:
+        if host or lazy:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
             options._timeout = timedelta(seconds=self.timeout_s)  # noqa: SLF001
-            options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+            options._devices = [_device(host, lazy)]  # noqa: SLF001
         try:
             return call_store(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + STORE_ANSWER_S)
         except (RuntimeError, TransportError) as error:
@@ -112,6 +121,15 @@ class GlooTransport:
         """See `Transport.allocate`: ordinary memory."""
         require_cpu(device, MEDIUM)
         return zeros(numel, dtype, device)
+
+    def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
+        """Begin one send or receive with Gloo's own tags, not in order with groups; None receives from any rank."""
+        if self._gloo is None:
+            raise TransportClosed("the transport was closed", Place(self.rank, peer))
+        if peer is None:
+            return cast("Work", self._gloo.recv_anysource([data], tag))
+        post = self._gloo.send if is_send else self._gloo.recv
+        return cast("Work", post([data], self.members.index(peer), tag))
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
@@ -128,10 +146,10 @@ class GlooTransport:
         def start(tag: Tag) -> Finish:
             gloo = self._gloo
             if gloo is None:
-                raise TransportClosed("the transport was closed", Place(self.rank, None, *tag, rest.hop))
+                raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
             for source, target in copies:
                 target.copy_(source)
-            return self._start(gloo, transfers, Place(self.rank, None, *tag, rest.hop))
+            return self._start(gloo, transfers, tag.place(self.rank, rest.hop), tag.call)
 
         return start
 
@@ -144,7 +162,7 @@ class GlooTransport:
                 transfers.append(_Transfer(peer, gloo_rank, [data], is_send, numbers[peer], data.nbytes))
         return transfers
 
-    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place) -> Finish:
+    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Finish:
         works: list[Work] = []
         deadline = monotonic() + self.timeout_s
 
@@ -156,7 +174,7 @@ class GlooTransport:
                 raise self._explained(error, transfers, works, place) from error
 
         try:
-            works.extend(transfer.start(gloo) for transfer in transfers)
+            works.extend(transfer.start(gloo, call) for transfer in transfers)
         except RuntimeError as error:
             raise self._explained(error, transfers, works, place) from error
         return finish
@@ -183,10 +201,11 @@ class GlooTransport:
         """Close all connections, even if somebody references them; peers that wait for this rank see them break.
 
         Gloo's own ``abort`` and ``shutdown`` leave the sockets open (torch 2.13). A receive that times out closes
-        them. It fails at once on a connection that is already broken, so every peer is tried.
+        them. It fails at once on a connection that is already broken, so every peer is tried. Of lazy connections it
+        drops its reference only: a receive would connect.
         """
         gloo, self._gloo = self._gloo, None
-        for place, peer in enumerate(self.members if gloo is not None else ()):
+        for place, peer in enumerate(self.members if gloo is not None and not self._lazy else ()):
             if peer != self.rank:
                 with suppress(RuntimeError):
                     gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(POLL)
@@ -201,6 +220,15 @@ class GlooTransport:
         """
         gloo, self._gloo = self._gloo, None
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+
+
+def _device(host: str | None, lazy: bool) -> Any:
+    """Return what Gloo listens on: `host`, or its own choice."""
+    if host:
+        return ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)
+    if interface := gloo_interface():
+        return ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)
+    return ProcessGroupGloo.create_default_device(lazy_init=lazy)
 
 
 def _state(work: Work) -> RuntimeError | None:

@@ -14,7 +14,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed
+from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, split_self, zeros
 
 __all__ = ["Fabric", "LocalTransport"]
@@ -26,8 +26,9 @@ class _Post:
 
     peer: int
     data: Tensor
+    call: int
     done: bool = False
-    mismatched: bool = False
+    mismatch: type[TransportError] | None = None
 
 
 @dataclass(slots=True)
@@ -63,10 +64,10 @@ class Fabric:
         deadline = monotonic() + timeout_s
 
         def place(post: _Post) -> Place:
-            return Place(rank, post.peer, *tag, group.hop, post.data.nbytes)
+            return tag.place(rank, group.hop, post.peer, post.data.nbytes)
 
         with self._changed:
-            posts = self._post(rank, group)
+            posts = self._post(rank, group, tag.call)
             while waiting := [post for post in posts if not post.done]:
                 if rank in self._gone:
                     raise TransportClosed("this rank closed its transport", place(waiting[0]))
@@ -78,12 +79,12 @@ class Fabric:
                     what = f"no transfer with ranks {sorted({post.peer for post in late})} within {timeout_s:g} s"
                     raise DeadlineExceeded(f"{what}; who waits for whom: {self._waits()}", place(late[0]))
             for post in posts:
-                if post.mismatched:
-                    what = "the two ends of a transfer differ in size or dtype: the ranks run different programs"
-                    raise SizeMismatch(what, place(post))
+                if post.mismatch:
+                    what = "the two ends of a transfer differ in call, size or dtype: the ranks run different programs"
+                    raise post.mismatch(what, place(post))
 
-    def _post(self, rank: int, group: P2PGroup) -> list[_Post]:
-        sends, recvs = ([_Post(m.peer, m.data) for m in side] for side in (group.sends, group.recvs))
+    def _post(self, rank: int, group: P2PGroup, call: int) -> list[_Post]:
+        sends, recvs = ([_Post(m.peer, m.data, call) for m in side] for side in (group.sends, group.recvs))
         for post in sends:
             self._lines[rank, post.peer].sends.append(post)
             self._match(self._lines[rank, post.peer])
@@ -95,10 +96,12 @@ class Fabric:
     def _match(self, line: _Line) -> None:
         while line.sends and line.recvs:
             send, recv = line.sends.popleft(), line.recvs.popleft()
-            if send.data.numel() == recv.data.numel() and send.data.dtype == recv.data.dtype:
-                recv.data.copy_(send.data)
+            if send.call != recv.call:
+                send.mismatch = recv.mismatch = CallMismatch
+            elif send.data.numel() != recv.data.numel() or send.data.dtype != recv.data.dtype:
+                send.mismatch = recv.mismatch = SizeMismatch
             else:
-                send.mismatched = recv.mismatched = True
+                recv.data.copy_(send.data)
             send.done = recv.done = True
             self._changed.notify_all()
 
@@ -129,7 +132,7 @@ class LocalTransport:
 
         def run(tag: Tag) -> None:
             if self._closed:
-                raise TransportClosed("the transport was closed", Place(self.rank, None, *tag, rest.hop))
+                raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
             for source, target in copies:
                 target.copy_(source)
             if rest.sends or rest.recvs:

@@ -146,7 +146,7 @@ class NcclTransport:
         calls += [self._call(self._communicator.recv, message) for message in rest.recvs]
 
         def run(tag: Tag) -> None:
-            self._require_open(Place(self.rank, None, *tag, rest.hop))
+            self._require_open(tag.place(self.rank, rest.hop))
             for source, target in copies:
                 target.copy_(source)
             if calls and self._capturing:
@@ -169,7 +169,7 @@ class NcclTransport:
             with suppress(IndexError):  # fewer are pending
                 self._wait_for(self._pending[-1 - MAX_PENDING])
             with self._in_use:
-                self._require_open(Place(self.rank, None, *tag, group.hop))  # the watchdog may have aborted it
+                self._require_open(tag.place(self.rank, group.hop))  # the watchdog may have aborted it
                 issue()
             pending.end = self._streams.record_event()
         except (RuntimeError, KeyError) as error:  # KeyError: CuPy has no name for NCCL's statuses above 6
@@ -209,7 +209,7 @@ class NcclTransport:
 
     def _replay_of(self, graph: Graph, group: P2PGroup) -> Exchange:
         def replay(tag: Tag) -> None:
-            self._require_open(Place(self.rank, None, *tag, group.hop))
+            self._require_open(tag.place(self.rank, group.hop))
             self._queue(graph.replay, group, tag)
 
         self._graphs.keep(graph, replay)
@@ -243,7 +243,7 @@ class NcclTransport:
     def _place(self, pending: _Pending) -> Place:
         """Return the place of the first receive, or send: NCCL does not report which peer is late."""
         first = (*pending.group.recvs, *pending.group.sends)[0]
-        return Place(self.rank, first.peer, *pending.tag, pending.group.hop, first.data.nbytes)
+        return pending.tag.place(self.rank, pending.group.hop, first.peer, first.data.nbytes)
 
     def _check(self) -> None:
         """Abort the communicator if something has failed or is late; called by the watchdog."""

@@ -4,7 +4,9 @@
 The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
 * a group holds all that one rank sends and receives in one hop; its transfers with different peers are independent;
-* the k-th send from one rank to another matches the k-th receive there; messages carry no tags;
+* the k-th send from one rank to another matches the k-th receive there; messages carry no tags. Where the medium has
+  room, they carry the number of their call, and two ends that differ in it fail: shared memory and threads of one
+  process raise `CallMismatch`, Gloo waits until the deadline, NCCL does not compare;
 * a send may wait for its receive: put both in one group, or two ranks that send first wait for each other;
 * both ends of a transfer give the same size;
 * only one thread at a time uses a transport.
@@ -19,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from commrt.errors import UsageError
+from commrt.errors import Place, UsageError
 
 __all__ = [
     "CPU",
@@ -41,12 +43,18 @@ CPU = torch.device("cpu")
 
 
 class Tag(NamedTuple):
-    """Label of a transfer in errors and traces; it is not sent."""
+    """Label of a transfer in errors and traces; of it, only `call` is sent, where the medium has room for it."""
 
     step: int
     """The training step."""
     bucket: int | str
     """The bucket's number, or a word for a transfer without a bucket."""
+    call: int = 0
+    """32 bits that both ends must give alike, such as a checksum of what the caller asked for."""
+
+    def place(self, rank: int, hop: int, peer: int | None = None, nbytes: int | None = None) -> Place:
+        """Return where in the run `rank` is, for errors."""
+        return Place(rank, peer, self.step, self.bucket, hop, nbytes)
 
 
 class P2PMessage(NamedTuple):

@@ -3,7 +3,8 @@
 
 A sender offers its data where it lies. The receiver copies it and acknowledges that, so a send waits for its receive,
 as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared segment.
-Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it ends.
+Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it ends. Small
+messages travel on the sockets themselves, and are complete when they are sent.
 """
 
 from __future__ import annotations
@@ -19,10 +20,18 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
+from commrt.errors import (
+    CallMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    SizeMismatch,
+    TransportClosed,
+    TransportError,
+)
 from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.transport.channel import Arena, Channel, Offer, Segment, aligned, connect, packets
+from commrt.transport.channel import SMALL_NBYTES, Arena, Channel, Offer, Post, Segment, aligned, connect, posts
 from commrt.transport.protocol import (
     CPU,
     Exchange,
@@ -46,48 +55,63 @@ class _PeerExchange:
     peer: int
     channel: Channel
     sends: Sequence[Offer]
-    packets: Sequence[bytes]
-    """Packets that make the offers of `sends`."""
+    """What the peer must copy; without small messages."""
+    posts: Sequence[Post]
+    """Packets that make the offers of `sends`, and send small messages, in the order agreed with the peer."""
     segments: frozenset[Segment]
     """Segments that hold `sends`."""
     targets: Sequence[Tensor]
     """Memory of the receives."""
     received: int = 0
     """Number of receives of the running group that are complete."""
+    call: int = 0
+    """The number of the call that runs the group."""
 
     @property
     def finished(self) -> bool:
         """Return True if all sends and receives are complete."""
         return self.received == len(self.targets) and not self.channel.untaken and not self.channel.full
 
-    def begin(self) -> None:
-        """Make all offers."""
-        self.received = 0
+    def begin(self, call: int) -> None:
+        """Make all offers, and send all small messages."""
+        self.received, self.call = 0, call
         self.channel.announce(self.segments)
-        self.channel.offer(self.packets, len(self.sends))
+        self.channel.post(self.posts, len(self.sends), call)
 
     def progress(self) -> bool:
         """Read a packet and copy all that can be copied now; return False if the peer will send no more."""
         self.channel.flush()
         is_open = self.channel.receive()
-        before, offers = self.received, self.channel.offers
+        copied, offers = 0, self.channel.offers
         while offers and self.received < len(self.targets):
             target = self.targets[self.received]
+            if offers[0].call != self.call:
+                break
             if offers[0].nbytes != target.nbytes:
                 self.channel.refuse(target.nbytes)
                 break
+            is_message = offers[0].message is not None  # its bytes may lie at any address
+            target = target.view(torch.uint8) if is_message else target
             target.copy_(self.channel.source(offers.popleft(), target.dtype))
+            copied += not is_message
             self.received += 1
-        if self.received > before:
-            self.channel.acknowledge(self.received - before)
+        if copied:
+            self.channel.acknowledge(copied)
         return is_open
+
+    @property
+    def is_of_another_call(self) -> bool:
+        """Return True if the peer's next offer belongs to another call than this group."""
+        waits = self.received < len(self.targets)
+        return waits and bool(self.channel.offers) and self.channel.offers[0].call != self.call
 
     @property
     def mismatch(self) -> str | None:
         """Return how the sizes of the two ends differ, or None if they agree so far."""
         if self.channel.expected_nbytes is not None:
             expected = self.channel.expected_nbytes
-            return f"this rank sends {self._untaken[0].nbytes} bytes and the peer expects {expected}"
+            own = f"{self._untaken[0].nbytes}" if self._untaken else "other"
+            return f"this rank sends {own} bytes and the peer expects {expected}"
         if self.channel.offers and self.received < len(self.targets):
             return f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {self.nbytes}"
         return None
@@ -143,12 +167,12 @@ class SharedTransport:
         exchanges, copies = list(self._exchanges(rest, memory)), [*copies, *staged]
 
         def run(tag: Tag) -> None:
-            where = Place(self.rank, None, *tag, rest.hop)
+            where = tag.place(self.rank, rest.hop)
             self._require_open(where)
             for source, target in copies:
                 target.copy_(source)
             if exchanges:
-                self._run(exchanges, where)
+                self._run(exchanges, where, tag.call)
 
         return run
 
@@ -157,7 +181,8 @@ class SharedTransport:
 
         All groups share one staging buffer: they run one at a time, and end when every offer was copied.
         """
-        outside = {id(m.data): m.data for m in sends if self._arena.find(m.data) is None}
+        large = [m for m in sends if m.data.nbytes > SMALL_NBYTES]
+        outside = {id(m.data): m.data for m in large if self._arena.find(m.data) is None}
         need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
             self._staging = self._arena.allocate(max(need, 2 * len(self._staging)), torch.uint8)
@@ -171,11 +196,14 @@ class SharedTransport:
     def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
         for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
             mine = [data for data, m in zip(memory, group.sends, strict=True) if m.peer == peer]
-            found = [(place, data.nbytes) for data in mine if (place := self._arena.find(data)) is not None]
-            sends = [Offer(segment.number, offset, nbytes) for (segment, offset), nbytes in found]
+            large = [(data, self._arena.find(data)) for data in mine if data.nbytes > SMALL_NBYTES]
+            found = [(place, data.nbytes) for data, place in large if place is not None]
+            offers = [Offer(segment.number, offset, nbytes) for (segment, offset), nbytes in found]
             segments = frozenset(segment for (segment, _), _ in found)
+            in_order = iter(offers)
+            sends = [next(in_order) if data.nbytes > SMALL_NBYTES else _bytes_of(data) for data in mine]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
-            yield _PeerExchange(peer, self._channels[peer], sends, packets(sends), segments, targets)
+            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets)
 
     def _require_open(self, place: Place) -> None:
         if self._closed:
@@ -183,14 +211,14 @@ class SharedTransport:
         if self._failure is not None:
             raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
 
-    def _run(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
+    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, call: int) -> None:
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
                     channel.forget(number)
             for exchange in exchanges:
-                exchange.begin()
+                exchange.begin(call)
             self._complete({exchange.channel.fd: exchange for exchange in exchanges}, where)
         except TransportError as failure:
             self._failure = failure
@@ -223,6 +251,9 @@ class SharedTransport:
         except MALFORMED as error:
             what = "the peer sent a malformed packet: start all ranks with the same version of commrt"
             raise TransportError(what, exchange.place(where)) from error
+        if exchange.is_of_another_call:
+            what = "the peer makes another call: make the same calls in the same order on every rank"
+            raise CallMismatch(what, exchange.place(where))
         if mismatch := exchange.mismatch:
             raise SizeMismatch(f"{mismatch}: the ranks run different programs", exchange.place(where))
         if not is_open:
@@ -262,6 +293,11 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
 def _close(channels: Iterable[Channel]) -> None:
     for channel in channels:
         channel.close()
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    """Return the memory of `data`."""
+    return _on_cpu(data).view(torch.uint8).numpy().data
 
 
 def _on_cpu(data: Tensor) -> Tensor:

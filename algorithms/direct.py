@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective without a detour: each sender sends straight to each receiver, all in one step.
+
+The fewest steps, for short messages and few ranks: a rank exchanges with all others at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from commrt.algorithms.parts import backwards, require_root
+from commrt.errors import UsageError
+from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
+
+__all__ = [
+    "MOST_RANKS",
+    "Direct",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+MOST_RANKS = 1024
+"""Most ranks that all exchange with all others in one step."""
+
+
+@lru_cache
+def broadcast(p: int, root: int = 0) -> Schedule:
+    """Copy the root's buffer to all ranks.
+
+    Cost: 1 step; the root sends p - 1 buffers.
+
+    >>> print(broadcast(3, root=1))
+    direct broadcast: 3 ranks, 1 chunk
+      0  copy  1->0 [0:1)  1->2 [0:1)
+    """
+    others = _others(p, root, "broadcast")
+    return _one_step("direct broadcast", p, 1, lambda: Step.of(src=root, dst=others, lo=0, hi=1, combine=COPY))
+
+
+@lru_cache
+def reduce(p: int, root: int = 0) -> Schedule:
+    """Sum all ranks' buffers at the root: `broadcast` backwards.
+
+    Cost: 1 step; each rank but the root sends the buffer, and the root receives p - 1 buffers.
+    """
+    return backwards(broadcast(p, root), ADD, "direct reduce")
+
+
+@lru_cache
+def scatter(p: int, root: int = 0) -> Schedule:
+    """Copy chunk r from the root to rank r.
+
+    Cost: 1 step; the root sends (p - 1)/p of the buffer.
+
+    >>> print(scatter(3, root=1))
+    direct scatter: 3 ranks, 3 chunks
+      0  copy  1->0 [0:1)  1->2 [2:3)
+    """
+    others = _others(p, root, "scatter")
+    return _one_step(
+        "direct scatter", p, p, lambda: Step.of(src=root, dst=others, lo=others, hi=others + 1, combine=COPY)
+    )
+
+
+@lru_cache
+def gather(p: int, root: int = 0) -> Schedule:
+    """Copy chunk r from rank r to the root: `scatter` backwards.
+
+    Cost: 1 step; each rank but the root sends 1/p of the buffer.
+    """
+    return backwards(scatter(p, root), COPY, "direct gather")
+
+
+@lru_cache
+def all_gather(p: int) -> Schedule:
+    """Copy chunk r from rank r to all ranks.
+
+    Cost: 1 step; (p - 1)/p of the buffer sent per rank.
+
+    >>> print(all_gather(3))
+    direct all-gather: 3 ranks, 3 chunks
+      0  copy  0->1 [0:1)  0->2 [0:1)  1->0 [1:2)  1->2 [1:2)  2->0 [2:3)  2->1 [2:3)
+    """
+
+    def step() -> Step:
+        src, dst = _pairs(p)
+        return Step.of(src=src, dst=dst, lo=src, hi=src + 1, combine=COPY)
+
+    return _one_step("direct all-gather", _limited(p), p, step)
+
+
+@lru_cache
+def reduce_scatter(p: int) -> Schedule:
+    """Sum chunk r over all ranks at rank r: `all_gather` backwards.
+
+    Cost: 1 step; (p - 1)/p of the buffer sent per rank.
+    """
+    return backwards(all_gather(p), ADD, "direct reduce-scatter")
+
+
+@lru_cache
+def all_reduce(p: int) -> Schedule:
+    """Sum over all ranks at every rank: rank r adds chunk r up, and sends the sum to all.
+
+    Cost: 2 steps; 2(p - 1)/p of the buffer sent per rank.
+
+    >>> print(all_reduce(2))
+    direct: 2 ranks, 2 chunks
+      0  add  1->0 [0:1)  0->1 [1:2)
+      1  copy  0->1 [0:1)  1->0 [1:2)
+    """
+    return reduce_scatter(p).then(all_gather(p), "direct")
+
+
+@lru_cache
+def all_to_all(p: int) -> Schedule:
+    """Copy chunk s * p + d from rank s to rank d, for all s and d.
+
+    Cost: 1 step; a rank sends p - 1 of the p * p chunks.
+
+    >>> print(all_to_all(2))
+    direct all-to-all: 2 ranks, 4 chunks
+      0  copy  0->1 [1:2)  1->0 [2:3)
+    """
+
+    def step() -> Step:
+        src, dst = _pairs(p)
+        return Step.of(src=src, dst=dst, lo=src * p + dst, hi=src * p + dst + 1, combine=COPY)
+
+    return _one_step("direct all-to-all", _limited(p), p * p, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """All-reduce in two steps, in which every rank exchanges with all others; see `all_reduce`.
+
+    For short messages and few ranks. Raises `UsageError` for more than 1,024 ranks.
+    """
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """Return `all_reduce`, whatever the step."""
+        return all_reduce(ranks)
+
+
+def _one_step(name: str, p: int, chunks: int, step: Callable[[], Step]) -> Schedule:
+    """Return the schedule of one step; for one rank, of none."""
+
+    def steps() -> Iterator[Step]:
+        if p > 1:
+            yield step()
+
+    return Schedule(name, p, chunks, steps)
+
+
+def _others(p: int, root: int, what: str) -> IntArray:
+    require_root(p, root, what)
+    return np.delete(np.arange(p), root)
+
+
+def _pairs(p: int) -> tuple[IntArray, IntArray]:
+    """Return all pairs of different ranks (src, dst), sorted."""
+    src, dst = np.divmod(np.arange(p * p), p)
+    different = src != dst
+    return src[different], dst[different]
+
+
+def _limited(p: int) -> int:
+    if p > MOST_RANKS:
+        raise UsageError(
+            f"{p:,} ranks that all exchange with all others at once are too many: a direct schedule takes up to "
+            f"{MOST_RANKS:,} ranks"
+        )
+    return p

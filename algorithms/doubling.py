@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recursive doubling: an all-reduce of short buffers, in half the steps of halving-doubling.
+
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from commrt.algorithms.fold import folded
+from commrt.schedule import ADD, Schedule, Step
+
+__all__ = ["all_reduce"]
+
+
+@lru_cache
+def all_reduce(p: int) -> Schedule:
+    """Sum over all ranks at every rank: in step k ranks whose numbers differ in bit k exchange the whole buffer.
+
+    All ranks get the same bits, because a + b and b + a are equal. Ranks beyond the largest power of two are folded in.
+
+    Cost: log2(p) steps, each sending the buffer, for a power of two; otherwise 2 steps more, and one buffer more at
+    the busiest rank.
+
+    >>> print(all_reduce(4))
+    doubling: 4 ranks, 1 chunk
+      0  add  0->1 [0:1)  1->0 [0:1)  2->3 [0:1)  3->2 [0:1)
+      1  add  0->2 [0:1)  1->3 [0:1)  2->0 [0:1)  3->1 [0:1)
+    """
+    digits = p.bit_length() - 1
+
+    def steps() -> Iterator[Step]:
+        rank = np.arange(1 << digits)
+        for k in range(digits):
+            yield Step.of(src=rank, dst=rank ^ (1 << k), lo=0, hi=1, combine=ADD)
+
+    return folded(Schedule("doubling", 1 << digits, 1, steps), p)

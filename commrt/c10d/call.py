@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One collective as a rank asks for it: what it puts into the wire, and what it takes out of it.
+
+A wire is a row of *slots*. A slot holds a piece that moves as a whole: a rank's share in an all-gather, say, or the
+whole buffer in a broadcast. A call of any size travels as slices that fit the wire, one after the other, so a slot may
+be empty in the last slices. All ranks have the same slots at the same places, of the same sizes, whatever the layout of
+their tensors.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commrt.kernels.layout import padded
+from commrt.program import chunk_bounds
+
+__all__ = ["GRANULE", "Call", "Slice", "Traits", "bounds_of", "whole"]
+
+GRANULE = 16
+"""Elements, or bytes of what only moves: a slot's size is a multiple."""
+
+Placed = tuple[int, Tensor]
+"""(slot, its piece as a contiguous row)."""
+
+
+class Traits(NamedTuple):
+    """What must be equal on all ranks in one call."""
+
+    collective: str
+    slots: int
+    numel: int | None
+    """Elements of each piece; None where pieces differ (`all_to_all`)."""
+    dtype: torch.dtype
+    operation: str | None
+    """What ADD stands for; None if nothing is combined."""
+    root: int
+
+    def __str__(self) -> str:
+        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``."""
+        how = f" ({self.operation})" if self.operation else ""
+        from_root = f", root {self.root}" if self.collective in ROOTED else ""
+        size = "" if self.numel is None else f"[{self.numel if self.slots == 1 else (self.slots, self.numel)}]"
+        return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each piece; 0 where pieces differ."""
+        return (self.numel or 0) * self.dtype.itemsize
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
+        return torch.uint8 if self.operation is None else self.dtype
+
+    def number(self, schedule: str) -> int:
+        """Return 32 bits that tell this call, along the schedule of this name, from others."""
+        return _number(self, schedule)
+
+
+ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+
+
+@lru_cache(1024)
+def _number(traits: Traits, schedule: str) -> int:
+    return zlib.crc32(f"{traits} {schedule}".encode())
+
+
+class Slice(NamedTuple):
+    """A part of each piece of a call: elements [lo, lo + size) of the piece in each slot."""
+
+    lo: int
+    sizes: tuple[int, ...]
+    """[slots] what this slice has of each piece."""
+    shape: tuple[int, ...]
+    """[slots] the size of each slot."""
+    places: tuple[int, ...]
+    """[slots + 1] where each slot begins in the wire, and the end."""
+
+
+@lru_cache(256)
+def _slice(lo: int, sizes: tuple[int, ...]) -> Slice:
+    shape = tuple(map(padded, sizes))
+    return Slice(lo, sizes, shape, tuple(accumulate(shape, initial=0)))
+
+
+def bounds_of(shape: Sequence[int], chunks_per_slot: int) -> list[int]:
+    """Return the bounds of a schedule's chunks in a wire whose slots have the sizes `shape`, each cut into as many.
+
+    >>> bounds_of([32, 0, 16], 1), bounds_of([32, 0, 16], 2)
+    ([0, 32, 32, 48], [0, 16, 32, 32, 32, 48, 48])
+    """
+    bounds = [0]
+    for size in shape:
+        begin = bounds[-1]
+        bounds += [begin + bound for bound in chunk_bounds(size, chunks_per_slot, GRANULE)[1:]]
+    return bounds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One collective, checked. Rows share memory with the caller's tensors, or are copies of what has gaps."""
+
+    traits: Traits
+    sizes: tuple[int, ...]
+    """[slots] elements of each piece, in elements of the wire's dtype; 0 for a slot that this rank does not use."""
+    put: Sequence[Placed]
+    """What this rank contributes."""
+    take: Sequence[Placed]
+    """Where this rank wants the result."""
+    result: Sequence[Tensor]
+    """The caller's tensors that hold the result at the end."""
+    device: torch.device
+    factor: Tensor | float | None = None
+    """What this rank's contribution is multiplied by."""
+    divisor: int = 1
+    """What the result is divided by."""
+    timeout_s: float | None = None
+    copies: Sequence[tuple[Tensor, Tensor]] = field(default=())
+    """(target, row) pairs: tensors with gaps, and the rows that are taken for them."""
+
+    def slices(self, slot_numel: int) -> Iterator[Slice]:
+        """Yield the slices, with at most `slot_numel` elements of each piece."""
+        for lo in range(0, max(self.sizes, default=0), slot_numel):
+            yield _slice(lo, tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes]))
+
+    def pack(self, wire: Tensor, part: Slice) -> None:
+        """Write this rank's contribution to `wire`."""
+        for slot, row in self.put:
+            place, size = part.places[slot], part.sizes[slot]
+            target = wire[place : place + size]
+            target.copy_(row[part.lo : part.lo + size])
+            if self.factor is not None:
+                target.mul_(self.factor)
+
+    def unpack(self, wire: Tensor, part: Slice) -> None:
+        """Read the result from `wire`."""
+        for slot, row in self.take:
+            place, size = part.places[slot], part.sizes[slot]
+            source = wire[place : place + size]
+            if self.divisor > 1:
+                source.div_(self.divisor)
+            row[part.lo : part.lo + size].copy_(source)
+
+    def finish(self) -> None:
+        """Copy the result to tensors with gaps."""
+        for target, row in self.copies:
+            target.copy_(row.view(target.dtype).view(target.shape))
+
+
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(dtype)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the collectives of one process group, in order, on the communication thread of its world.
+
+A call of any size travels through one wire of fixed size, slice by slice. So schedules are bound to memory once per
+size, whatever tensors come. On a CPU the wire fits the cache, so copies to and from it cost little.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commrt.c10d.call import Call, bounds_of
+from commrt.cost.selection import Selection
+from commrt.errors import TransportError
+from commrt.kernels.dispatch import adding, combining
+from commrt.program import program
+from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.recording import within_range
+from commrt.runtime.world import World
+from commrt.schedule import Schedule
+from commrt.threads.comm_thread import TaskFuture
+from commrt.transport.protocol import Tag
+
+__all__ = ["Engine"]
+
+WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""What a slice of a call has on the wire at most, over all slots."""
+ALIGNMENT_NBYTES = 256
+KEPT = 256
+"""Bound programs that are kept: those of the sizes seen last."""
+
+
+class _Bound(NamedTuple):
+    program: BoundProgram
+    wire: Tensor
+
+
+class Engine:
+    """The collectives of one group. All methods but `begin` run on the communication thread."""
+
+    def __init__(self, world: World, selection: Selection, name: str) -> None:
+        self._world, self._selection, self._name = world, selection, name
+        self._count = count()
+        self._memory: dict[tuple[str, torch.device], Tensor] = {}
+        self._bound = lru_cache(KEPT)(self._bind)
+
+    def begin(self, call: Call, *, waits: bool = False) -> TaskFuture[None]:
+        """Run `call` after all earlier ones. Returns at once, or when it is done if the caller `waits` anyway."""
+        if call.device.type == "cuda":
+            self._world.connect(call.device)
+        elif waits:
+            return self._world.comm_thread.run(lambda: self._run(call))
+        return self._world.comm_thread.submit(lambda: self._run(call))
+
+    def _run(self, call: Call) -> None:
+        number, transport = next(self._count), self._world.transport
+        default_s = transport.timeout_s
+        transport.timeout_s = default_s if call.timeout_s is None else call.timeout_s
+        try:
+            with torch.inference_mode():  # the caller's tensors may be made under it
+                self._run_slices(call, number)
+        except TransportError as error:
+            error.what = f"{call.traits}, sequence number {number} of group {self._name}: {error.what}"
+            raise
+        finally:
+            transport.timeout_s = default_s
+
+    def _run_slices(self, call: Call, number: int) -> None:
+        traits, recorder = call.traits, self._world.recorder
+        slot_nbytes = self._slot_nbytes(call)
+        schedule = self._selection.choose(traits.collective, traits.root, min(traits.nbytes, slot_nbytes))
+        tag = Tag(number, traits.collective, traits.number(schedule.name))
+        with within_range(recorder, traits.collective, number=number, numel=sum(call.sizes), schedule=schedule.name):
+            for part in call.slices(slot_nbytes // traits.wire_dtype.itemsize):
+                bound = self._bound(schedule, part.shape, traits.operation, traits.wire_dtype, call.device)
+                call.pack(bound.wire, part)
+                bound.program.run(tag, recorder)
+                call.unpack(bound.wire, part)
+            call.finish()
+        if call.device.type == "cuda":
+            for _, row in (*call.put, *call.take):  # they may be freed on another stream
+                row.record_stream(torch.cuda.current_stream(call.device))
+
+    def _slot_nbytes(self, call: Call) -> int:
+        """Return how much of each piece a slice takes: the same on all ranks, and a multiple of all dtypes."""
+        slots = self._world.size if call.traits.slots > 1 else 1
+        return max(WIRE_NBYTES[call.device.type] // slots // ALIGNMENT_NBYTES, 1) * ALIGNMENT_NBYTES
+
+    def _bind(
+        self,
+        schedule: Schedule,
+        shape: tuple[int, ...],
+        operation: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Bound:
+        mine = program(schedule, self._world.rank)
+        bounds = bounds_of(shape, schedule.chunks // len(shape))
+        wire = self._allocate("wire", bounds[-1], dtype, device)
+        scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
+        add = adding if operation is None else combining(operation)
+        streams = self._world.comm_thread.streams
+        return _Bound(bind(mine, wire, self._world.transport, scratch, streams, bounds=bounds, add=add), wire)
+
+    def _allocate(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return [numel] of the memory that all calls share; programs bound to what was too small keep theirs."""
+        need = numel * dtype.itemsize
+        memory = self._memory.get((purpose, device))
+        if memory is None or memory.numel() < need:
+            size = max(need, 2 * WIRE_NBYTES[device.type])
+            memory = self._memory[purpose, device] = self._world.transport.allocate(size, torch.uint8, device)
+        return memory[:need].view(dtype)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process group of torch.distributed: a world of its own, its collectives, and its sends and receives."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakSet
+
+from torch.distributed import PrefixStore, Store
+
+from commrt.c10d.call_engine import Engine
+from commrt.c10d.messages import DeviceMessages, HostMessages
+from commrt.cost.cluster import Cluster
+from commrt.cost.selection import Selection, parse_forced
+from commrt.errors import TransportClosed
+from commrt.membership.agreement import gather
+from commrt.membership.launcher import LOOPBACK, chosen_cluster, chosen_schedules
+from commrt.runtime.connection import connect_hosts, local_rank
+from commrt.runtime.world import World
+from commrt.transport.channel import host_identity
+from commrt.transport.local import Fabric
+from commrt.transport.protocol import Transport
+
+__all__ = ["Group"]
+
+ONE_HOST = "host"
+"""The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
+
+
+class Group:
+    """Connects the ranks of a group at construction; raises `TransportError` if one does not come. Collective.
+
+    `store` is the group's own. `global_ranks` [size] are its ranks in the default group.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int], name: str
+    ) -> None:
+        self.name = name
+        transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
+        self.world = World(transport, store, local_rank(), "torch.distributed")
+        self.engine = Engine(self.world, selection, name)
+        near = transport.kind == "shared"
+        self.host_messages = HostMessages(PrefixStore("messages", store), self.world, LOOPBACK if near else None)
+        self.device_messages = DeviceMessages(self.world)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Finish what was started, then close all connections. Safe to call twice."""
+        _OPEN.discard(self)
+        self.world.close()
+        self.host_messages.close()
+
+    def abort(self) -> None:
+        """End what is under way with an error; call `close` too."""
+        self.world.abort(TransportClosed("the process group was aborted"))
+        self.host_messages.close()
+
+
+def _connect(
+    store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]
+) -> tuple[Transport, Selection]:
+    given, forced = chosen_cluster(), parse_forced(chosen_schedules())
+    cluster = Cluster.named(given or ONE_HOST)
+    if size == 1:
+        return Fabric(1).transport(0), Selection(cluster, [0], forced)
+    choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
+    transport = connect_hosts(store, rank, range(size), timeout_s, choice=choice)
+    if given:
+        return transport, Selection(cluster, global_ranks, forced)
+    hosts = ["here"] * size
+    if transport.kind != "shared":
+        here = host_identity() or f"rank {rank}"
+        hosts = [*gather(PrefixStore("hosts", store), rank, range(size), here, timeout_s, json.loads).values()]
+    per_host = max(map(hosts.count, hosts))
+    return transport, Selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
+
+
+def _places(hosts: Sequence[str], per_host: int) -> list[int]:
+    """Return the place of each rank in a cluster of hosts with `per_host` ranks each.
+
+    >>> _places(["a", "b", "a"], 2)
+    [0, 2, 1]
+    """
+    first = {host: per_host * number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [first[host] + hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+
+
+_OPEN: WeakSet[Group] = WeakSet()
+
+
+def _at_exit() -> None:
+    """End all groups that the program has left open, without waiting for the deadline of a running collective."""
+    for group in tuple(_OPEN):
+        group.world.abort(TransportClosed("the process ended without destroying its process group"))
+        group.close()
+
+
+atexit.register(_at_exit)

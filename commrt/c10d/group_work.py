@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a collective returns: a `Work` of torch.distributed, and errors that its users catch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from commrt.errors import CommrtError, DeadlineExceeded
+from commrt.threads.comm_thread import TaskFuture
+
+__all__ = ["GroupWork", "as_dist_error", "seconds_of"]
+
+_log = logging.getLogger("commrt")
+
+Error = TypeVar("Error", bound=CommrtError)
+NO_TIMEOUT = timedelta(0)
+"""What torch passes where the caller gives none."""
+
+
+def as_dist_error(error: Error) -> Error:
+    """Return `error`, with its fields, as one that is also a ``torch.distributed.DistBackendError``."""
+    kind: Any = type(error)
+    if issubclass(kind, dist.DistBackendError):
+        return error
+    both = _with_base(kind)
+    copy: Error = both.__new__(both, *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.args, copy.__cause__, copy.__traceback__ = error.args, error.__cause__, error.__traceback__
+    return copy
+
+
+@cache
+def _with_base(kind: Any) -> Any:
+    return type(kind.__name__, (kind, dist.DistBackendError), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """Return a timeout of torch in seconds; None if it stands for the group's own."""
+    return None if timeout is None or timeout <= NO_TIMEOUT else timeout.total_seconds()
+
+
+class GroupWork(dist.Work):
+    """A collective that runs while its caller does something else; see ``torch.distributed.Work``.
+
+    An error is raised by `wait` and by the future. If nobody asks for it, it is logged.
+    """
+
+    def __init__(self, future: TaskFuture[Any], result: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._future, self._result, self._is_told = future, list(result), False
+
+    def _task(self) -> TaskFuture[Any]:
+        """Return the future of the collective, which has begun."""
+        return self._future
+
+    def __del__(self) -> None:
+        if not self._is_told:
+            self._future.add_done_callback(_log_error)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return True when the result is there; raises the error that ended the collective.
+
+        On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
+        after `timeout`; the collective goes on, and you can wait for it again.
+        """
+        limit_s = seconds_of(timeout)
+        try:
+            self._task().result(limit_s)
+        except TimeoutError as late:
+            if isinstance(late, CommrtError):
+                raise as_dist_error(late) from late.__cause__
+            what = f"the collective is still under way after {limit_s:g} s: wait() again, or with a longer timeout"
+            raise as_dist_error(DeadlineExceeded(what)) from late
+        except CommrtError as error:
+            raise as_dist_error(error) from error.__cause__
+        finally:
+            self._is_told |= self._task().done()
+        return True
+
+    def synchronize(self) -> None:
+        """Do what `wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return True if `wait` would return or raise at once; on a GPU, if the collective is done. Never waits."""
+        return self._task().is_completed()
+
+    def is_success(self) -> bool:
+        """Return True if the collective is done without an error."""
+        return self._task().done() and self._task().exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that ended the collective, None while there is none. Never waits."""
+        error = self._task().exception() if self._task().done() else None
+        return as_dist_error(error) if isinstance(error, CommrtError) else error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that hold the result; call `wait` before."""
+        return self._result
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the tensors that hold the result. Callbacks run on the communication thread."""
+        self._is_told = True
+        device = self._result[0].device if self._result else None
+        done: Future[None] = Future(devices=[device] if device is not None and device.type == "cuda" else None)
+        self._task().add_done_callback(lambda _: done.set_result(None))
+        return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
+
+    def _value(self, _: Future[None]) -> list[Tensor]:
+        self.wait()
+        return self._result
+
+
+def _log_error(future: Any) -> None:
+    if error := future.exception():
+        _log.warning("commrt: a collective failed for which nobody waited: %s", error)

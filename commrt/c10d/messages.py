@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends and receives between two ranks of a group: in any order, with tags, beside its collectives.
+
+CPU tensors travel on sockets of Gloo, which connects two ranks when they first exchange. Tensors on a GPU travel
+through NCCL, in batches: all sends and receives since the last wait are one group, as NCCL has no tags. A batch leaves
+when one of its works is waited for, or a collective begins.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
+from commrt.runtime.world import World
+from commrt.threads.comm_thread import TaskFuture
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+
+__all__ = ["DeviceMessages", "HostMessages"]
+
+
+class HostMessages:
+    """Sends and receives of CPU tensors. Used by any thread."""
+
+    def __init__(self, store: Store, world: World, host: str | None) -> None:
+        # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
+        self._rank = world.rank
+        self._gloo = GlooTransport(store, world.rank, range(world.size), world.timeout_s, host, lazy=True)
+
+    def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
+        """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
+        place = Place(self._rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes)
+        return HostWork(self._gloo.post(data, peer, tag, is_send=is_send), data, place)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._gloo.close()
+
+
+class HostWork(dist.Work):
+    """A send or a receive of Gloo, with errors that name the peer."""
+
+    def __init__(self, work: dist.Work, data: Tensor, place: Place) -> None:
+        super().__init__()
+        self._work, self._data, self._place = work, data, place
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return True when it is done; see `GroupWork.wait`."""
+        try:
+            return self._work.wait() if seconds_of(timeout) is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            raise as_dist_error(_explained(error, self._place)) from error
+
+    def is_completed(self) -> bool:
+        """Return True if it is done. Never waits."""
+        return self._work.is_completed()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensor that was sent or received."""
+        return [self._data]
+
+    def source_rank(self) -> int:
+        """Return the rank that a receive from any rank had its data from."""
+        return self._work._source_rank()  # noqa: SLF001  # torch calls both
+
+    _source_rank = source_rank
+
+
+def _explained(error: RuntimeError, place: Place) -> TransportError:
+    if "imed out" in str(error) or "imeout" in str(error):
+        return DeadlineExceeded(
+            "the peer did not do its part in time: slow, stopped, or running another program", place
+        )
+    return PeerLost("the connection to the peer broke: its process ended; look at its own output", place)
+
+
+class DeviceMessages:
+    """Sends and receives of tensors on a GPU, batched until somebody waits. Used by the thread that calls."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._batch = _Batch(world)
+
+    def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
+        """Add a send to `peer`, or a receive from there, to the batch."""
+        if peer is None:
+            raise UsageError("a receive from any rank needs CPU tensors, as NCCL has none: name the source")
+        self._world.connect(data.device)
+        if self._batch.future is not None:
+            self._batch = _Batch(self._world)
+        (self._batch.sends if is_send else self._batch.recvs).append(P2PMessage(peer, data.view(-1)))
+        return BatchWork(self._batch, data)
+
+    def flush(self) -> None:
+        """Let the batch leave."""
+        self._batch.begin()
+
+
+class _Batch:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.sends: list[P2PMessage] = []
+        self.recvs: list[P2PMessage] = []
+        self.future: TaskFuture[None] | None = None
+
+    def begin(self) -> TaskFuture[None]:
+        """Begin to exchange all messages, unless that was done."""
+        if self.future is None:
+            group, transport = P2PGroup(self.sends, self.recvs), self._world.transport
+            self.future = self._world.comm_thread.submit(lambda: transport.bind(group)(Tag(0, "send and receive")))
+        return self.future
+
+
+class BatchWork(GroupWork):
+    """A send or a receive in a batch, which leaves when somebody asks for it."""
+
+    def __init__(self, batch: _Batch, data: Tensor) -> None:
+        super().__init__(TaskFuture(), [data])
+        self._batch = batch
+
+    def _task(self) -> TaskFuture[None]:
+        return self._batch.begin()

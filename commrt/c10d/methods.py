@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that torch.distributed calls on a process group, by c10d's names. All return a `Work`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commrt.c10d.call import Call
+from commrt.c10d.group import Group
+from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
+from commrt.c10d.requests import Requests
+from commrt.c10d.sparse import sparse_all_reduce
+from commrt.errors import CommrtError, UsageError
+
+__all__ = ["Methods"]
+
+
+class Methods:
+    """c10d's collectives on a `Group`. Each takes options of torch.distributed, or their defaults.
+
+    Raises `UsageError` for what cannot work, before anything is sent. Works raise the other errors. All errors are also
+    ``torch.distributed.DistBackendError``.
+    """
+
+    group: Group
+    requests: Requests
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Combine all ranks' tensors at every rank."""
+        (tensor,) = _listed(tensors)
+        if tensor.is_sparse:
+            return self._guarded(lambda: sparse_all_reduce(tensor, _op(opts), self.requests.size, self.allgather))
+        return self._begin(opts, lambda: self.requests.all_reduce(tensor, _op(opts), _limit(opts)))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Do `allreduce` of several tensors."""
+        return self._begin_all(lambda: [self.requests.all_reduce(one, _op(opts), _limit(opts)) for one in tensors])
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Copy the root's tensor to all ranks."""
+        (tensor,) = _listed(tensors)
+        return self._begin(opts, lambda: self.requests.broadcast(tensor, _root(opts), _limit(opts)))
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Combine all ranks' tensors at the root."""
+        (tensor,) = _listed(tensors)
+        return self._begin(opts, lambda: self.requests.reduce(tensor, _op(opts), _root(opts), _limit(opts)))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy each rank's tensor to all ranks."""
+        (tensor,) = _listed(inputs)
+        return self._begin(opts, lambda: self.requests.all_gather(_lists(outputs)[0], tensor, _limit(opts)))
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Do `allgather` of several tensors; ``outputs[rank][i]`` is for input i of that rank."""
+        pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
+        return self._begin_all(lambda: [self.requests.all_gather(*pair, _limit(opts)) for pair in pairs])
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Copy each rank's tensor to all ranks, into one tensor."""
+        return self._begin(opts, lambda: self._all_gather_single(output, tensor, opts))
+
+    def _all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Call:
+        return self.requests.all_gather(self.requests.pieces(output, tensor), tensor, _limit(opts))
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Do `all_gather_single` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._begin_all(lambda: [self._all_gather_single(*pair, opts) for pair in pairs])
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy each rank's tensor to the root."""
+        (tensor,) = _listed(inputs)
+        listed = _lists(outputs)[0] if outputs else []
+        return self._begin(opts, lambda: self.requests.gather(listed, tensor, _root(opts), _limit(opts)))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy the root's tensors to one rank each."""
+        (output,) = _listed(outputs)
+        listed = _lists(inputs)[0] if inputs else []
+        return self._begin(opts, lambda: self.requests.scatter(output, listed, _root(opts), _limit(opts)))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Combine all ranks' inputs of a rank's number at that rank."""
+        (output,) = _listed(outputs)
+        return self._begin(
+            opts, lambda: self.requests.reduce_scatter(output, _lists(inputs)[0], _op(opts), _limit(opts))
+        )
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Combine all ranks' parts of a tensor at one rank each."""
+        return self._begin(opts, lambda: self._reduce_scatter_single(output, tensor, opts))
+
+    def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Call:
+        pieces = self.requests.pieces(tensor, output)
+        return self.requests.reduce_scatter(output, pieces, _op(opts), _limit(opts))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Do `reduce_scatter_single` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._begin_all(lambda: [self._reduce_scatter_single(*pair, opts) for pair in pairs])
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Copy the input of each rank's number to that rank."""
+        return self._begin(opts, lambda: self.requests.all_to_all(outputs, inputs, _limit(opts)))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
+        split = self.requests.split
+        return self._begin(
+            opts,
+            lambda: self.requests.all_to_all(split(output, output_sizes), split(tensor, input_sizes), _limit(opts)),
+        )
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._begin(opts, lambda: self.requests.barrier(_limit(opts)))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that do not come (all of them, whatever `wait_all_ranks` says)."""
+        del wait_all_ranks
+        self._begin(None, lambda: self.requests.barrier(seconds_of(timeout))).wait()
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        """Send a tensor to `peer`; tags are for CPU tensors only."""
+        (tensor,) = _listed(tensors)
+        return self._guarded(lambda: self._post(tensor, peer, tag, is_send=True))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        """Receive a tensor from `peer`."""
+        (tensor,) = _listed(tensors)
+        return self._guarded(lambda: self._post(tensor, peer, tag, is_send=False))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Receive a CPU tensor from any rank, which the work then names."""
+        (tensor,) = _listed(tensors)
+        return self._guarded(lambda: self._post(tensor, None, tag, is_send=False))
+
+    def _post(self, tensor: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
+        if not tensor.is_contiguous():
+            raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has gaps: pass its contiguous() copy")
+        if tensor.device.type == "cpu":
+            return self.group.host_messages.post(tensor, peer, tag, is_send=is_send)
+        return self.group.device_messages.post(tensor, peer, is_send=is_send)
+
+    def _begin(self, opts: Any, request: Callable[[], Call]) -> dist.Work:
+        return self._guarded(lambda: self._begin_call(request(), waits=opts is not None and not opts.asyncOp))
+
+    def _begin_all(self, requests: Callable[[], Sequence[Call]]) -> dist.Work:
+        """Begin several calls, of which the work stands for the last one: they run in order."""
+        return self._guarded(lambda: self._begin_calls(requests()))
+
+    def _begin_call(self, call: Call, *, waits: bool) -> GroupWork:
+        self.group.device_messages.flush()
+        return GroupWork(self.group.engine.begin(call, waits=waits), call.result)
+
+    def _begin_calls(self, calls: Sequence[Call]) -> GroupWork:
+        if not calls:
+            raise UsageError("no tensors were given: give at least one")
+        self.group.device_messages.flush()
+        works = [self.group.engine.begin(call) for call in calls]
+        return GroupWork(works[-1], [tensor for call in calls for tensor in call.result])
+
+    def _guarded(self, begin: Callable[[], dist.Work]) -> dist.Work:
+        try:
+            return begin()
+        except CommrtError as error:
+            raise as_dist_error(error) from error.__cause__
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    """Return the one tensor of a list, or a tensor alone, as a list."""
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(listed) != 1:
+        raise as_dist_error(UsageError(f"{len(listed)} tensors in one call: give one, as a process has one device"))
+    return listed
+
+
+def _lists(tensors: Any) -> list[list[Tensor]]:
+    return [list(tensors)] if isinstance(tensors[0], Tensor) else [list(each) for each in tensors]
+
+
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)
+
+
+def _limit(opts: Any) -> float | None:
+    return None if opts is None else seconds_of(opts.timeout)
