@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATTERN", help="run tests whose name has a match for this")
     parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time (1)")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a test is ended (120)")
-    parser.add_argument("--rules", default="gloo", help="also run what torch runs with these, e.g. gloo,mpi (gloo)")
+    parser.add_argument("--rules", default="gloo,mpi", help="also run what torch runs with these (gloo,mpi)")
     parser.add_argument("--out", type=Path, help="file for all outcomes, as JSON")
     parser.add_argument("--logs", type=Path, default=Path("build/conformance"), help="folder for what ranks print")
     return parser.parse_args()
@@ -81,6 +81,7 @@ def save(options: argparse.Namespace, outcomes: list[Outcome]) -> None:
     """Write all outcomes to the file that the user names."""
     record = {"backend": options.backend, "ranks": options.ranks, "rules": options.rules}
     record["outcomes"] = [outcome.as_json() for outcome in outcomes]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
