@@ -302,4 +302,4 @@ def _bytes_of(data: Tensor) -> memoryview:
 
 def _on_cpu(data: Tensor) -> Tensor:
     require_cpu(data.device, MEDIUM)
-    return data.detach()
+    return data.detach() if data.requires_grad else data  # the very tensor, which may be set to other memory
