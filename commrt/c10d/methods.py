@@ -17,7 +17,10 @@ from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
 from commrt.errors import CommrtError, UsageError
 
-__all__ = ["Methods"]
+__all__ = ["NAME", "Methods"]
+
+NAME = "commrt"
+"""Of the backend."""
 
 
 class Methods:
@@ -134,10 +137,11 @@ class Methods:
         """Wait for all ranks."""
         return self._begin(opts, lambda: self.requests.barrier(_limit(opts)))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that do not come (all of them, whatever `wait_all_ranks` says)."""
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
         del wait_all_ranks
-        self._begin(None, lambda: self.requests.barrier(seconds_of(timeout))).wait()
+        limit_s = seconds_of(timeout) if isinstance(timeout, timedelta | None) else _limit(timeout)
+        self._begin(None, lambda: self.requests.barrier(limit_s)).wait()
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Send a tensor to `peer`; tags are for CPU tensors only."""
@@ -153,6 +157,11 @@ class Methods:
         """Receive a CPU tensor from any rank, which the work then names."""
         (tensor,) = _listed(tensors)
         return self._guarded(lambda: self._post(tensor, None, tag, is_send=False))
+
+    def after_all(self) -> dist.Work:
+        """Return a work that is complete when all earlier collectives are."""
+        self.group.device_messages.flush()
+        return GroupWork(self.group.world.comm_thread.submit(lambda: None), [])
 
     def _post(self, tensor: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         if not tensor.is_contiguous():
