@@ -97,12 +97,12 @@ class Cluster:
     racks: Racks | None = None
     reduce_gbytes_per_s: float | None = None
     """Speed at which a rank adds what it receives, in bytes received; None if that takes no time."""
-    message_us: float = 0.0
-    """What a step takes a rank for each further message, if it sends and receives more than one each."""
     pack_gbytes_per_s: float | None = None
     """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no time."""
     compute: Mapping[str, float] = field(default_factory=dict)
     """Samples (images, say) per second and GPU, by model."""
+    message_us: float = 0.0
+    """What a step takes a rank for each further message, if it sends and receives more than one each."""
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
