@@ -19,7 +19,7 @@ from torch import Tensor
 
 from commrt.c10d.call import Call, Range, Slice, bounds_of
 from commrt.cost.selection import Selection
-from commrt.errors import TransportError
+from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import adding, combining
 from commrt.program import program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
@@ -98,7 +98,8 @@ class Engine:
             with torch.inference_mode():  # the caller's tensors may be made under it
                 self._run_slices(call, number)
         except TransportError as error:
-            error.what = f"{call.traits}, sequence number {number} of group {self._name}: {error.what}"
+            limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
+            error.what = f"{call.traits}, sequence number {number} of group {self._name}{limit}: {error.what}"
             raise
         finally:
             transport.timeout_s = default_s
