@@ -22,11 +22,13 @@ from torch import Tensor
 from commrt.kernels.layout import padded
 from commrt.program import chunk_bounds
 
-__all__ = ["GRANULE", "Call", "Slice", "Traits", "bounds_of", "whole"]
+__all__ = ["GRANULE", "Call", "Range", "Slice", "Traits", "bounds_of", "whole"]
 
 GRANULE = 16
 """Elements, or bytes of what only moves: a slot's size is a multiple."""
 
+Range = tuple[int, int]
+"""Elements [begin, end) of a slot."""
 Placed = tuple[int, Tensor]
 """(slot, its piece as a contiguous row)."""
 
@@ -140,14 +142,15 @@ class Call:
             if self.factor is not None:
                 target.mul_(self.factor)
 
-    def unpack(self, wire: Tensor, part: Slice) -> None:
-        """Read the result from `wire`."""
+    def unpack(self, wire: Tensor, part: Slice, ranges: Sequence[Sequence[Range]] | None = None) -> None:
+        """Read the result from `wire`: all of each slot, or the given `ranges` [slots] of it."""
         for slot, row in self.take:
-            place, size = part.places[slot], part.sizes[slot]
-            source = wire[place : place + size]
-            if self.divisor > 1:
-                source.div_(self.divisor)
-            row[part.lo : part.lo + size].copy_(source)
+            place = part.places[slot]
+            for begin, end in [(0, part.sizes[slot])] if ranges is None else ranges[slot]:
+                source = wire[place + begin : place + end]
+                if self.divisor > 1:
+                    source.div_(self.divisor)
+                row[part.lo + begin : part.lo + end].copy_(source)
 
     def finish(self) -> None:
         """Copy the result to tensors with gaps."""

@@ -15,9 +15,14 @@ from commrt.c10d.group import Group
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
-from commrt.errors import CommrtError, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 
-__all__ = ["Methods"]
+__all__ = ["NAME", "Methods"]
+
+NAME = "commrt"
+"""Of the backend."""
+SHORTEST_S = 0.001
+"""The timeout of a barrier for which 0 is given."""
 
 
 class Methods:
@@ -134,10 +139,16 @@ class Methods:
         """Wait for all ranks."""
         return self._begin(opts, lambda: self.requests.barrier(_limit(opts)))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that do not come (all of them, whatever `wait_all_ranks` says)."""
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
         del wait_all_ranks
-        self._begin(None, lambda: self.requests.barrier(seconds_of(timeout))).wait()
+        given = timeout if isinstance(timeout, timedelta | None) else timeout.timeout
+        limit_s = None if given is None or given < timedelta(0) else max(given.total_seconds(), SHORTEST_S)
+        try:
+            self._begin(None, lambda: self.requests.barrier(limit_s)).wait()
+        except DeadlineExceeded as late:
+            late.what = f"Rank {self.requests.rank} timed out in monitoredBarrier: {late.what}"
+            raise
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Send a tensor to `peer`; tags are for CPU tensors only."""
@@ -153,6 +164,11 @@ class Methods:
         """Receive a CPU tensor from any rank, which the work then names."""
         (tensor,) = _listed(tensors)
         return self._guarded(lambda: self._post(tensor, None, tag, is_send=False))
+
+    def after_all(self) -> dist.Work:
+        """Return a work that is complete when all earlier collectives are."""
+        self.group.device_messages.flush()
+        return GroupWork(self.group.world.comm_thread.submit(lambda: None), [])
 
     def _post(self, tensor: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         if not tensor.is_contiguous():

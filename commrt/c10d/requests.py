@@ -98,11 +98,16 @@ class Requests:
         put = [(self.rank * self.size + rank, whole(one, torch.uint8)) for rank, one in enumerate(inputs)]
         for slot, row in (*taken, *put):
             sizes[slot] = row.numel()
-        if (own := put[self.rank][1].numel()) != (other := taken[self.rank][1].numel()):
-            raise UsageError(f"an all_to_all gives this rank {own} bytes of its own, and its output has {other}")
+        own, other = put.pop(self.rank)[1], taken[self.rank][1]
+        if own.numel() != other.numel():
+            raise UsageError(
+                f"an all_to_all gives this rank {own.numel()} bytes of its own, and its output has {other.numel()}"
+            )
+        sizes[self.rank * self.size + self.rank] = 0  # it does not travel
         traits = Traits("all_to_all", slots, None, like.dtype, None, 0)
-        gaps = _gaps(outputs, taken)
-        return Call(traits, tuple(sizes), put, taken, outputs, like.device, timeout_s=timeout_s, copies=gaps)
+        copies = [(outputs[self.rank], own), *_gaps(outputs, taken)]
+        del taken[self.rank]
+        return Call(traits, tuple(sizes), put, taken, outputs, like.device, timeout_s=timeout_s, copies=copies)
 
     def barrier(self, timeout_s: float | None = None) -> Call:
         """Wait for all ranks."""

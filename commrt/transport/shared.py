@@ -256,7 +256,7 @@ class SharedTransport:
             raise CallMismatch(what, exchange.place(where))
         if mismatch := exchange.mismatch:
             raise SizeMismatch(f"{mismatch}: the ranks run different programs", exchange.place(where))
-        if not is_open:
+        if not is_open and not exchange.finished:  # its last small messages may have been here already
             self._require_open(exchange.place(where))
             what = "the peer is gone: its process ended or gave up; look at its own output"
             raise PeerLost(what, exchange.place(where))
@@ -302,4 +302,4 @@ def _bytes_of(data: Tensor) -> memoryview:
 
 def _on_cpu(data: Tensor) -> Tensor:
     require_cpu(data.device, MEDIUM)
-    return data.detach()
+    return data.detach() if data.requires_grad else data  # the very tensor, which may be set to other memory
