@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from commrt.c10d.methods import NAME
 
-__all__ = ["register"]
+__all__ = ["NAME", "register"]
 
 BACKENDS_SINCE = Version("2.14")
 """Earlier versions of torch take process groups written in Python, and no backends."""

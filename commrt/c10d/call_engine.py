@@ -62,10 +62,10 @@ class _Bound(NamedTuple):
         if call.divisor > 1 or part.shape != part.sizes or part.places[-1] < LANDING_NUMEL or not self.landings:
             yield None
             return
-        rows = dict(call.take)
+        rows = {slot: row[begin + part.lo :] for slot, row, begin in call.take}
         landed = [each for each in self.landings if each.slot in rows]
         for target, slot, (begin, end), _ in landed:
-            _point(target, rows[slot][part.lo + begin : part.lo + end])
+            _point(target, rows[slot][begin:end])
         try:
             yield self.rest
         finally:
@@ -93,7 +93,8 @@ class Engine:
     def _run(self, call: Call) -> None:
         number, transport = next(self._count), self._world.transport
         default_s = transport.timeout_s
-        transport.timeout_s = default_s if call.timeout_s is None else call.timeout_s
+        if call.timeout_s is not None:
+            transport.timeout_s = call.timeout_s
         try:
             with torch.inference_mode():  # the caller's tensors may be made under it
                 self._run_slices(call, number)
@@ -102,7 +103,8 @@ class Engine:
             error.what = f"{call.traits}, sequence number {number} of group {self._name}{limit}: {error.what}"
             raise
         finally:
-            transport.timeout_s = default_s
+            if call.timeout_s is not None:
+                transport.timeout_s = default_s
 
     def _run_slices(self, call: Call, number: int) -> None:
         traits, recorder = call.traits, self._world.recorder
@@ -118,7 +120,7 @@ class Engine:
                 call.unpack(bound.wire, part, rest)
             call.finish()
         if call.device.type == "cuda":
-            for _, row in (*call.put, *call.take):  # they may be freed on another stream
+            for _, row, _ in (*call.put, *call.take):  # they may be freed on another stream
                 row.record_stream(torch.cuda.current_stream(call.device))
 
     def _slot_nbytes(self, call: Call) -> int:

@@ -70,17 +70,14 @@ class Methods:
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to all ranks, into one tensor."""
-        return self._begin(opts, lambda: self._all_gather_single(output, tensor, opts))
-
-    def _all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Call:
-        return self.requests.all_gather(self.requests.pieces(output, tensor), tensor, _limit(opts))
+        return self._begin(opts, lambda: self.requests.all_gather(output, tensor, _limit(opts)))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Do `all_gather_single` of several tensors."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._begin_all(lambda: [self._all_gather_single(*pair, opts) for pair in pairs])
+        return self._begin_all(lambda: [self.requests.all_gather(*pair, _limit(opts)) for pair in pairs])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to the root."""
@@ -103,18 +100,14 @@ class Methods:
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Combine all ranks' parts of a tensor at one rank each."""
-        return self._begin(opts, lambda: self._reduce_scatter_single(output, tensor, opts))
-
-    def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Call:
-        pieces = self.requests.pieces(tensor, output)
-        return self.requests.reduce_scatter(output, pieces, _op(opts), _limit(opts))
+        return self._begin(opts, lambda: self.requests.reduce_scatter(output, tensor, _op(opts), _limit(opts)))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Do `reduce_scatter_single` of several tensors."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._begin_all(lambda: [self._reduce_scatter_single(*pair, opts) for pair in pairs])
+        return self._begin_all(lambda: [self.requests.reduce_scatter(*pair, _op(opts), _limit(opts)) for pair in pairs])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy the input of each rank's number to that rank."""
@@ -129,11 +122,8 @@ class Methods:
         opts: Any = None,
     ) -> dist.Work:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        split = self.requests.split
-        return self._begin(
-            opts,
-            lambda: self.requests.all_to_all(split(output, output_sizes), split(tensor, input_sizes), _limit(opts)),
-        )
+        sizes, limit_s = (output_sizes, input_sizes), _limit(opts)
+        return self._begin(opts, lambda: self.requests.all_to_all_single(output, tensor, *sizes, limit_s))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""

@@ -90,10 +90,12 @@ class _PeerExchange:
             if offers[0].nbytes != target.nbytes:
                 self.channel.refuse(target.nbytes)
                 break
-            is_message = offers[0].message is not None  # its bytes may lie at any address
-            target = target.view(torch.uint8) if is_message else target
-            target.copy_(self.channel.source(offers.popleft(), target.dtype))
-            copied += not is_message
+            offer = offers.popleft()
+            if offer.message is None:
+                target.copy_(self.channel.source(offer, target.dtype))
+                copied += 1
+            else:
+                _bytes_of(target)[:] = offer.message
             self.received += 1
         if copied:
             self.channel.acknowledge(copied)
