@@ -82,6 +82,14 @@ def test_a_backend_that_torch_does_not_know_runs_what_gloo_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_backend_that_moves_nothing_passes_no_test_of_a_collective(tmp_path):
+    chosen = ["all_reduce_sum", "all_reduce_sum_async", "all_reduce_max", "broadcast", "all_gather", "send_recv"]
+    with Suite("moves_nothing", 2, tmp_path) as suite:
+        outcomes = [suite.run(f"test_{test}") for test in chosen]
+    assert [outcome.state for outcome in outcomes] == [FAILED] * len(chosen)
+
+
+@pytest.mark.slow
 def test_a_test_that_hangs_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
     with Suite("gloo_copy", 2, tmp_path, limit_s=5) as suite:
         suite.run("test_get_rank")

@@ -19,6 +19,7 @@ from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import DistTestCases
 
@@ -57,6 +58,7 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
 
     log: str | None = None
     exit_codes: tuple[int | None, ...] = ()
+    _expected: complex | None = None
 
     def setUp(self) -> None:
         super().setUp()
@@ -72,6 +74,17 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
             rank.join(5)
             rank.kill()
         Path(self.file_name).unlink(missing_ok=True)
+
+    def _test_all_reduce_helper(self, *given: Any, **options: Any) -> None:
+        """Run torch's helper, and check the result; torch's helper takes it as its seventh argument and ignores it."""
+        self._expected = given[6]
+        super()._test_all_reduce_helper(*given, **options)
+        self._expected = None
+
+    def call_dist_op(self, title: str, is_async: bool, op: Any, *arguments: Any, **options: Any) -> None:
+        super().call_dist_op(title, is_async, op, *arguments, **options)
+        if self._expected is not None:
+            torch.testing.assert_close(arguments[0], torch.full_like(arguments[0], self._expected))
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **options: Any) -> None:
