@@ -143,7 +143,8 @@ class Engine:
         add = adding if operation is None else combining(operation)
         streams = self._world.comm_thread.streams
         bound = bind(mine, wire, self._world.transport, scratch, streams, bounds=bounds, add=add)
-        landings = [] if device.type == "cuda" else list(_landings(bound, wire, shape))
+        can_land = device.type == "cpu" and self._world.transport.can_move_receives
+        landings = list(_landings(bound, wire, shape)) if can_land else []
         taken = [[each.range for each in landings if each.slot == slot] for slot in range(len(shape))]
         rest = [_complement(ranges, size) for ranges, size in zip(taken, shape, strict=True)]
         return _Bound(bound, wire, landings, rest)
