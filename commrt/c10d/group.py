@@ -7,15 +7,17 @@ import atexit
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 from torch.distributed import PrefixStore, Store
 
 from commrt.c10d.call_engine import Engine
+from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.messages import DeviceMessages, HostMessages
 from commrt.cost.cluster import Cluster
 from commrt.cost.selection import Selection, parse_forced
-from commrt.errors import TransportClosed
+from commrt.errors import CommrtError, TransportClosed
 from commrt.membership.agreement import gather
 from commrt.membership.launcher import LOOPBACK, chosen_cluster, chosen_schedules
 from commrt.runtime.connection import connect_hosts, local_rank
@@ -24,7 +26,7 @@ from commrt.transport.channel import host_identity
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
-__all__ = ["Group"]
+__all__ = ["Group", "group_of"]
 
 ONE_HOST = "host"
 """The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
@@ -58,6 +60,16 @@ class Group:
         """End what is under way with an error; call `close` too."""
         self.world.abort(TransportClosed("the process group was aborted"))
         self.host_messages.close()
+
+
+def group_of(options: Any) -> Group:
+    """Return the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    timeout_s = options.timeout.total_seconds()
+    try:
+        return Group(options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id)
+    except CommrtError as error:
+        raise as_dist_error(error) from error.__cause__
 
 
 def _connect(

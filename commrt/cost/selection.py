@@ -26,6 +26,8 @@ class Choice(NamedTuple):
     name: str
     schedule: Schedule
     seconds: float
+    latency_s: float
+    """The part of it that does not depend on the number of bytes."""
     steps: int
 
 
@@ -40,8 +42,9 @@ def choices(
     world = max(ranks) + 1
     found = []
     for name, schedule in candidates(collective, len(ranks), root).items():
-        price = Pricing(schedule.over(ranks, world), cluster).price(piece_nbytes * slots_of(collective, len(ranks)))
-        found.append(Choice(name, schedule, price.seconds, price.steps))
+        pricing = Pricing(schedule.over(ranks, world), cluster)
+        price = pricing.price(piece_nbytes * slots_of(collective, len(ranks)))
+        found.append(Choice(name, schedule, price.seconds, pricing.price(0.0).seconds, price.steps))
     return sorted(found, key=lambda each: (round(1e9 * each.seconds), each.steps))
 
 

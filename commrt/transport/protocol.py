@@ -119,6 +119,7 @@ class Transport(Protocol):
     def bind(self, group: P2PGroup) -> Exchange:
         """Prepare `group` once, to run it many times.
 
+        Between runs, the tensor of a receive in host memory may be set (``Tensor.set_``) to other memory of its size.
         Messages to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
         not exist, and for a message to itself without its other end.
         """
