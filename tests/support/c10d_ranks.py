@@ -18,7 +18,7 @@ LIMIT_S = 100.0
 
 def answers(size, *bodies):
     """What each of `bodies` returns on each rank: {its name: [by rank]}. What it raises stands there as a text."""
-    outcomes = run_processes(size, run_all, *bodies, limit_s=LIMIT_S)
+    outcomes = run_processes(size, run_all, *bodies, limit_s=LIMIT_S, holds_store=True)
     assert [outcome.error for outcome in outcomes] == [None] * size
     assert [outcome.exit_code for outcome in outcomes] == [0] * size
     return {body.__name__: [outcome.value[body.__name__] for outcome in outcomes] for body in bodies}
