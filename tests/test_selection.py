@@ -59,7 +59,7 @@ def test_what_cannot_be_forced_is_refused_with_what_can():
     with pytest.raises(UsageError, match=r"sum=ring.*one of broadcast"):
         parse_forced("sum=ring")
     with pytest.raises(UsageError, match=r"'doubling' of all_gather takes another number of ranks: 6 ranks take ring"):
-        Selection(HOST, range(6), {"all_gather": "doubling"}).choose("all_gather", 0, 8)
+        Selection(HOST, range(6), {"all_gather": "doubling"})
 
 
 def test_a_group_is_priced_where_its_ranks_lie():
@@ -78,3 +78,8 @@ def test_further_messages_of_a_rank_take_time():
     slow = replace(HOST, message_us=7, within=Link(50, 10.0))
     direct = candidates("all_gather", 5)["direct"]  # four sent and four received, two of which are free
     assert Pricing(direct, slow).price(0).seconds == pytest.approx((50 + 6 * 7) * 1e-6)
+
+
+def test_a_cluster_that_is_too_small_for_the_group_is_refused():
+    with pytest.raises(UsageError, match="has 8 GPUs"):
+        Selection(replace(HOST, gpus_per_node=4, nodes=2), [0, 8])

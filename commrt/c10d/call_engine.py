@@ -31,8 +31,8 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["Engine"]
 
-WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""What a slice of a call has on the wire at most, over all slots."""
+WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""What a slice of a call has on the wire at most, over all slots; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
@@ -143,7 +143,8 @@ class Engine:
         add = adding if operation is None else combining(operation)
         streams = self._world.comm_thread.streams
         bound = bind(mine, wire, self._world.transport, scratch, streams, bounds=bounds, add=add)
-        landings = [] if device.type == "cuda" else list(_landings(bound, wire, shape))
+        can_land = device.type == "cpu" and self._world.transport.can_move_receives
+        landings = list(_landings(bound, wire, shape)) if can_land else []
         taken = [[each.range for each in landings if each.slot == slot] for slot in range(len(shape))]
         rest = [_complement(ranges, size) for ranges, size in zip(taken, shape, strict=True)]
         return _Bound(bound, wire, landings, rest)
@@ -153,7 +154,7 @@ class Engine:
         need = numel * dtype.itemsize
         memory = self._memory.get((purpose, device))
         if memory is None or memory.numel() < need:
-            size = max(need, 2 * WIRE_NBYTES[device.type])
+            size = max(need, WIRE_NBYTES[device.type])
             memory = self._memory[purpose, device] = self._world.transport.allocate(size, torch.uint8, device)
         return memory[:need].view(dtype)
 

@@ -64,9 +64,13 @@ class Selection:
 
     Size classes are powers of two. What is chosen is proven first, up to `PROVEN_RANKS` ranks. `ranks` [group] are the
     places of the group's ranks in the cluster; `forced` names schedules to take whatever they cost, by collective.
+    Raises `UsageError` for a cluster that is too small, and for schedules that take other numbers of ranks.
     """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str] | None = None) -> None:
+        cluster.require_room(max(ranks) + 1)
+        for collective, name in (forced or {}).items():
+            require_candidate(collective, name, len(ranks))
         self._cluster, self._ranks, self._forced = cluster, ranks, forced or {}
         self._known: dict[tuple[str, int, int], Schedule] = {}
 

@@ -99,6 +99,10 @@ class Transport(Protocol):
     """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups."""
 
     @property
+    def can_move_receives(self) -> bool:
+        """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size between two runs."""
+
+    @property
     def kind(self) -> str:
         """Name of the medium, such as ``gloo``."""
 
@@ -119,7 +123,6 @@ class Transport(Protocol):
     def bind(self, group: P2PGroup) -> Exchange:
         """Prepare `group` once, to run it many times.
 
-        Between runs, the tensor of a receive in host memory may be set (``Tensor.set_``) to other memory of its size.
         Messages to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
         not exist, and for a message to itself without its other end.
         """

@@ -144,6 +144,7 @@ class SharedTransport:
 
     kind = "shared"
     capture = staticmethod(capture_nothing)
+    can_move_receives = True
 
     def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
