@@ -172,5 +172,5 @@ def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    row = plain.reshape(-1)  # a view, unless there are gaps
+    row = plain.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
     return row if row.dtype is dtype else row.view(dtype)

@@ -20,6 +20,7 @@ from commrt.cost.selection import Selection, parse_forced
 from commrt.errors import CommrtError, TransportClosed
 from commrt.membership.agreement import gather
 from commrt.membership.launcher import LOOPBACK, chosen_cluster, chosen_schedules
+from commrt.membership.store_client import STORE_ANSWER_S, call_store
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.transport.channel import host_identity
@@ -42,6 +43,7 @@ class Group:
         self, store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int], name: str
     ) -> None:
         self.name = name
+        store = _unused(store, rank, size)
         transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, store, local_rank(), "torch.distributed")
         self.engine = Engine(self.world, selection, name)
@@ -70,6 +72,16 @@ def group_of(options: Any) -> Group:
         return Group(options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id)
     except CommrtError as error:
         raise as_dist_error(error) from error.__cause__
+
+
+def _unused(store: Store, rank: int, size: int) -> Store:
+    """Return a part of `store` in which nothing stands yet, the same on all ranks of the group.
+
+    The store of a launcher outlives the groups of a process, and torch gives later ones the same names.
+    """
+    counter = f"starts of {size}"
+    earlier = (call_store(lambda: store.add(counter, 1), STORE_ANSWER_S, rank) - 1) // size
+    return PrefixStore(f"{counter}/{earlier}", store)
 
 
 def _connect(
