@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow check fuzz docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
+.PHONY: venv demo test test-slow conformance check fuzz docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
 
 venv: .venv/ready
 
@@ -29,6 +29,13 @@ test: check  # all but the slow tests
 
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds
 	$(BIN)/pytest -n 3 --dist worksteal -m slow
+
+# torch's own tests of process groups, in 3 minutes; BACKEND=gloo shows what Gloo passes
+conformance: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests/support
+conformance: BACKEND = commrt
+conformance: RANKS = 4
+conformance: venv
+	$(BIN)/python -m torch_conformance --backend $(BACKEND) --ranks $(RANKS) --out build/conformance.json
 
 # All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv

@@ -30,6 +30,7 @@ from these figures is in [FINDINGS.md](../bench/FINDINGS.md).
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only",
+    "collectives": "pytest bench/test_collectives.py --benchmark-only",
     "netlab": "sudo python bench/netlab.py",
     "kernels": "pytest bench/test_kernels.py --benchmark-only",
     "executor": "pytest bench/test_executor.py --benchmark-only",
@@ -41,6 +42,9 @@ ABOUT = {
     "step": "4 processes on one machine average the gradients of ResNet-50 (161 tensors, 25.56 M fp32). The time "
     "is from the start of the backward pass until `param.grad` holds the averages. Bus: the bytes that each rank "
     "must send at least, per second.",
+    "collectives": "torch.distributed's own calls on 4 processes of one machine, over commrt and over Gloo. "
+    "A size is that of the call's largest tensor. A turn makes up to 20 calls one after the other; the time is of one "
+    "call.",
     "netlab": "Hosts are network namespaces with several ranks each, joined by links of limited rate. Gossip does "
     "less than the others: it mixes with one partner, where an all-reduce averages over all ranks.\n"
     "\n"

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
+from commrt import c10d
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import MIB
 from commrt.runtime.world import World
@@ -39,10 +40,12 @@ ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubl
 WAYS = {name: (algorithm, "shared") for name, algorithm in ALGORITHMS.items()}
 WAYS["ring over gloo"] = ALGORITHMS["ring"], "gloo"
 """commrt's variants: algorithm and transport."""
+BACKEND = "ddp, backend commrt"
+"""DDP as it is, in a process group of commrt."""
 HOOKED = "ddp + torus2d"
 """DDP with commrt's hook."""
 PEERS = (
-    {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp"}
+    {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp", BACKEND: "ddp"}
     | {f"{name} fp32": "ddp" for name in (*WAYS, HOOKED)}
     | {"ddp bf16 hook": "ddp"}
     | {f"{name} bf16": "ddp" for name in (*WAYS, HOOKED)}
@@ -157,6 +160,7 @@ def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
         "ddp": Variant(FP32, DistributedDataParallel(dots())),
         "ddp views": Variant(FP32, DistributedDataParallel(dots(), gradient_as_bucket_view=True)),
         "gloo, no overlap": bucketed(dots()),
+        BACKEND: Variant(FP32, DistributedDataParallel(dots(), process_group=dist.new_group(backend=c10d.NAME))),
     }
     ways |= {
         f"{name} fp32": attached(dots(), worlds[kind], algorithm, FP32) for name, (algorithm, kind) in WAYS.items()

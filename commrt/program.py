@@ -15,7 +15,17 @@ import numpy as np
 
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
 
-__all__ = ["Dependencies", "Hop", "Program", "Transfer", "chunk_bounds", "dependencies", "member_program", "program"]
+__all__ = [
+    "Dependencies",
+    "Hop",
+    "Program",
+    "Transfer",
+    "chunk_bounds",
+    "dependencies",
+    "final_receives",
+    "member_program",
+    "program",
+]
 
 PROGRAMS_KEPT = 64
 """Programs that `member_program` remembers, by schedule and rank of the schedule."""
@@ -148,6 +158,21 @@ def dependencies(hops: Sequence[Hop], chunks: int) -> Dependencies:
         for each in hop.combined:
             latest[each.lo : each.hi] = number
     return Dependencies(tuple(after), tuple(parity), overlap)
+
+
+def final_receives(hops: Sequence[Hop], chunks: int) -> list[list[bool]]:
+    """Return for each receive of each hop if it copies chunks that this rank neither sends nor receives afterwards.
+
+    >>> from commrt.algorithms.ring import all_reduce
+    >>> final_receives(program(all_reduce(3), 0).hops, 3)
+    [[False], [False], [False], [True]]
+    """
+    used, found = np.zeros(chunks, dtype=bool), []
+    for hop in reversed(hops):
+        found.append([each.combine == COPY and not used[each.lo : each.hi].any() for each in hop.recvs])
+        for each in hop.sends + hop.recvs:
+            used[each.lo : each.hi] = True
+    return found[::-1]
 
 
 def chunk_bounds(numel: int, chunks: int, granule: int = 1) -> list[int]:

@@ -74,7 +74,7 @@ def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):
 
 def test_a_cluster_with_all_it_can_have_is_read_as_it_was_written():
     between, racks = Between(3.0, 4.0, nics=2, nics_per_rank=1), Racks(2, 3.0)
-    whole = Cluster("desk", 'of "cards"', 4, Link(1.5, 2.0), between, 7, racks, 5.0, 6.0, {"m": 8.0})
+    whole = Cluster("desk", 'of "cards"', 4, Link(1.5, 2.0, 3.0), between, 7, racks, 5.0, 6.0, {"m": 8.0}, 9.0)
     assert Cluster.parsed(whole.text(), "desk") == whole
 
 

@@ -362,3 +362,17 @@ def test_insisting_on_shared_memory_between_hosts_is_an_error_on_every_rank(monk
     monkeypatch.setenv("COMMRT_TRANSPORT", "shared")
     outcomes = run_processes(2, rendezvous_ranks.on_hosts, "ab")
     assert all("UsageError: COMMRT_TRANSPORT=shared, but not all ranks" in str(o.error) for o in outcomes)
+
+
+def test_small_messages_arrive_although_their_sender_has_left(pair):
+    first, second = torch.zeros(2), torch.zeros(2)
+    sends = [pair[0].bind(P2PGroup([P2PMessage(1, torch.full((2,), value))], [])) for value in (1.0, 2.0)]
+    recvs = [pair[1].bind(P2PGroup([], [P2PMessage(0, landing)])) for landing in (first, second)]
+    for send in sends:
+        send(NOW)
+    pair[1]._channels[0].receive()
+    pair[1]._channels[0].receive()  # both are here, and the next packet is the end
+    pair[0].close()
+    for receive in recvs:
+        receive(NOW)
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])

@@ -22,14 +22,22 @@ from torch import Tensor
 from commrt.kernels.layout import padded
 from commrt.program import chunk_bounds
 
-__all__ = ["GRANULE", "Call", "Slice", "Traits", "bounds_of", "whole"]
+__all__ = ["GRANULE", "Call", "Placed", "Range", "Slice", "Traits", "bounds_of", "whole"]
 
 GRANULE = 16
 """Elements, or bytes of what only moves: a slot's size is a multiple. In an `all_to_all`, where only the two ends of a
 transfer know its size, a slot has exactly that size: so two ends that differ notice it."""
 
-Placed = tuple[int, Tensor]
-"""(slot, its piece as a contiguous row)."""
+Range = tuple[int, int]
+"""Elements [begin, end) of a slot."""
+
+
+class Placed(NamedTuple):
+    """Where the piece of a slot lies: in a contiguous row, from element `begin` on."""
+
+    slot: int
+    row: Tensor
+    begin: int
 
 
 class Traits(NamedTuple):
@@ -89,7 +97,7 @@ class Slice(NamedTuple):
 
 
 @lru_cache(256)
-def _slice(lo: int, sizes: tuple[int, ...], *, is_padded: bool) -> Slice:
+def _slice(lo: int, sizes: tuple[int, ...], is_padded: bool) -> Slice:
     shape = tuple(map(padded, sizes)) if is_padded else sizes
     return Slice(lo, sizes, shape, tuple(accumulate(shape, initial=0)))
 
@@ -132,26 +140,30 @@ class Call:
     def slices(self, slot_numel: int) -> Iterator[Slice]:
         """Yield the slices, with at most `slot_numel` elements of each piece."""
         is_padded = self.traits.numel is not None
-        for lo in range(0, max(self.sizes, default=0), slot_numel):
-            yield _slice(lo, tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes]), is_padded=is_padded)
+        if 0 < (largest := max(self.sizes, default=0)) <= slot_numel:
+            yield _slice(0, self.sizes, is_padded)
+            return
+        for lo in range(0, largest, slot_numel):
+            yield _slice(lo, tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes]), is_padded)
 
     def pack(self, wire: Tensor, part: Slice) -> None:
         """Write this rank's contribution to `wire`."""
-        for slot, row in self.put:
-            place, size = part.places[slot], part.sizes[slot]
+        for slot, row, first in self.put:
+            place, size, begin = part.places[slot], part.sizes[slot], first + part.lo
             target = wire[place : place + size]
-            target.copy_(row[part.lo : part.lo + size])
+            target.copy_(row[begin : begin + size])
             if self.factor is not None:
                 target.mul_(self.factor)
 
-    def unpack(self, wire: Tensor, part: Slice) -> None:
-        """Read the result from `wire`."""
-        for slot, row in self.take:
-            place, size = part.places[slot], part.sizes[slot]
-            source = wire[place : place + size]
-            if self.divisor > 1:
-                source.div_(self.divisor)
-            row[part.lo : part.lo + size].copy_(source)
+    def unpack(self, wire: Tensor, part: Slice, ranges: Sequence[Sequence[Range]] | None = None) -> None:
+        """Read the result from `wire`: all of each slot, or the given `ranges` [slots] of it."""
+        for slot, row, first in self.take:
+            place, offset = part.places[slot], first + part.lo
+            for begin, end in [(0, part.sizes[slot])] if ranges is None else ranges[slot]:
+                source = wire[place + begin : place + end]
+                if self.divisor > 1:
+                    source.div_(self.divisor)
+                row[offset + begin : offset + end].copy_(source)
 
     def finish(self) -> None:
         """Copy the result to tensors with gaps."""
@@ -161,4 +173,8 @@ class Call:
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(dtype)
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    row = plain.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
+    return row if row.dtype is dtype else row.view(dtype)

@@ -7,16 +7,19 @@ size, whatever tensors come. On a CPU the wire fits the cache, so copies to and 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from commrt.c10d.call import Call, bounds_of
+from commrt.c10d.call import Call, Range, Slice, bounds_of
 from commrt.cost.selection import Selection
-from commrt.errors import TransportError
+from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import adding, combining
 from commrt.program import program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
@@ -28,16 +31,46 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["Engine"]
 
-WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""What a slice of a call has on the wire at most, over all slots."""
+WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""What a slice of a call has on the wire at most, over all slots; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256
+LANDING_NUMEL = 1 << 15
+"""Elements of a slice from which receiving into the caller's memory takes less than a copy."""
 KEPT = 256
 """Bound programs that are kept: those of the sizes seen last."""
+
+
+class _Landing(NamedTuple):
+    target: Tensor
+    slot: int
+    range: Range
+    """Of the slot."""
+    home: Tensor
+    """What `target` is between two calls: a part of the wire."""
 
 
 class _Bound(NamedTuple):
     program: BoundProgram
     wire: Tensor
+    landings: Sequence[_Landing]
+    rest: Sequence[Sequence[Range]]
+    """[slots] what no landing receives."""
+
+    @contextmanager
+    def landing(self, call: Call, part: Slice) -> Iterator[Sequence[Sequence[Range]] | None]:
+        """Receive into the caller's rows in the body, where that saves a copy; give what remains to be read."""
+        if call.divisor > 1 or part.shape != part.sizes or part.places[-1] < LANDING_NUMEL or not self.landings:
+            yield None
+            return
+        rows = {slot: row[begin + part.lo :] for slot, row, begin in call.take}
+        landed = [each for each in self.landings if each.slot in rows]
+        for target, slot, (begin, end), _ in landed:
+            _point(target, rows[slot][begin:end])
+        try:
+            yield self.rest
+        finally:
+            for each in landed:
+                _point(each.target, each.home)
 
 
 class Engine:
@@ -60,15 +93,18 @@ class Engine:
     def _run(self, call: Call) -> None:
         number, transport = next(self._count), self._world.transport
         default_s = transport.timeout_s
-        transport.timeout_s = default_s if call.timeout_s is None else call.timeout_s
+        if call.timeout_s is not None:
+            transport.timeout_s = call.timeout_s
         try:
             with torch.inference_mode():  # the caller's tensors may be made under it
                 self._run_slices(call, number)
         except TransportError as error:
-            error.what = f"{call.traits}, sequence number {number} of group {self._name}: {error.what}"
+            limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
+            error.what = f"{call.traits}, sequence number {number} of group {self._name}{limit}: {error.what}"
             raise
         finally:
-            transport.timeout_s = default_s
+            if call.timeout_s is not None:
+                transport.timeout_s = default_s
 
     def _run_slices(self, call: Call, number: int) -> None:
         traits, recorder = call.traits, self._world.recorder
@@ -79,11 +115,12 @@ class Engine:
             for part in call.slices(slot_nbytes // traits.wire_dtype.itemsize):
                 bound = self._bound(schedule, part.shape, traits.operation, traits.wire_dtype, call.device)
                 call.pack(bound.wire, part)
-                bound.program.run(tag, recorder)
-                call.unpack(bound.wire, part)
+                with bound.landing(call, part) as rest:
+                    bound.program.run(tag, recorder)
+                call.unpack(bound.wire, part, rest)
             call.finish()
         if call.device.type == "cuda":
-            for _, row in (*call.put, *call.take):  # they may be freed on another stream
+            for _, row, _ in (*call.put, *call.take):  # they may be freed on another stream
                 row.record_stream(torch.cuda.current_stream(call.device))
 
     def _slot_nbytes(self, call: Call) -> int:
@@ -105,13 +142,42 @@ class Engine:
         scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
         add = adding if operation is None else combining(operation)
         streams = self._world.comm_thread.streams
-        return _Bound(bind(mine, wire, self._world.transport, scratch, streams, bounds=bounds, add=add), wire)
+        bound = bind(mine, wire, self._world.transport, scratch, streams, bounds=bounds, add=add)
+        can_land = device.type == "cpu" and self._world.transport.can_move_receives
+        landings = list(_landings(bound, wire, shape)) if can_land else []
+        taken = [[each.range for each in landings if each.slot == slot] for slot in range(len(shape))]
+        rest = [_complement(ranges, size) for ranges, size in zip(taken, shape, strict=True)]
+        return _Bound(bound, wire, landings, rest)
 
     def _allocate(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [numel] of the memory that all calls share; programs bound to what was too small keep theirs."""
         need = numel * dtype.itemsize
         memory = self._memory.get((purpose, device))
         if memory is None or memory.numel() < need:
-            size = max(need, 2 * WIRE_NBYTES[device.type])
+            size = max(need, WIRE_NBYTES[device.type])
             memory = self._memory[purpose, device] = self._world.transport.allocate(size, torch.uint8, device)
         return memory[:need].view(dtype)
+
+
+def _point(target: Tensor, memory: Tensor) -> None:
+    target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
+
+
+def _landings(bound: BoundProgram, wire: Tensor, shape: Sequence[int]) -> Iterator[_Landing]:
+    """Yield the landings of `bound` that lie within one slot."""
+    places = list(accumulate(shape, initial=0))
+    for target, begin, end in bound.landings:
+        slot = bisect_right(places, begin) - 1
+        if begin < end <= places[slot + 1]:
+            inside = begin - places[slot], end - places[slot]
+            yield _Landing(target, slot, inside, wire[begin:end])
+
+
+def _complement(ranges: Sequence[Range], size: int) -> list[Range]:
+    """Return what is left of [0, size) without `ranges`, which do not overlap.
+
+    >>> _complement([(4, 6), (0, 2)], 8)
+    [(2, 4), (6, 8)]
+    """
+    bounds = [0, *(bound for each in sorted(ranges) for bound in each), size]
+    return [(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]

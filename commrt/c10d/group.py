@@ -8,17 +8,20 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 from torch.distributed import PrefixStore, Store
 
 from commrt.c10d.call_engine import Engine
+from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.messages import DeviceMessages, HostMessages
 from commrt.cost.cluster import Cluster
 from commrt.cost.selection import Selection, parse_forced
-from commrt.errors import TransportClosed
+from commrt.errors import CommrtError, TransportClosed
 from commrt.membership.agreement import gather
 from commrt.membership.launcher import LOOPBACK, chosen_cluster, chosen_schedules
+from commrt.membership.store_client import STORE_ANSWER_S, call_store
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import EXIT_S
@@ -26,7 +29,7 @@ from commrt.transport.channel import host_identity
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
-__all__ = ["Group"]
+__all__ = ["Group", "group_of"]
 
 ONE_HOST = "host"
 """The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
@@ -42,6 +45,7 @@ class Group:
         self, store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int], name: str
     ) -> None:
         self.name = name
+        store = _unused(store, rank, size)
         transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, store, local_rank(), "torch.distributed")
         self.engine = Engine(self.world, selection, name)
@@ -60,6 +64,26 @@ class Group:
         """End what is under way with an error; call `close` too."""
         self.world.abort(TransportClosed("the process group was aborted"))
         self.host_messages.close()
+
+
+def group_of(options: Any) -> Group:
+    """Return the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    timeout_s = options.timeout.total_seconds()
+    try:
+        return Group(options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id)
+    except CommrtError as error:
+        raise as_dist_error(error) from error.__cause__
+
+
+def _unused(store: Store, rank: int, size: int) -> Store:
+    """Return a part of `store` in which nothing stands yet, the same on all ranks of the group.
+
+    The store of a launcher outlives the groups of a process, and torch gives later ones the same names.
+    """
+    counter = f"starts of {size}"
+    earlier = (call_store(lambda: store.add(counter, 1), STORE_ANSWER_S, rank) - 1) // size
+    return PrefixStore(f"{counter}/{earlier}", store)
 
 
 def _connect(

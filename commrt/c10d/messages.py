@@ -3,7 +3,8 @@
 
 CPU tensors travel on sockets of Gloo, which connects two ranks when they first exchange. Tensors on a GPU travel
 through NCCL, in batches: all sends and receives since the last wait are one group, as NCCL has no tags. A batch leaves
-when one of its works is waited for, or a collective begins.
+when one of its works is waited for, or a collective begins. The first use of a GPU by a group connects all its ranks,
+so all must take part in it.
 """
 
 from __future__ import annotations

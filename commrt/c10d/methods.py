@@ -15,9 +15,14 @@ from commrt.c10d.group import Group
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
-from commrt.errors import CommrtError, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 
-__all__ = ["Methods"]
+__all__ = ["NAME", "Methods"]
+
+NAME = "commrt"
+"""Of the backend."""
+SHORTEST_S = 0.001
+"""The timeout of a barrier for which 0 is given."""
 
 
 class Methods:
@@ -65,17 +70,14 @@ class Methods:
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to all ranks, into one tensor."""
-        return self._begin(opts, lambda: self._all_gather_single(output, tensor, opts))
-
-    def _all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Call:
-        return self.requests.all_gather(self.requests.pieces(output, tensor), tensor, _limit(opts))
+        return self._begin(opts, lambda: self.requests.all_gather(output, tensor, _limit(opts)))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Do `all_gather_single` of several tensors."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._begin_all(lambda: [self._all_gather_single(*pair, opts) for pair in pairs])
+        return self._begin_all(lambda: [self.requests.all_gather(*pair, _limit(opts)) for pair in pairs])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to the root."""
@@ -98,18 +100,14 @@ class Methods:
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Combine all ranks' parts of a tensor at one rank each."""
-        return self._begin(opts, lambda: self._reduce_scatter_single(output, tensor, opts))
-
-    def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Call:
-        pieces = self.requests.pieces(tensor, output)
-        return self.requests.reduce_scatter(output, pieces, _op(opts), _limit(opts))
+        return self._begin(opts, lambda: self.requests.reduce_scatter(output, tensor, _op(opts), _limit(opts)))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Do `reduce_scatter_single` of several tensors."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._begin_all(lambda: [self._reduce_scatter_single(*pair, opts) for pair in pairs])
+        return self._begin_all(lambda: [self.requests.reduce_scatter(*pair, _op(opts), _limit(opts)) for pair in pairs])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy the input of each rank's number to that rank."""
@@ -124,20 +122,23 @@ class Methods:
         opts: Any = None,
     ) -> dist.Work:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        split = self.requests.split
-        return self._begin(
-            opts,
-            lambda: self.requests.all_to_all(split(output, output_sizes), split(tensor, input_sizes), _limit(opts)),
-        )
+        sizes, limit_s = (output_sizes, input_sizes), _limit(opts)
+        return self._begin(opts, lambda: self.requests.all_to_all_single(output, tensor, *sizes, limit_s))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
         return self._begin(opts, lambda: self.requests.barrier(_limit(opts)))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that do not come (all of them, whatever `wait_all_ranks` says)."""
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
         del wait_all_ranks
-        self._begin(None, lambda: self.requests.barrier(seconds_of(timeout))).wait()
+        given = timeout if isinstance(timeout, timedelta | None) else timeout.timeout
+        limit_s = None if given is None or given < timedelta(0) else max(given.total_seconds(), SHORTEST_S)
+        try:
+            self._begin(None, lambda: self.requests.barrier(limit_s)).wait()
+        except DeadlineExceeded as late:
+            late.what = f"Rank {self.requests.rank} timed out in monitoredBarrier: {late.what}"
+            raise
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Send a tensor to `peer`; tags are for CPU tensors only."""
@@ -153,6 +154,11 @@ class Methods:
         """Receive a CPU tensor from any rank, which the work then names."""
         (tensor,) = _listed(tensors)
         return self._guarded(lambda: self._post(tensor, None, tag, is_send=False))
+
+    def after_all(self) -> dist.Work:
+        """Return a work that is complete when all earlier collectives are."""
+        self.group.device_messages.flush()
+        return GroupWork(self.group.world.comm_thread.submit(lambda: None), [])
 
     def _post(self, tensor: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         if not tensor.is_contiguous():

@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commrt.c10d.group import Group
-from commrt.c10d.group_work import GroupWork
-from commrt.c10d.methods import Methods
+from commrt.c10d.group import Group, group_of
+from commrt.c10d.methods import NAME, Methods
 from commrt.c10d.requests import Requests
 
-__all__ = ["CommrtProcessGroup"]
-
-NAME = "commrt"
+__all__ = ["CommrtProcessGroup", "create"]
 
 
 class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of torch's overloads, we take one
@@ -79,13 +76,9 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         """Return a work that is complete when all earlier calls are."""
-        self.group.device_messages.flush()
-        return GroupWork(self.group.world.comm_thread.submit(lambda: None), [])
+        return self.after_all()
 
 
 def create(options: Any, _: Any = None) -> CommrtProcessGroup:
     """Return the process group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    timeout_s = options.timeout.total_seconds()
-    group = Group(options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id)
-    return CommrtProcessGroup(group)
+    return CommrtProcessGroup(group_of(options))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ NAMES = {
     _OPS.BXOR: "xor",
 }
 """torch's operations, and what is combined for them."""
+FRACTIONS = {_OPS.AVG: "mean", _OPS.PREMUL_SUM: "scaled sum"}
+"""Operations whose result is no integer."""
 
 
 class _Arithmetic(NamedTuple):
@@ -41,6 +44,21 @@ class _Arithmetic(NamedTuple):
 
 MOVED = _Arithmetic()
 """Nothing is combined."""
+Pieces = Sequence[Tensor] | Tensor
+"""A tensor for each rank, or one that holds the pieces of all."""
+
+
+class _Part(NamedTuple):
+    """Bytes [begin, begin + nbytes) of a row."""
+
+    row: Tensor
+    begin: int
+    nbytes: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes themselves."""
+        return self.row[self.begin : self.begin + self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +70,8 @@ class Requests:
 
     def all_reduce(self, tensor: Tensor, op: Any, timeout_s: float | None = None) -> Call:
         """Combine all ranks' tensors at every rank."""
-        how = self._arithmetic(op, tensor.dtype)
-        return self._call("all_reduce", [tensor], [tensor], how, timeout_s=timeout_s)
+        both = [tensor]
+        return self._call("all_reduce", both, both, self._arithmetic(op, tensor.dtype), 0, timeout_s, tensor)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None = None) -> Call:
         """Copy the root's tensor to all ranks."""
@@ -63,74 +81,94 @@ class Requests:
     def reduce(self, tensor: Tensor, op: Any, root: int, timeout_s: float | None = None) -> Call:
         """Combine all ranks' tensors at the root."""
         how = self._arithmetic(op, tensor.dtype)
-        return self._call("reduce", [tensor], [tensor] * (self.rank == root), how, root, timeout_s)
+        return self._call("reduce", [tensor], [tensor] * (self.rank == root), how, root, timeout_s, tensor)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float | None = None) -> Call:
+    def all_gather(self, outputs: Pieces, tensor: Tensor, timeout_s: float | None = None) -> Call:
         """Copy each rank's tensor to all ranks, to the output of that rank's number."""
-        self._require_one_each(outputs, tensor, "outputs of an all_gather")
-        return self._call("all_gather", [tensor], outputs, MOVED, timeout_s=timeout_s)
+        taken = self._one_each(outputs, tensor, "outputs of an all_gather")
+        return self._call("all_gather", [tensor], taken, MOVED, 0, timeout_s, tensor)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout_s: float | None = None) -> Call:
+    def gather(self, outputs: Pieces, tensor: Tensor, root: int, timeout_s: float | None = None) -> Call:
         """Copy each rank's tensor to the root, to the output of that rank's number; others give no outputs."""
-        if self.rank == root:
-            self._require_one_each(outputs, tensor, "outputs of a gather")
-        return self._call("gather", [tensor], outputs, MOVED, root, timeout_s)
+        taken = self._one_each(outputs, tensor, "outputs of a gather") if self.rank == root else []
+        return self._call("gather", [tensor], taken, MOVED, root, timeout_s, tensor)
 
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, timeout_s: float | None = None) -> Call:
+    def scatter(self, output: Tensor, inputs: Pieces, root: int, timeout_s: float | None = None) -> Call:
         """Copy the root's input of each rank's number to that rank; others give no inputs."""
-        if self.rank == root:
-            self._require_one_each(inputs, output, "inputs of a scatter")
-        return self._call("scatter", inputs, [output], MOVED, root, timeout_s)
+        put = self._one_each(inputs, output, "inputs of a scatter") if self.rank == root else []
+        return self._call("scatter", put, [output], MOVED, root, timeout_s, output)
 
-    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Any, timeout_s: float | None = None) -> Call:
+    def reduce_scatter(self, output: Tensor, inputs: Pieces, op: Any, timeout_s: float | None = None) -> Call:
         """Combine all ranks' inputs of a rank's number at that rank."""
-        self._require_one_each(inputs, output, "inputs of a reduce_scatter")
-        how = self._arithmetic(op, output.dtype)
-        return self._call("reduce_scatter", inputs, [output], how, timeout_s=timeout_s)
+        put = self._one_each(inputs, output, "inputs of a reduce_scatter")
+        return self._call("reduce_scatter", put, [output], self._arithmetic(op, output.dtype), 0, timeout_s, output)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout_s: float | None = None) -> Call:
         """Copy the input of each rank's number to that rank, to its output of this rank's number."""
         like = self._require_alike([*outputs, *inputs])
         if len(outputs) != self.size or len(inputs) != self.size:
             raise UsageError(f"{len(inputs)} inputs and {len(outputs)} outputs of an all_to_all: give {self.size} each")
-        slots, sizes = self.size * self.size, [0] * self.size * self.size
-        taken = [(rank * self.size + self.rank, whole(one, torch.uint8)) for rank, one in enumerate(outputs)]
-        put = [(self.rank * self.size + rank, whole(one, torch.uint8)) for rank, one in enumerate(inputs)]
-        for slot, row in (*taken, *put):
-            sizes[slot] = row.numel()
-        if (own := put[self.rank][1].numel()) != (other := taken[self.rank][1].numel()):
-            raise UsageError(f"an all_to_all gives this rank {own} bytes of its own, and its output has {other}")
-        traits = Traits("all_to_all", slots, None, like.dtype, None, 0)
-        gaps = _gaps(outputs, taken)
-        return Call(traits, tuple(sizes), put, taken, outputs, like.device, timeout_s=timeout_s, copies=gaps)
+        taken, put = (
+            [_Part(row, 0, row.numel()) for row in (whole(one, torch.uint8) for one in side)]
+            for side in (outputs, inputs)
+        )
+        return self._all_to_all(outputs, taken, put, like, timeout_s)
 
-    def barrier(self, timeout_s: float | None = None) -> Call:
-        """Wait for all ranks."""
-        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._call("barrier", [token], [], MOVED, timeout_s=timeout_s)
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        timeout_s: float | None = None,
+    ) -> Call:
+        """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
+        self._require_alike([output, tensor])
+        taken, put = self._parts(output, output_sizes), self._parts(tensor, input_sizes)
+        return self._all_to_all([output], taken, put, tensor, timeout_s)
 
-    def pieces(self, tensor: Tensor, other: Tensor) -> Sequence[Tensor]:
-        """Return `tensor`, which must be contiguous, in as many parts as there are ranks, each as large as `other`."""
-        if tensor.numel() != self.size * other.numel() or tensor.dtype != other.dtype:
+    def _all_to_all(
+        self,
+        result: Sequence[Tensor],
+        taken: Sequence[_Part],
+        put: Sequence[_Part],
+        like: Tensor,
+        timeout_s: float | None,
+    ) -> Call:
+        mine, size = self.rank, self.size
+        if put[mine].nbytes != taken[mine].nbytes:
             raise UsageError(
-                f"tensors of {_text(tensor)} and {_text(other)} for {self.size} ranks: the first must have "
-                f"{self.size} times as many elements as the second, of the same dtype"
+                f"an all_to_all gives this rank {put[mine].nbytes} bytes of its own, and its output has "
+                f"{taken[mine].nbytes}"
             )
-        if not tensor.is_contiguous():
-            raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has gaps: pass its contiguous() copy")
-        return tensor.detach().view(self.size, -1).unbind()
+        sizes = [0] * (size * size)
+        sizes[mine::size] = [part.nbytes for part in taken]
+        sizes[mine * size : (mine + 1) * size] = [part.nbytes for part in put]
+        sizes[mine * size + mine] = 0  # it does not travel
+        others = [rank for rank in range(size) if rank != mine]
+        sent = [Placed(mine * size + rank, put[rank].row, put[rank].begin) for rank in others]
+        received = [Placed(rank * size + mine, taken[rank].row, taken[rank].begin) for rank in others]
+        traits = Traits("all_to_all", size * size, None, like.dtype, None, 0)
+        copies = [(taken[mine].tensor, put[mine].tensor), *_gaps(result, [part.row for part in taken])]
+        return Call(traits, tuple(sizes), sent, received, result, like.device, timeout_s=timeout_s, copies=copies)
 
-    def split(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Return the parts of `tensor`, which must be contiguous, along its first dimension; equal ones if no sizes."""
+    def _parts(self, tensor: Tensor, sizes: Sequence[int]) -> list[_Part]:
+        """Return the parts of `tensor` along its first dimension; equal ones if no sizes are given."""
         rows = len(tensor) if tensor.dim() else 0
         if not sizes and rows % self.size:
             raise UsageError(f"{rows} rows do not divide into {self.size} equal parts: give split sizes")
         given = list(sizes) or [rows // self.size] * self.size
         if len(given) != self.size or sum(given) != rows or min(given) < 0:
             raise UsageError(f"split sizes {given} for {self.size} ranks: give one each, that sum up to {rows} rows")
-        if not tensor.is_contiguous():
-            raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has gaps: pass its contiguous() copy")
-        return torch.split(tensor.detach(), given)
+        row = whole(tensor, torch.uint8)
+        nbytes = row.numel() // max(rows, 1)
+        begins = accumulate(given, initial=0)
+        return [_Part(row, begin * nbytes, count * nbytes) for begin, count in zip(begins, given, strict=False)]
+
+    def barrier(self, timeout_s: float | None = None) -> Call:
+        """Wait for all ranks."""
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        return self._call("barrier", [token], [], MOVED, 0, timeout_s, token)
 
     def _call(
         self,
@@ -138,43 +176,67 @@ class Requests:
         put: Sequence[Tensor],
         taken: Sequence[Tensor],
         how: _Arithmetic,
-        root: int = 0,
-        timeout_s: float | None = None,
-        like: Tensor | None = None,
+        root: int,
+        timeout_s: float | None,
+        like: Tensor,
     ) -> Call:
-        like = self._require_alike([*put, *taken] if like is None else [like])
+        """Return a call whose pieces are as large as `like`."""
+        self._require_alike([like, *put, *taken])
         if not 0 <= root < self.size:
             raise UsageError(
                 f"rank {root} cannot be the root of a {collective}: the group has ranks 0..{self.size - 1}"
             )
         slots = 1 if collective in {"all_reduce", "broadcast", "reduce"} else self.size
         traits = Traits(collective, slots, like.numel(), like.dtype, how.operation, root)
-        inputs, outputs = (self._placed(side, traits) for side in (put, taken))
         size = like.numel() * like.dtype.itemsize // traits.wire_dtype.itemsize
-        result = list(taken) or [like]
-        gaps = _gaps(taken, outputs)
-        sizes = (size,) * slots
-        return Call(traits, sizes, inputs, outputs, result, like.device, how.factor, how.divisor, timeout_s, gaps)
+        inputs = [whole(each, traits.wire_dtype) for each in put]
+        outputs = inputs if taken is put else [whole(each, traits.wire_dtype) for each in taken]
+        return Call(
+            traits,
+            (size,) * slots,
+            self._placed(inputs, slots, size),
+            self._placed(outputs, slots, size),
+            taken or [like],
+            like.device,
+            how.factor,
+            how.divisor,
+            timeout_s,
+            _gaps(taken, outputs),
+        )
 
-    def _placed(self, tensors: Sequence[Tensor], traits: Traits) -> list[Placed]:
-        """Return the slot of each tensor, and the tensor as a row: all ranks' pieces, or that of this rank."""
-        rows = [whole(each, traits.wire_dtype) for each in tensors]
-        return [(0 if traits.slots == 1 else self.rank, rows[0])] if len(rows) == 1 else list(enumerate(rows))
+    def _placed(self, rows: Sequence[Tensor], slots: int, size: int) -> list[Placed]:
+        """Return where pieces of `size` lie: one in each row, or all ranks' in one row."""
+        if len(rows) != 1:
+            return [Placed(slot, row, 0) for slot, row in enumerate(rows)]
+        (row,) = rows
+        if slots > 1 and row.numel() == slots * size:
+            return [Placed(slot, row, slot * size) for slot in range(slots)]
+        return [Placed(0 if slots == 1 else self.rank, row, 0)]
 
-    def _require_one_each(self, tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
-        if len(tensors) != self.size:
-            raise UsageError(f"{len(tensors)} {what}: give one for each of the {self.size} ranks")
-        for tensor in tensors:
+    def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
+        """Return the tensors that hold a piece like `like` for each rank; raise `UsageError` for other sizes."""
+        if isinstance(pieces, Tensor):
+            if pieces.numel() != self.size * like.numel():
+                raise UsageError(
+                    f"{what} of {_text(pieces)} beside {_text(like)}, for {self.size} ranks: it must have {self.size} "
+                    "times as many elements"
+                )
+            return [pieces]
+        if len(pieces) != self.size:
+            raise UsageError(f"{len(pieces)} {what}: give one for each of the {self.size} ranks")
+        for tensor in pieces:
             if tensor.numel() != like.numel():
                 raise UsageError(f"{what} of {_text(tensor)} beside {_text(like)}: all must have as many elements")
+        return pieces
 
     def _require_alike(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the first of `tensors`, which are dense, of one dtype and on one device."""
         first = tensors[0]
+        dtype, device = first.dtype, first.device
         for tensor in tensors:
-            if tensor.layout != torch.strided:
+            if tensor.layout is not torch.strided:
                 raise UsageError(f"a tensor is {tensor.layout}: only all_reduce takes sparse ones; pass a dense copy")
-            if tensor.dtype != first.dtype or tensor.device != first.device:
+            if tensor.dtype is not dtype or tensor.device != device:
                 raise UsageError(f"{_text(tensor)} beside {_text(first)}: all must have one dtype, on one device")
         return first
 
@@ -182,18 +244,17 @@ class Requests:
         kind = getattr(op, "op", op)
         if (operation := NAMES.get(kind)) is None:
             raise UsageError(f"{op} is no operation that tensors can be combined with")
-        is_mean = kind == _OPS.AVG
-        if is_mean and not (dtype.is_floating_point or dtype.is_complex):
-            raise UsageError(f"the mean of {dtype} has no place in its own dtype: use SUM, or convert it to float")
+        if kind in FRACTIONS and not (dtype.is_floating_point or dtype.is_complex):
+            what = FRACTIONS[kind]
+            raise UsageError(f"the {what} of {dtype} has no place in its own dtype: use SUM, or convert it to float")
         _require_possible(operation, dtype)
         factor = op.factor if kind == _OPS.PREMUL_SUM else None
-        return _Arithmetic(operation, factor, self.size if is_mean else 1)
+        return _Arithmetic(operation, factor, self.size if kind == _OPS.AVG else 1)
 
 
-def _gaps(tensors: Sequence[Tensor], placed: Sequence[Placed]) -> list[tuple[Tensor, Tensor]]:
+def _gaps(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors whose rows are copies, each with its row."""
-    pairs = zip(tensors, placed, strict=True)
-    return [(tensor, row) for tensor, (_, row) in pairs if tensor.data_ptr() != row.data_ptr()]
+    return [(t, row) for t, row in zip(tensors, rows, strict=False) if t.data_ptr() != row.data_ptr()]
 
 
 @lru_cache

@@ -230,6 +230,13 @@ def plan(
     ] = None,
     batch: opt.Batch = None,
     compute_ms: opt.ComputeMs = None,
+    collective: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan this collective of torch.distributed instead of training: all_reduce, all_gather, "
+            "reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier."
+        ),
+    ] = None,
     backups: Annotated[
         str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
     ] = None,
@@ -243,10 +250,17 @@ def plan(
 ) -> None:
     """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
-    With --model and --backups also how many backup workers.
+    With --model and --backups also how many backup workers. With --collective, the schedule of one collective.
     """
     from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
 
+    if collective is not None:
+        from commrt.cli import plan_collective  # noqa: PLC0415
+
+        of_training = {"--model": model, "--wire": wire, "--batch": batch, "--backups": backups}
+        _leave_out("a collective has no training step", of_training | {"--compute-ms": compute_ms})
+        plan_collective.run(collective, ranks or 4, cluster, nbytes, as_json)
+        return
     waitings: list[BackupCost] = []
     if backups is None:
         times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}

@@ -34,10 +34,13 @@ class Link:
     latency_us: float
     """From the call until the first byte arrives, of a transfer between two ranks that are both ready."""
     gbytes_per_s: float
+    bus_gbytes_per_s: float | None = None
+    """What all ranks of a node send each other together, as through shared memory; None for no limit."""
 
     def __post_init__(self) -> None:
         _require_numbers("within", latency_us=self.latency_us)
-        _require_numbers("within", SMALLEST_SPEED, gbytes_per_s=self.gbytes_per_s)
+        rates = {"gbytes_per_s": self.gbytes_per_s, "bus_gbytes_per_s": self.bus_gbytes_per_s}
+        _require_numbers("within", SMALLEST_SPEED, whole=False, **rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Cluster:
     """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no time."""
     compute: Mapping[str, float] = field(default_factory=dict)
     """Samples (images, say) per second and GPU, by model."""
+    message_us: float = 0.0
+    """What a step takes a rank for each further message, if it sends and receives more than one each."""
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
@@ -109,6 +114,7 @@ class Cluster:
         speeds = {f"compute of {model}": speed for model, speed in self.compute.items()}
         rates = {"reduce_gbytes_per_s": self.reduce_gbytes_per_s, "pack_gbytes_per_s": self.pack_gbytes_per_s}
         _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
+        _require_numbers(self.name, message_us=self.message_us)
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -145,6 +151,7 @@ class Cluster:
         """
         flat = {key: value for key, value in asdict(self).items() if value not in (None, {}) and key != "name"}
         tables = {key: flat.pop(key) for key in ("within", "between", "racks", "compute") if key in flat}
+        tables["within"] = {key: value for key, value in tables["within"].items() if value is not None}
         lines = [_toml_line(*pair) for pair in flat.items()]
         for name, table in tables.items():
             lines += ["", f"[{name}]", *(_toml_line(*pair) for pair in table.items())]
@@ -169,6 +176,11 @@ class Cluster:
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` takes."""
         return 0.0 if self.pack_gbytes_per_s is None else nbytes / (self.pack_gbytes_per_s * 1e9)
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bandwidth of all links inside a node together."""
+        return inf if self.within.bus_gbytes_per_s is None else self.within.bus_gbytes_per_s * 1e9
 
     @property
     def node_bytes_per_s(self) -> float:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The price of a schedule on a cluster: when each rank is done, given which links its messages share.
 
-A transfer begins when both of its ranks have finished the step before. It takes the latency of its path, then as long
-as the busiest link of the path needs for all bytes of the same step. A rank has finished a step when all that it sends
-and receives in it has arrived, and all that is to be added has been added.
+A transfer begins when both of its ranks have finished the step before. It takes the latency of its path and the time of
+the busiest rank's further messages, then as long as the busiest link of the path needs for all bytes of the same step.
+A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
+added.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _pattern(step: Step, cluster: Cluster, ranks: int) -> _Pattern:
     return _Pattern(
         src=src,
         dst=dst,
-        latency_s=np.where(moves, latency_us * 1e-6, 0.0),
+        latency_s=np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0),
         s_per_byte=np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0),
         adding_s_per_byte=1e-9 / speed * added if adds and speed is not None else 0.0,
         adds=adds,
@@ -161,13 +162,21 @@ def _pattern(step: Step, cluster: Cluster, ranks: int) -> _Pattern:
     )
 
 
+def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> float:
+    """Return what the messages of the busiest rank take, besides one sent and one received."""
+    most = int((np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)).max(initial=0))
+    return cluster.message_us * max(most - 2, 0)
+
+
 def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster) -> Seconds:
     """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of each path."""
     far = np.where(near, 0.0, chunks)
-    port_s = _shared(src, dst, np.where(near, chunks, 0.0), 1, cluster.within.gbytes_per_s * 1e9)
+    inside = np.where(near, chunks, 0.0)
+    port_s = _shared(src, dst, inside, 1, cluster.within.gbytes_per_s * 1e9)
+    bus_s = _shared(src, dst, inside, cluster.gpus_per_node, cluster.bus_bytes_per_s)
     cards_s = _shared(src, dst, far, 1, cluster.rank_bytes_per_s)
     node_s = _shared(src, dst, far, cluster.gpus_per_node, cluster.node_bytes_per_s)
-    slowest = np.where(near, port_s, np.maximum(cards_s, node_s))
+    slowest = np.where(near, np.maximum(port_s, bus_s), np.maximum(cards_s, node_s))
     if cluster.racks is None:
         return slowest
     group = cluster.racks.nodes * cluster.gpus_per_node

@@ -26,6 +26,8 @@ class Choice(NamedTuple):
     name: str
     schedule: Schedule
     seconds: float
+    latency_s: float
+    """The part of it that does not depend on the number of bytes."""
     steps: int
 
 
@@ -40,8 +42,9 @@ def choices(
     world = max(ranks) + 1
     found = []
     for name, schedule in candidates(collective, len(ranks), root).items():
-        price = Pricing(schedule.over(ranks, world), cluster).price(piece_nbytes * slots_of(collective, len(ranks)))
-        found.append(Choice(name, schedule, price.seconds, price.steps))
+        pricing = Pricing(schedule.over(ranks, world), cluster)
+        price = pricing.price(piece_nbytes * slots_of(collective, len(ranks)))
+        found.append(Choice(name, schedule, price.seconds, pricing.price(0.0).seconds, price.steps))
     return sorted(found, key=lambda each: (round(1e9 * each.seconds), each.steps))
 
 
@@ -61,9 +64,13 @@ class Selection:
 
     Size classes are powers of two. What is chosen is proven first, up to `PROVEN_RANKS` ranks. `ranks` [group] are the
     places of the group's ranks in the cluster; `forced` names schedules to take whatever they cost, by collective.
+    Raises `UsageError` for a cluster that is too small, and for schedules that take other numbers of ranks.
     """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str] | None = None) -> None:
+        cluster.require_room(max(ranks) + 1)
+        for collective, name in (forced or {}).items():
+            require_candidate(collective, name, len(ranks))
         self._cluster, self._ranks, self._forced = cluster, ranks, forced or {}
         self._known: dict[tuple[str, int, int], Schedule] = {}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
-from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies
+from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
 from commrt.runtime.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
 from commrt.threads.streams import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
-__all__ = ["Adding", "BoundProgram", "bind", "scratch_numel"]
+__all__ = ["Adding", "BoundProgram", "Landing", "bind", "scratch_numel"]
 
 Combination = Callable[[], None]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
@@ -44,6 +45,17 @@ class BoundHop:
     """What a trace says of the hop."""
 
 
+class Landing(NamedTuple):
+    """A receive into elements [begin, end) of the buffer, which the program does not use afterwards.
+
+    On a CPU `target` may be set (``Tensor.set_``) to other memory of its size, so that data need not be copied there.
+    """
+
+    target: Tensor
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
     """A program on one buffer."""
@@ -55,6 +67,8 @@ class BoundProgram:
     """All sends and receives of all hops."""
     streams: Streams | None
     """The streams to combine on while the next exchange runs; None to do one after the other."""
+    landings: Sequence[Landing] = ()
+    """Receives that no later hop depends on."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
@@ -110,10 +124,13 @@ def bind(
     if scratch is None:
         scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
     binder = _Binder(buffer, scratch, bounds, transport, half, add)
-    hops = tuple(binder.hop(number, hop, waits) for number, hop in enumerate(program.hops) if not hop.idle)
+    final = final_receives(program.hops, program.chunks)
+    hops = tuple(
+        binder.hop(number, hop, waits, final[number]) for number, hop in enumerate(program.hops) if not hop.idle
+    )
     nbytes = sum(message.data.nbytes for message in binder.sends)
     beside = streams if streams is not None and streams.queues and waits.overlap else None
-    return BoundProgram(hops, nbytes, P2PGroup(binder.sends, binder.recvs), beside)
+    return BoundProgram(hops, nbytes, P2PGroup(binder.sends, binder.recvs), beside, tuple(binder.landings))
 
 
 def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = None) -> int:
@@ -144,13 +161,16 @@ class _Binder:
     sends: list[P2PMessage] = field(default_factory=list)
     recvs: list[P2PMessage] = field(default_factory=list)
     """What all hops bound so far exchange."""
+    landings: list[Landing] = field(default_factory=list)
 
-    def hop(self, number: int, hop: Hop, waits: Dependencies) -> BoundHop:
+    def hop(self, number: int, hop: Hop, waits: Dependencies, final: Sequence[bool]) -> BoundHop:
         places = self._receive_places(hop, self.half * waits.parity[number] * waits.overlap)
         sends = [P2PMessage(transfer.peer, self._own(transfer)) for transfer in hop.sends]
         recvs = [P2PMessage(transfer.peer, place) for transfer, place in zip(hop.recvs, places, strict=True)]
         self.sends.extend(sends)
         self.recvs.extend(recvs)
+        ends = zip(hop.recvs, places, final, strict=True)
+        self.landings.extend(Landing(place, self.bounds[t.lo], self.bounds[t.hi]) for t, place, ok in ends if ok)
         exchange = self.transport.bind(P2PGroup(sends, recvs, number))
         combinations = tuple(self._combinations(hop, places))
         return BoundHop(exchange, combinations, number, waits.after[number], _facts(number, sends, recvs))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from commrt.algorithms import halving_doubling
+from commrt.algorithms import direct, halving_doubling
 from commrt.cost.cluster import Between, Cluster, Link
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding
@@ -33,6 +33,7 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["Line", "Rings", "all_gather", "fit_line", "probe", "ranks_per_host", "ring_shift"]
 
+FEW_NBYTES = 1 << 10
 ROUNDS = {1 << 10: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 6, 1 << 20: 3, 1 << 22: 3}
 """The number of rounds in a row, by the bytes of a message."""
 SERIES = 5
@@ -89,17 +90,21 @@ def probe(world: World) -> Cluster:
     across = [list(range(place, world.size, per_host)) for place in range(per_host)]
     inside = [list(range(first, first + per_host)) for first in range(0, world.size, per_host)]
     within = _measure(world, inside) if per_host > 1 else None
+    pair = _measure(world, [inside[0][:2]]) if per_host > 2 and "shared" in world.transport.kind else None
     alone = _measure(world, across[:1]) if world.size > per_host else None
     shared = _measure(world, across) if alone is not None and per_host > 1 else alone
     # A kind of link that does not exist is never used: let it be like the other one.
     far, near = alone or within, within or alone
     if far is None or near is None:
         raise UsageError("no two ranks were found")
-    return _cluster(world, per_host, near, far, shared)
+    link = Link(1e6 * near.latency_s, near.bytes_per_s / 1e9)
+    if pair is not None:  # ranks that share memory share its bandwidth
+        link = Link(link.latency_us, max(pair.bytes_per_s, near.bytes_per_s) / 1e9, per_host * near.bytes_per_s / 1e9)
+    return _cluster(world, per_host, link, far, shared)
 
 
-def _cluster(world: World, per_host: int, near: Line, far: Line, shared: Line | None) -> Cluster:
-    """Describe links within a host by `near`, between hosts by `far`, and by `shared` if all ranks use them at once."""
+def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line | None) -> Cluster:
+    """Describe links between hosts by `far`, and by `shared` if all ranks use them at once."""
     of_host_bytes_per_s = per_host * shared.bytes_per_s if shared is not None else far.bytes_per_s
     nics = max(round(of_host_bytes_per_s / far.bytes_per_s), 1)
     device = _device(world)
@@ -109,16 +114,17 @@ def _cluster(world: World, per_host: int, near: Line, far: Line, shared: Line | 
         name="probed",
         about=f"Measured by commrt probe: {world.size} ranks, {per_host} per host, {way}.",
         gpus_per_node=per_host,
-        within=Link(1e6 * near.latency_s, near.bytes_per_s / 1e9),
+        within=within,
         between=Between(1e6 * (shared or far).latency_s, of_host_bytes_per_s / nics / 1e9, nics),
         nodes=1 if world.size == per_host else None,
+        message_us=_message_us(world),
         reduce_gbytes_per_s=1e-9 / add_s_per_byte,
     )
 
 
 def _measure(world: World, rings: Rings) -> Line:
     """Fit a line through the times of messages of all sizes: the medians of the slowest rank."""
-    timers = {nbytes: _timer(world, rings, nbytes) for nbytes in ROUNDS}
+    timers = {nbytes: _timer(world, ring_shift(rings, world.size), nbytes) for nbytes in ROUNDS}
     times_s: dict[int, list[float]] = {nbytes: [] for nbytes in ROUNDS}
     for number in range(SERIES + 1):
         for nbytes, timer in timers.items():
@@ -129,10 +135,10 @@ def _measure(world: World, rings: Rings) -> Line:
     return fit_line(list(ROUNDS), [max(all_gather(world, each)) for each in mine_s])
 
 
-def _timer(world: World, rings: Rings, nbytes: int) -> Callable[[], float]:
-    """Return a task for the communication thread that returns the seconds of a round."""
-    buffer = world.transport.allocate(3 * nbytes // 4, torch.float32, _device(world))
-    bound = bind(program(ring_shift(rings, world.size), world.rank), buffer, world.transport)
+def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]:
+    """Return a task for the communication thread that returns the seconds of a round, with chunks of `nbytes`."""
+    buffer = world.transport.allocate(schedule.chunks * nbytes // 4, torch.float32, _device(world))
+    bound = bind(program(schedule, world.rank), buffer, world.transport)
     rounds = ROUNDS[nbytes]
 
     def measure() -> float:
@@ -143,6 +149,23 @@ def _timer(world: World, rings: Rings, nbytes: int) -> Callable[[], float]:
         return (perf_counter() - begin_s) / rounds
 
     return measure
+
+
+def _message_us(world: World) -> float:
+    """Return what each further message takes, in a step in which all ranks exchange with all others."""
+    if world.size < 3:
+        return 0.0
+    ring = [list(range(world.size))]
+    alone, all_at_once = (
+        _timer(world, schedule, FEW_NBYTES)
+        for schedule in (ring_shift(ring, world.size), direct.all_gather(world.size))
+    )
+    excess_s = []
+    for number in range(SERIES + 1):
+        world.agree(f"probe messages {number}")
+        excess_s.append(world.comm_thread.submit(all_at_once).result() - world.comm_thread.submit(alone).result())
+    slowest_s = max(all_gather(world, median(excess_s[1:])))
+    return float(f"{max(1e6 * slowest_s / (2 * world.size - 4), 0.0):.3g}")
 
 
 def fit_line(nbytes: Sequence[int], times_s: Sequence[float]) -> Line:

@@ -46,6 +46,7 @@ class FaultyTransport:
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
         self._delayed: Tag | None = None
         self.kind, self.allocate, self.capture = inner.kind, inner.allocate, inner.capture
+        self.can_move_receives = inner.can_move_receives
         self.rank, self.members = inner.rank, inner.members
         self.close, self.abort = inner.close, inner.abort
 

@@ -71,6 +71,11 @@ class TransportByDevice:
         return " and ".join(transport.kind for transport in self._all())
 
     @property
+    def can_move_receives(self) -> bool:
+        """See `Transport.can_move_receives`: that of host memory."""
+        return self._host.can_move_receives
+
+    @property
     def timeout_s(self) -> float:
         """See `Transport.timeout_s`: the same for all transports."""
         return self._host.timeout_s
@@ -136,6 +141,7 @@ class NullTransport:
     """A `QueueingTransport` for a rank that the other ranks have not admitted yet: binding raises an error."""
 
     kind = "nothing yet"
+    can_move_receives = False
     allocate = staticmethod(zeros)
     capture = staticmethod(capture_nothing)
 

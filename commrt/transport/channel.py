@@ -185,7 +185,7 @@ class Offer(NamedTuple):
     nbytes: int
     call: int = 0
     """The number of the call that made it, of an offer that was received."""
-    message: bytearray | None = None
+    message: memoryview | None = None
     """The bytes, in place of an offer."""
 
 
@@ -240,8 +240,8 @@ class Channel:
             self._send(b"".join((CALL.pack(kind, call), content)))
 
     def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
-        """Return the bytes, in the peer's memory or of a message, as a tensor of `dtype` that may be unaligned."""
-        memory = self._mapped[offer.number] if offer.message is None else offer.message
+        """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be unaligned."""
+        memory = self._mapped[offer.number]
         return torch.frombuffer(memory, dtype=dtype, count=offer.nbytes // dtype.itemsize, offset=offer.offset)
 
     def acknowledge(self, count: int) -> None:
@@ -285,8 +285,8 @@ class Channel:
             self.offers.append(Offer(number, offset, nbytes, CALL.unpack_from(packet)[1]))
             return
         if packet[:1] == b"M":
-            nbytes = len(packet) - CALL.size
-            self.offers.append(Offer(0, CALL.size, nbytes, CALL.unpack_from(packet)[1], bytearray(packet)))
+            message = memoryview(packet)[CALL.size :]
+            self.offers.append(Offer(0, 0, len(message), CALL.unpack_from(packet)[1], message))
             return
         kind, number = NUMBER.unpack(packet)
         if kind == b"T":

@@ -82,6 +82,7 @@ class GlooTransport:
 
     kind = "gloo"
     capture = staticmethod(capture_nothing)
+    can_move_receives = True
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class HierarchicalTransport:
 
     kind = "shared and gloo"
     capture = staticmethod(capture_nothing)
+    can_move_receives = True
 
     def __init__(self, local: SharedTransport, remote: GlooTransport) -> None:
         self._local, self._remote = local, remote

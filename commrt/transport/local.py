@@ -118,6 +118,7 @@ class LocalTransport:
     kind = "local"
     allocate = staticmethod(zeros)
     capture = staticmethod(capture_nothing)
+    can_move_receives = True
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric

@@ -99,6 +99,7 @@ class NcclTransport:
     """
 
     kind = "nccl"
+    can_move_receives = False
 
     def __init__(
         self,

@@ -99,6 +99,10 @@ class Transport(Protocol):
     """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups."""
 
     @property
+    def can_move_receives(self) -> bool:
+        """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size between two runs."""
+
+    @property
     def kind(self) -> str:
         """Name of the medium, such as ``gloo``."""
 

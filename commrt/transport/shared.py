@@ -90,10 +90,12 @@ class _PeerExchange:
             if offers[0].nbytes != target.nbytes:
                 self.channel.refuse(target.nbytes)
                 break
-            is_message = offers[0].message is not None  # its bytes may lie at any address
-            target = target.view(torch.uint8) if is_message else target
-            target.copy_(self.channel.source(offers.popleft(), target.dtype))
-            copied += not is_message
+            offer = offers.popleft()
+            if offer.message is None:
+                target.copy_(self.channel.source(offer, target.dtype))
+                copied += 1
+            else:
+                _bytes_of(target)[:] = offer.message
             self.received += 1
         if copied:
             self.channel.acknowledge(copied)
@@ -142,6 +144,7 @@ class SharedTransport:
 
     kind = "shared"
     capture = staticmethod(capture_nothing)
+    can_move_receives = True
 
     def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
@@ -256,7 +259,7 @@ class SharedTransport:
             raise CallMismatch(what, exchange.place(where))
         if mismatch := exchange.mismatch:
             raise SizeMismatch(f"{mismatch}: the ranks run different programs", exchange.place(where))
-        if not is_open:
+        if not is_open and not exchange.finished:  # its last small messages may have been here already
             self._require_open(exchange.place(where))
             what = "the peer is gone: its process ended or gave up; look at its own output"
             raise PeerLost(what, exchange.place(where))
@@ -302,4 +305,4 @@ def _bytes_of(data: Tensor) -> memoryview:
 
 def _on_cpu(data: Tensor) -> Tensor:
     require_cpu(data.device, MEDIUM)
-    return data.detach()
+    return data.detach() if data.requires_grad else data  # the very tensor, which may be set to other memory

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend that torch 2.14 and later get from ``init_process_group("commrt")``: one per process group and device."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+from commrt.c10d.group import Group, group_of
+from commrt.c10d.group_work import as_dist_error
+from commrt.c10d.methods import NAME, Methods
+from commrt.c10d.requests import Requests
+from commrt.errors import UsageError
+
+__all__ = ["CommrtBackend", "create"]
+
+
+class CommrtBackend(Methods, Backend):
+    """A backend whose collectives run proven schedules. Its methods are those of `Methods`, and of torch."""
+
+    supports_coalescing = False  # torch then begins sends and receives one by one, which never wait for each other
+
+    def __init__(self, group: Group) -> None:
+        Backend.__init__(self, group.world.rank, group.world.size)
+        self.group = group
+        self.requests = Requests(group.world.rank, group.world.size)
+
+    def getBackendName(self) -> str:  # noqa: N802  # C++'s name
+        """Return the name of the backend."""
+        return NAME
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Do `allreduce` of a sparse tensor."""
+        return self.allreduce(tensors, opts)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in Python (2.14)."""
+        raise as_dist_error(UsageError("a receive from any rank is not possible with this version of torch: name src"))
+
+    def start_coalescing(self) -> None:
+        """Begin a block whose collectives torch waits for as one; they run in order anyway."""
+
+    def end_coalescing(self) -> dist.Work:
+        """Return a work that is complete when all earlier calls are."""
+        return self.after_all()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of all later collectives."""
+        self.group.world.transport.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""
+        self.group.close()
+
+    def abort(self) -> None:
+        """End all collectives that are under way with an error, then close all connections."""
+        self.group.abort()
+        self.group.close()
+
+
+def create(options: Any, _: Any = None) -> CommrtBackend:
+    """Return the backend that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
+    return CommrtBackend(group_of(options))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt plan --collective``: which schedule the torch.distributed backend takes, and why. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from commrt.cli.options import json_of
+from commrt.cost.cluster import Cluster
+from commrt.cost.selection import PROVEN_RANKS, Choice, choices, slots_of
+from commrt.errors import UsageError
+from commrt.proof.replay import prove
+from commrt.proof.spec import collective_of
+
+__all__ = ["run"]
+
+ONE_HOST = "host"
+"""The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
+LARGEST = 1e18
+
+
+def run(collective: str, ranks: int, cluster: str | None, nbytes: float | None, as_json: bool) -> None:
+    """Price all schedules of `collective`, and print them with the reason; raises `UsageError`.
+
+    `nbytes` is the size of the tensor that holds all ranks' pieces, such as the output of an all_gather.
+    """
+    if nbytes is None and collective != "barrier":
+        raise UsageError("say how much is exchanged: --nbytes, of the tensor that holds all ranks' pieces")
+    if not 0 <= (nbytes or 0) < LARGEST:
+        raise UsageError(f"--nbytes {nbytes:g}: give a number from 0 to {LARGEST:g}")
+    chosen = Cluster.named(cluster or ONE_HOST)
+    pieces = 1 if slots_of(collective, ranks) == 1 else ranks
+    found = choices(chosen, collective, range(ranks), (nbytes or 0.0) / pieces)
+    best = found[0]
+    if ranks <= PROVEN_RANKS:
+        prove(best.schedule, collective_of(collective, ranks, best.schedule.chunks, 0))
+    if as_json:
+        record = {"cluster": chosen.name, "collective": collective, "ranks": ranks, "nbytes": nbytes}
+        print(json_of(record | {"best": best.name, "reason": _reason(found), "schedules": list(map(_record, found))}))
+        return
+    _show(f"{collective} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}", found)
+    print(_reason(found))
+    print(f"force one: COMMRT_SCHEDULES={collective}={found[-1].name}")
+    print(f"{chosen.name}: {' '.join(chosen.about.split())}")
+
+
+def _record(choice: Choice) -> dict[str, Any]:
+    return {
+        "schedule": choice.name,
+        "seconds": choice.seconds,
+        "latency_seconds": choice.latency_s,
+        "steps": choice.steps,
+    }
+
+
+def _show(title: str, found: Sequence[Choice]) -> None:
+    table = Table(title=title)
+    for name in ("schedule", "ms", "latencies", "steps"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for choice in found:
+        cells = choice.name, f"{1e3 * choice.seconds:.3f}", f"{1e3 * choice.latency_s:.3f}", f"{choice.steps:,}"
+        table.add_row(*cells, style="bold" if choice is found[0] else None)
+    Console().print(table)
+
+
+def _reason(found: Sequence[Choice]) -> str:
+    """Return how the best schedule compares with the second best."""
+    best, *others = found
+    if not others:
+        return f"{best.name}: the only schedule for so many ranks"
+    other = others[0]
+    latency_s = other.latency_s - best.latency_s
+    less_s = {"latencies": latency_s, "bytes": other.seconds - best.seconds - latency_s}
+    sides = [f"{abs(1e3 * gain):.3f} ms {'less' if gain >= 0 else 'more'} for {what}" for what, gain in less_s.items()]
+    return f"{best.name} against {other.name}: {' and '.join(sides)}"

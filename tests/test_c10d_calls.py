@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective of the backend, along every schedule, in slices of any size, over threads and over NCCL's calls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import ReduceOp
+
+from commrt.algorithms.catalogue import COLLECTIVES
+from commrt.c10d import call_engine
+from commrt.c10d.call_engine import Engine
+from commrt.c10d.requests import Requests
+from commrt.cost.cluster import Cluster
+from commrt.cost.selection import Selection
+from commrt.errors import UsageError
+from commrt.testing.ranks import over_nccl, over_threads, run_ranks
+from commrt.threads.comm_thread import CommThread
+
+HOST = Cluster.named("host")
+CONNECTED = {"threads": over_threads, "nccl": over_nccl}
+SCHEDULES = [(collective, name) for collective, named in COLLECTIVES.items() for name in named]
+
+
+def row(rank, numel, dtype=torch.float32):
+    """Whole numbers, so that every order of adding gives the same."""
+    return ((torch.arange(numel) * 7 + rank * 5) % 23 - 9).to(dtype)
+
+
+def pieces(rank, size, numel, dtype=torch.float32):
+    return [row(rank * size + other, numel, dtype) for other in range(size)]
+
+
+def wanted(collective, rank, size, numel, root, dtype=torch.float32):
+    """What `rank` must hold at the end."""
+    of_rank = [row(other, numel, dtype) for other in range(size)]
+    match collective:
+        case "all_reduce" | "reduce":
+            found = sum(of_rank)
+        case "broadcast":
+            found = of_rank[root]
+        case "all_gather" | "gather":
+            found = torch.cat(of_rank)
+        case "scatter":
+            found = pieces(root, size, numel, dtype)[rank]
+        case "reduce_scatter":
+            found = sum(pieces(other, size, numel, dtype)[rank] for other in range(size))
+        case "all_to_all":
+            found = torch.cat([pieces(other, size, numel, dtype)[rank] for other in range(size)])
+        case _:
+            found = None
+    return None if collective in {"reduce", "gather"} and rank != root else found
+
+
+def request(collective, ask, numel, root, dtype=torch.float32):
+    """The call of this rank, and the tensor that must hold the result."""
+    rank, size = ask.rank, ask.size
+    own, mine = row(rank, numel, dtype), pieces(rank, size, numel, dtype)
+    out, whole = torch.full_like(own, 99), torch.full((size * numel,), 99, dtype=dtype)
+    calls = {
+        "all_reduce": lambda: (ask.all_reduce(own, ReduceOp.SUM), own),
+        "reduce": lambda: (ask.reduce(own, ReduceOp.SUM, root), own),
+        "broadcast": lambda: (ask.broadcast(own, root), own),
+        "all_gather": lambda: (ask.all_gather(whole, own), whole),
+        "gather": lambda: (ask.gather(list(whole.view(size, -1)), own, root), whole),
+        "scatter": lambda: (ask.scatter(out, mine, root), out),
+        "reduce_scatter": lambda: (ask.reduce_scatter(out, torch.cat(mine), ReduceOp.SUM), out),
+        "all_to_all": lambda: (ask.all_to_all_single(whole, torch.cat(mine), [], []), whole),
+        "barrier": lambda: (ask.barrier(), None),
+    }
+    return calls[collective]()
+
+
+def run(collective, name, size, numel, root=0, connect=over_threads, calls=2):
+    """Make the same call some times in a world of `size` ranks; every result of every rank must be right."""
+
+    def body(world):
+        engine = Engine(world, Selection(HOST, range(size), {collective: name} if name else {}), "test")
+        for _ in range(calls):
+            call, result = request(collective, Requests(world.rank, size), numel, root)
+            engine.begin(call).result()
+            expected = wanted(collective, world.rank, size, numel, root)
+            assert expected is None or torch.equal(result, expected)
+
+    run_ranks(size, body, connect=CONNECTED.get(connect, connect))
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A wire of 1 KB, so that calls travel in many slices; all of them may land in the caller's memory."""
+    monkeypatch.setattr(call_engine, "WIRE_NBYTES", {"cpu": 1024})
+    monkeypatch.setattr(call_engine, "LANDING_NUMEL", 1)
+
+
+@pytest.mark.parametrize("connect", CONNECTED)
+@pytest.mark.parametrize(("collective", "name"), SCHEDULES)
+def test_every_schedule_gives_every_rank_what_the_collective_promises(collective, name, connect):
+    run(collective, name, 4, 37, root=1, connect=connect)
+
+
+@pytest.mark.parametrize("connect", CONNECTED)
+@pytest.mark.parametrize(("collective", "name"), SCHEDULES)
+def test_a_call_that_is_longer_than_the_wire_travels_in_slices(narrow, collective, name, connect):
+    run(collective, name, 4, 1000, root=2, connect=connect)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(COLLECTIVES)), st.integers(1, 17), st.integers(0, 100), st.data())
+def test_any_size_on_any_number_of_ranks(collective, size, numel, data):
+    run(collective, None, size, numel, root=data.draw(st.integers(0, size - 1)), calls=1)
+
+
+def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, monkeypatch):
+    copied = []
+    unpack = call_engine.Call.unpack
+    monkeypatch.setattr(
+        call_engine.Call, "unpack", lambda call, wire, part, rest: copied.append(rest) or unpack(call, wire, part, rest)
+    )
+    run("all_gather", "direct", 2, 128, calls=1)
+    assert sorted(copied) == [[[], [(0, 512)]], [[(0, 512)], []]]  # of two slots, each rank copies its own
+
+
+def test_after_a_call_the_wire_is_whole_again(narrow):
+    def body(world):
+        engine, ask = Engine(world, Selection(HOST, range(2)), "test"), Requests(world.rank, 2)
+        first = torch.zeros(256)
+        engine.begin(ask.all_gather(first, row(world.rank, 128))).result()
+        kept = first.clone()
+        engine.begin(ask.all_gather(torch.zeros(256), row(world.rank + 2, 128))).result()
+        assert torch.equal(first, kept)
+
+    run_ranks(2, body)
+
+
+def test_uneven_parts_of_an_all_to_all_meet(narrow):
+    size = 3
+    counts = [[0, 5, 300], [7, 1, 0], [2, 400, 16]]  # [source][target]
+
+    def body(world):
+        rank, into = world.rank, [counts[other][world.rank] for other in range(size)]
+        sent = torch.cat([torch.full((n,), 10.0 * rank + to) for to, n in enumerate(counts[rank])])
+        output = torch.empty(sum(into))
+        call = Requests(rank, size).all_to_all_single(output, sent, into, counts[rank])
+        Engine(world, Selection(HOST, range(size)), "test").begin(call).result()
+        assert torch.equal(output, torch.cat([torch.full((n,), 10.0 * who + rank) for who, n in enumerate(into)]))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda ask: ask.all_gather(torch.zeros(5), torch.zeros(2)),
+            r"float32\[5\].* for 2 ranks: it must have 2 times",
+        ),
+        (lambda ask: ask.all_gather([torch.zeros(2)], torch.zeros(2)), "1 outputs of an all_gather: give one for each"),
+        (lambda ask: ask.all_gather([torch.zeros(3)] * 2, torch.zeros(2)), "must have as many elements"),
+        (lambda ask: ask.broadcast(torch.zeros(2), 2), r"rank 2 cannot be the root.*ranks 0..1"),
+        (lambda ask: ask.scatter(torch.zeros(2), [torch.zeros(2).double()] * 2, 0), "must have one dtype"),
+        (lambda ask: ask.all_reduce(torch.zeros(2), ReduceOp.BAND), r"and of torch.float32 is not possible"),
+        (lambda ask: ask.all_reduce(torch.zeros(2).long(), ReduceOp.AVG), r"mean of torch.int64 has no place"),
+        (lambda ask: ask.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "3 rows do not divide into 2"),
+        (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], []), r"\[1, 2\].*sum up to 2 rows"),
+        (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [2, 0], []), "4 bytes of its own.* 8"),
+        (lambda ask: ask.broadcast(torch.zeros(2).to_sparse(), 0), "only all_reduce takes sparse"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sent(make, message):
+    with pytest.raises(UsageError, match=message):
+        make(Requests(0, 2))
+
+
+def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():
+    thread, hold, ran = CommThread(lambda _: None), threading.Event(), []
+    thread.run(lambda: ran.append(threading.current_thread()))
+    pending = thread.submit(hold.wait)
+    waiting = threading.Thread(
+        target=lambda: thread.run(lambda: ran.append(threading.current_thread())).result(), daemon=True
+    )
+    waiting.start()
+    hold.set()
+    pending.result()
+    waiting.join(20)
+    assert ran[0] is threading.current_thread()
+    assert ran[1] not in {waiting, threading.current_thread()}
+    thread.close()

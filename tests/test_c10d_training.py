@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of torch.distributed under what trains with it: DDP, FSDP2, HSDP, DTensor, torch.compile."""
+
+from __future__ import annotations
+
+import c10d_ranks
+import c10d_tensors
+import c10d_training
+import pytest
+
+pytestmark = pytest.mark.processes
+
+RANKS = 4
+WAYS = [c10d_training.ddp, c10d_training.fsdp2, c10d_training.hsdp]
+TENSORS = [c10d_tensors.products, c10d_tensors.changes, c10d_tensors.functions]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return c10d_ranks.answers(RANKS, *WAYS, *TENSORS)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_transformer_ends_with_the_parameters_of_one_process_on_whole_batches(found, way):
+    assert max(found[way.__name__]) <= 1e-6
+
+
+def test_the_product_of_dtensors_in_all_placements_is_that_of_the_plain_tensors(found):
+    assert found["products"] == [[]] * RANKS
+
+
+def test_a_dtensor_changes_from_any_placements_to_any_others(found):
+    assert found["changes"] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("name", c10d_tensors.FUNCTIONS)
+def test_a_functional_collective_gives_what_it_should(found, name, how):
+    assert [by_call[name, how] for by_call in found["functions"]] == [True] * RANKS

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own tests of process groups pass with commrt as the backend, and the report about them is true."""
+
+from __future__ import annotations
+
+import pytest
+from torch_conformance.client import Suite
+from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome, first_line, rank_errors, table
+
+pytestmark = pytest.mark.processes
+
+WITH_4_RANKS = """
+    get_backend destroy_group get_rank_size_full_group barrier_timeout_global barrier
+    send_recv send_recv_any_source send_recv_with_tag isend irecv batch_isend_irecv_gloo
+    broadcast reduce_sum reduce_product reduce_full_group_max
+    all_reduce_sum all_reduce_sum_async all_reduce_sum_complex all_reduce_complex_unsupported_ops
+    all_reduce_product all_reduce_min sparse_all_reduce_sum all_reduce_coalesced_sum all_reduce_coalesced_min
+    scatter scatter_complex gather all_gather all_gather_complex all_gather_coalesced_simple
+    all_to_all_single_unequal_split
+    all_gather_object_default_pg all_gather_object_subgroup gather_object scatter_object_list
+    DistributedDataParallelCPU DistributedDataParallel_requires_grad
+    ddp_create_graph grads_same_across_ranks_with_no_sync get_future
+    monitored_barrier_gloo_rank_0_timeout
+"""
+WITH_8_RANKS = "broadcast_group all_gather_group all_to_all_single_unequal_split_group barrier_group"
+"""torch skips these unless there are 8 ranks."""
+
+
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory):
+    """Return the suite for a number of ranks, with its processes started at the first use."""
+    running = {}
+
+    def of(ranks):
+        if ranks not in running:
+            logs = tmp_path_factory.mktemp(f"{ranks}_ranks")
+            running[ranks] = Suite("commrt", ranks, logs, limit_s=60, rules=("gloo", "mpi"))
+        return running[ranks]
+
+    yield of
+    for suite in running.values():
+        suite.close()
+
+
+def choice(names, ranks):
+    tests = [f"test_{name}" for name in names.split()]
+    return [pytest.param(test, ranks, id=f"{test}-{ranks}") for test in tests]
+
+
+@pytest.mark.parametrize(("test", "ranks"), choice(WITH_4_RANKS, 4) + choice(WITH_8_RANKS, 8))
+def test_commrt_passes(suites, test, ranks):
+    outcome = suites(ranks).run(test)
+    assert outcome.state == PASSED, outcome.text
+
+
+@pytest.mark.slow
+def test_a_backend_that_torch_does_not_know_runs_what_gloo_runs(tmp_path):
+    chosen = ["test_scatter_object_list", "test_barrier_timeout_full_group", "test_accumulate_gradients_no_sync"]
+    with Suite("gloo_copy", 2, tmp_path) as suite:
+        assert [suite.run(test).state for test in chosen] == [PASSED] * 3
+        assert suite.run("test_all_to_all").state == SKIPPED
+        refused = suite.run("test_monitored_barrier_gloo")
+    assert refused.refused
+    assert "only implemented for GLOO" in refused.errors[0]
+
+
+@pytest.mark.slow
+def test_a_backend_that_moves_nothing_passes_no_test_of_a_collective(tmp_path):
+    chosen = ["all_reduce_sum", "all_reduce_sum_async", "all_reduce_max", "broadcast", "all_gather", "send_recv"]
+    with Suite("moves_nothing", 2, tmp_path) as suite:
+        outcomes = [suite.run(f"test_{test}") for test in chosen]
+    assert [outcome.state for outcome in outcomes] == [FAILED] * len(chosen)
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
+    with Suite("gloo_copy", 2, tmp_path, limit_s=5) as suite:
+        suite.run("test_get_rank")
+        monkeypatch.setattr("torch_conformance.client.GRACE_S", -4)
+        hung = suite.run("test_barrier_timeout_global")
+        monkeypatch.undo()
+        assert (hung.state, hung.exit_codes) == (FAILED, ())
+        assert suite.run("test_get_rank").state == PASSED
+
+
+def test_a_report_names_each_rank_that_failed():
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no\nmore\n'
+    message = "".join(f"Process {rank} exited with error code 10 and exception:\n{trace}\n" for rank in (1, 3))
+    errors = rank_errors(f"RuntimeError: {message}")
+    assert errors == {1: "ValueError: no", 3: "ValueError: no"}
+    report = table([Outcome("test_a", FAILED, 1.0, first_line(message), errors), Outcome("test_b", PASSED, 1.0)])
+    assert report.split("\n")[:3] == ["   2 run", "   1 passed", "   1 failed"]
+    assert "  rank 3: ValueError: no" in report
+
+
+def test_a_report_sets_apart_what_torch_refuses_to_others():
+    test, reason = "test_monitored_barrier_gloo", "ValueError: monitored_barrier is only implemented for GLOO backend."
+    outcome = Outcome(test, FAILED, 1.0, reason)
+    assert outcome.refused
+    assert "   0 failed\n   1 failed because" in table([outcome])
+    assert not Outcome(test, FAILED, 1.0, "AssertionError: 3 != 4").refused
