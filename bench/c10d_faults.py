@@ -99,7 +99,7 @@ SHAPELESS = {"barrier"} | {name for name in COLLECTIVES if "object" in name}
 """Their callers give no shape and no dtype that must be equal."""
 NAMED = re.compile(
     r"(?P<call>all_reduce|broadcast|reduce|all_gather|gather|scatter|reduce_scatter|all_to_all|barrier)\b.*?, "
-    r"sequence number \d+ of group \w+: .*?\[rank (?P<rank>\d+), peer (?P<peer>\d+), "
+    r"sequence number \d+ of group [^:]+: .*?\[rank (?P<rank>\d+), peer (?P<peer>\d+), "
 )
 
 

@@ -119,7 +119,10 @@ def interrupted_in_a_transfer(tell, victim, absent):
 
 
 def interrupted_in_an_agreement(tell, victim, last):
-    """The last one comes to a question after the victim has ended, which it has interrupted there."""
+    """The last one comes to a question after the victim has ended, which it has interrupted there.
+
+    Over shared memory it may still find what the victim had sent. The next question then is the first that fails.
+    """
     with commrt.init(300) as world:
         world.store.set(f"pid/{world.rank}", str(os.getpid()))
         world.agree("ready", for_what="questions")
@@ -132,6 +135,7 @@ def interrupted_in_an_agreement(tell, victim, last):
         if world.rank == victim:
             world.store.set(f"waiting/{victim}", "")
         world.agree("lunch", where="here")
+        world.agree("dinner", where="here")
 
 
 def _runs(pid):
