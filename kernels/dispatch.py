@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise.
 
-Plain torch also adds and mixes tensors on a GPU whose dtype Triton does not offer (integers, fp64).
+Plain torch also adds and mixes tensors on a GPU whose dtype Triton does not offer (integers, fp64), and those that do
+not begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
 from commrt.kernels.reference import combine_into, mix_into, reduce_into
+from commrt.kernels.tables import WIDEST_NBYTES
 
 __all__ = [
     "GPU_DTYPES",
@@ -71,9 +73,14 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def suits_kernels(out: Tensor) -> bool:
+    """Return True if the Triton kernels can add to `out`: by its device, its dtype and its address."""
+    return is_on_gpu(out) and out.dtype in GPU_DTYPES and out.data_ptr() % WIDEST_NBYTES == 0
+
+
 def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
     """Return a function that computes ``out += received[0] + ...``; `received` lie evenly spaced in one buffer."""
-    if is_on_gpu(out) and out.dtype in GPU_DTYPES:
+    if suits_kernels(out):
         from commrt.kernels.device.combine import add_launch  # noqa: PLC0415
 
         return add_launch(out, received)
@@ -93,7 +100,7 @@ def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combinatio
 
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
     """Return a function that computes ``out += weight * (received - out)``."""
-    if is_on_gpu(out) and out.dtype in GPU_DTYPES:
+    if suits_kernels(out):
         from commrt.kernels.device.combine import mix_launch  # noqa: PLC0415
 
         return mix_launch(out, received, weight)

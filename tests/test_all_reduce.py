@@ -333,8 +333,9 @@ def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(algo
     outcomes = run_processes(4, averaging_ranks.runs_without_rank_3, algorithm, limit_s=60)
     for outcome in outcomes[:3]:
         assert outcome.error is None
-        said, *sums = outcome.value
-        assert "names ranks [3], which are lost" in said
+        lost, unequal, *sums = outcome.value
+        assert "names ranks [3], which are lost" in lost
+        assert "8 elements do not divide into the 3 equal chunks" in unequal
         assert sums == [[3.0], 3.0]
 
 

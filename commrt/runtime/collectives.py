@@ -247,6 +247,10 @@ class Collectives:
             self._consistency.require_same_call(schedule, buffer)
         except DisagreementError as error:
             return error
+        try:
+            self._consistency.require_equal_chunks(schedule, buffer)
+        except UsageError as error:
+            return error
         copy = buffer.clone()
         self._elastic.submit(lambda: run_now(copy)).result()
         return copy

@@ -86,6 +86,16 @@ class ConsistencyCheck:
             task = partial(self._gather, claim, traits.players)
             self._compare_once(self._compared, traits.players, claim, lambda: self._elastic.submit(task).result())
 
+    def require_equal_chunks(self, schedule: Schedule, buffer: Tensor) -> None:
+        """Raise `UsageError`, on all players alike once they have compared their calls, if chunks cannot be equal."""
+        numel, chunks = buffer.numel(), schedule.chunks
+        if numel % chunks and self._transport.rank in self._traits(schedule).players:
+            need = -(-numel // chunks) * chunks
+            raise UsageError(
+                f"run: {numel} elements do not divide into the {chunks} equal chunks of {schedule.name}: pad the "
+                f"buffer to {need}, or call world.all_reduce(), which takes any size"
+            )
+
     def require_players(self, schedule: Schedule) -> None:
         """Raise `UsageError`, on all ranks alike, if `schedule` names a rank that is lost."""
         if lost := sorted({*self._traits(schedule).players} - {*self._elastic.generation.ranks}):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -16,12 +17,13 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
+from commrt.kernels.layout import GRANULE
 from commrt.membership.agreement import WorldConfig
 from commrt.membership.generations import Loss
 from commrt.membership.launcher import wants_nvtx
 from commrt.membership.liveness import diagnose, leave_report, wait_for_readers
 from commrt.membership.store_client import clone_connection
-from commrt.program import member_program, program
+from commrt.program import chunk_bounds, member_program, program
 from commrt.runtime.collectives import Collectives, check_all_reduce_call, check_run
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
@@ -142,18 +144,21 @@ class World:
     def run(self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False) -> Work:
         """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that the schedule names.
 
-        It waits for the result, unless `async_op`: then wait for the `Work`. commrt does not verify the schedule here:
-        `commrt.prove` it first. The first time that it runs on so many elements of a dtype, its ranks compare the
-        three, at the cost of an all-reduce of 128 bytes per rank. Before anything is sent it raises `UsageError` for
-        what cannot work, and `DisagreementError` on all ranks if they differ; the world stays usable.
+        The buffer is cut into `schedule.chunks` equal chunks, so numel must be a multiple. The call waits for the
+        result, unless `async_op`: then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it
+        first. The first time that it runs on so many elements of a dtype, its ranks compare the three, at the cost of
+        an all-reduce of 128 bytes per rank. Before anything is sent it raises `UsageError` for what cannot work, and
+        `DisagreementError` on all ranks if they differ; the world stays usable.
         """
         check_run(schedule, self.size, tag)
         with self.collective("run()"):
             if self.elastic.is_elastic:
-                self._collectives.run(schedule, buffer, lambda copy: self.run_now(schedule, copy, tag))
+                self._collectives.run(schedule, buffer, lambda copy: self.run_now(schedule, copy, tag, granule=1))
                 return Work(buffer, self.rank)
             self._consistency.require_same_call(schedule, buffer)
-            work = Work(buffer, self.rank, self.comm_thread.submit(lambda: self.run_now(schedule, buffer, tag)))
+            self._consistency.require_equal_chunks(schedule, buffer)
+            task = partial(self.run_now, schedule, buffer, tag, granule=1)
+            work = Work(buffer, self.rank, self.comm_thread.submit(task))
             if not async_op:
                 work.wait()
         return work
@@ -289,13 +294,16 @@ class World:
         store, members = PrefixStore(name, clone_connection(self.store)), self.members
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
-    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> int:
+    def run_now(
+        self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = (), granule: int = GRANULE
+    ) -> int:
         """Run `schedule` without checks and return the bytes sent; ``members[i]`` plays rank i of it if given.
 
-        On the communication thread, like the next two.
+        Chunks begin at multiples of `granule` elements. On the communication thread, like the next two.
         """
         mine = member_program(schedule, members, self.rank, self.size) if members else program(schedule, self.rank)
-        bound = bind(mine, buffer, self.transport)
+        bounds = chunk_bounds(buffer.numel(), schedule.chunks, granule)
+        bound = bind(mine, buffer, self.transport, bounds=bounds)
         bound.run(tag)
         return bound.nbytes_sent
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""world.run cuts a buffer into equal chunks, or refuses it: no rank's part is ever somewhere else than expected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commrt
+from commrt.algorithms import ring
+from commrt.algorithms.catalogue import COLLECTIVES, candidates
+from commrt.errors import DisagreementError, UsageError
+from commrt.kernels import dispatch
+from commrt.proof.spec import ANYTHING, collective_of
+from commrt.testing.ranks import run_ranks
+
+SIZES = range(101)
+FEW_RANKS, MANY_RANKS = range(1, 7), range(7, 18)
+UNSET = -1
+
+
+def chunks_of(rank, chunks, numel):
+    """Return [chunks, numel / chunks] values of a rank."""
+    return torch.arange(numel).view(chunks, -1) + 1000 * rank
+
+
+def ran(world, schedule, promise, numel):
+    """Run `schedule` on its promise's inputs in equal chunks; return whether this rank ends with what it promises."""
+    buffer = chunks_of(world.rank, schedule.chunks, numel).clone()
+    buffer[torch.from_numpy(~promise.defined[world.rank])] = UNSET
+    world.run(schedule, buffer.view(-1))
+    expected = {
+        chunk: sum(chunks_of(rank, schedule.chunks, numel)[chunk] for rank in promise.families[goal])
+        for chunk, goal in enumerate(promise.goal[world.rank].tolist())
+        if goal != ANYTHING
+    }
+    return all(torch.equal(buffer[chunk], values) for chunk, values in expected.items())
+
+
+def refused(world, schedule, numel):
+    """Return whether `schedule` refuses so many elements, and leaves them as they were."""
+    buffer = torch.arange(numel)
+    need = -(-numel // schedule.chunks) * schedule.chunks
+    with pytest.raises(UsageError, match=rf"{numel} elements do not divide into .* pad the buffer to {need}, or"):
+        world.run(schedule, buffer)
+    return torch.equal(buffer, torch.arange(numel))
+
+
+def is_right(world, collective, schedule, numel):
+    promise = collective_of(collective, schedule.ranks, schedule.chunks)
+    return ran(world, schedule, promise, numel) if numel % schedule.chunks == 0 else refused(world, schedule, numel)
+
+
+@pytest.mark.parametrize("ranks", [*FEW_RANKS, *(pytest.param(many, marks=pytest.mark.slow) for many in MANY_RANKS)])
+def test_an_all_gather_and_a_reduce_scatter_of_every_size_are_right_or_refused(ranks):
+    schedules = {"all_gather": ring.all_gather(ranks), "reduce_scatter": ring.reduce_scatter(ranks)}
+
+    def body(world):
+        return [
+            (collective, numel)
+            for collective, schedule in schedules.items()
+            for numel in SIZES
+            if not is_right(world, collective, schedule, numel)
+        ]
+
+    assert run_ranks(ranks, body) == [[]] * ranks
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(sorted({*COLLECTIVES} - {"barrier"})), st.integers(1, MANY_RANKS[-1]))
+def test_every_schedule_is_right_or_refused(data, collective, ranks):
+    schedule = data.draw(st.sampled_from(list(candidates(collective, ranks).values())), label="schedule")
+    multiples = st.integers(0, 3).map(lambda size: size * schedule.chunks)
+    numel = data.draw(multiples | st.sampled_from(SIZES), label="numel")
+    assert all(run_ranks(ranks, lambda world: is_right(world, collective, schedule, numel)))
+
+
+def test_ranks_that_come_with_other_sizes_learn_that_first():
+    def body(world):
+        with pytest.raises(DisagreementError, match="about numel: 10 against 12"):
+            world.run(ring.all_gather(4), torch.ones((12, 10)[world.rank == 1]))
+        world.run(ring.all_gather(4), buffer := torch.ones(12))
+        return buffer.tolist()
+
+    assert run_ranks(4, body) == [[1.0] * 12] * 4
+
+
+def test_an_all_reduce_of_the_world_takes_any_size():
+    def body(world):
+        sums = [torch.ones(numel) for numel in range(1, 40)]
+        for each in sums:
+            world.all_reduce(each, "sum", algorithm=commrt.Ring())
+        return {each.unique().item() for each in sums}
+
+    assert run_ranks(5, body) == [{5.0}] * 5
+
+
+@pytest.mark.parametrize("numel", [16, 5])
+def test_on_a_gpu_a_chunk_between_two_aligned_addresses_is_added_by_plain_torch(numel, monkeypatch):
+    monkeypatch.setattr(dispatch, "is_on_gpu", lambda tensor: True)
+    room, received = torch.ones(64), torch.ones(64)
+    own = room[numel : 2 * numel]
+    assert dispatch.suits_kernels(own) == (numel == 16)
+    if numel == 5:
+        dispatch.adding(own, [received[:numel]])()
+        dispatch.mixing(own, received[:numel], 0.5)()
+        assert own.tolist() == [1.5] * numel
+        assert room.sum() == 64 + numel / 2
