@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import count
+from threading import Event, Thread
 
 import pytest
 from interrupts import interposed
@@ -102,3 +103,25 @@ def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
     assert error.__notes__ == ["telling the other ranks failed as well: OSError: no store"]
     assert isinstance(second.exception(LIMIT_S), TransportClosed)
     thread.close()
+
+
+def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck():
+    thread, go_on = CommThread(ignore), Event()
+    stuck = thread.submit(go_on.wait)
+    with pytest.raises(TimeoutError):
+        thread.close(0.05)
+    go_on.set()
+    thread.close(LIMIT_S)
+    assert stuck.result() is True
+
+
+def test_a_close_with_a_limit_does_not_wait_for_another_thread_that_is_stuck_in_a_task():
+    thread, begun, go_on = CommThread(ignore), Event(), Event()
+    other = Thread(target=lambda: thread.run(lambda: begun.set() or go_on.wait()))
+    other.start()
+    begun.wait()
+    with pytest.raises(TimeoutError):
+        thread.close(0.05)
+    go_on.set()
+    thread.close(LIMIT_S)
+    other.join()

@@ -25,7 +25,8 @@ from commrt.program import chunk_bounds
 __all__ = ["GRANULE", "Call", "Placed", "Range", "Slice", "Traits", "bounds_of", "whole"]
 
 GRANULE = 16
-"""Elements, or bytes of what only moves: a slot's size is a multiple."""
+"""Elements, or bytes of what only moves: a slot's size is a multiple. In an `all_to_all`, where only the two ends of a
+transfer know its size, a slot has exactly that size: so two ends that differ notice it."""
 
 Range = tuple[int, int]
 """Elements [begin, end) of a slot."""
@@ -53,6 +54,8 @@ class Traits(NamedTuple):
 
     def __str__(self) -> str:
         """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``."""
+        if self.collective == "barrier":
+            return self.collective
         how = f" ({self.operation})" if self.operation else ""
         from_root = f", root {self.root}" if self.collective in ROOTED else ""
         size = "" if self.numel is None else f"[{self.numel if self.slots == 1 else (self.slots, self.numel)}]"
@@ -94,8 +97,8 @@ class Slice(NamedTuple):
 
 
 @lru_cache(256)
-def _slice(lo: int, sizes: tuple[int, ...]) -> Slice:
-    shape = tuple(map(padded, sizes))
+def _slice(lo: int, sizes: tuple[int, ...], is_padded: bool) -> Slice:
+    shape = tuple(map(padded, sizes)) if is_padded else sizes
     return Slice(lo, sizes, shape, tuple(accumulate(shape, initial=0)))
 
 
@@ -136,11 +139,12 @@ class Call:
 
     def slices(self, slot_numel: int) -> Iterator[Slice]:
         """Yield the slices, with at most `slot_numel` elements of each piece."""
+        is_padded = self.traits.numel is not None
         if 0 < (largest := max(self.sizes, default=0)) <= slot_numel:
-            yield _slice(0, self.sizes)
+            yield _slice(0, self.sizes, is_padded)
             return
         for lo in range(0, largest, slot_numel):
-            yield _slice(lo, tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes]))
+            yield _slice(lo, tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes]), is_padded)
 
     def pack(self, wire: Tensor, part: Slice) -> None:
         """Write this rank's contribution to `wire`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -23,6 +24,7 @@ from commrt.membership.launcher import LOOPBACK, chosen_cluster, chosen_schedule
 from commrt.membership.store_client import STORE_ANSWER_S, call_store
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
+from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.channel import host_identity
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
@@ -120,7 +122,9 @@ def _at_exit() -> None:
     """End all groups that the program has left open, without waiting for the deadline of a running collective."""
     for group in tuple(_OPEN):
         group.world.abort(TransportClosed("the process ended without destroying its process group"))
-        group.close()
+        with suppress(TimeoutError):
+            group.world.comm_thread.close(EXIT_S)
+            group.close()
 
 
 atexit.register(_at_exit)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -23,6 +24,8 @@ _log = logging.getLogger("commrt")
 Error = TypeVar("Error", bound=CommrtError)
 NO_TIMEOUT = timedelta(0)
 """What torch passes where the caller gives none."""
+OUTSIDE = -1
+"""torch's number of the running backward pass, where there is none."""
 
 
 def as_dist_error(error: Error) -> Error:
@@ -30,16 +33,28 @@ def as_dist_error(error: Error) -> Error:
     kind: Any = type(error)
     if issubclass(kind, dist.DistBackendError):
         return error
-    both = _with_base(kind)
-    copy: Error = both.__new__(both, *error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.args, copy.__cause__, copy.__traceback__ = error.args, error.__cause__, error.__traceback__
+    copy: Error = _restored(kind, error.args, error.__dict__)
+    copy.__cause__, copy.__traceback__ = error.__cause__, error.__traceback__
     return copy
 
 
 @cache
 def _with_base(kind: Any) -> Any:
-    return type(kind.__name__, (kind, dist.DistBackendError), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": _reduced}
+    return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+def _restored(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    both = _with_base(kind)
+    error = both.__new__(both, *args)
+    error.__dict__.update(fields)
+    error.args = args
+    return error
+
+
+def _reduced(error: CommrtError) -> tuple[Any, ...]:
+    """Return how to pickle `error`: its class is made here, so pickle cannot find it by its name."""
+    return _restored, (type(error).__base__, error.args, error.__dict__)
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
@@ -53,9 +68,9 @@ class GroupWork(dist.Work):
     An error is raised by `wait` and by the future. If nobody asks for it, it is logged.
     """
 
-    def __init__(self, future: TaskFuture[Any], result: Sequence[Tensor]) -> None:
+    def __init__(self, future: TaskFuture[Any], result: Sequence[Tensor], call: object = "the collective") -> None:
         super().__init__()
-        self._future, self._result, self._is_told = future, list(result), False
+        self._future, self._result, self._call, self._is_told = future, list(result), call, False
 
     def _task(self) -> TaskFuture[Any]:
         """Return the future of the collective, which has begun."""
@@ -77,7 +92,7 @@ class GroupWork(dist.Work):
         except TimeoutError as late:
             if isinstance(late, CommrtError):
                 raise as_dist_error(late) from late.__cause__
-            what = f"the collective is still under way after {limit_s:g} s: wait() again, or with a longer timeout"
+            what = f"{self._call} is still under way after {limit_s:g} s: wait() again, or with a longer timeout"
             raise as_dist_error(DeadlineExceeded(what)) from late
         except CommrtError as error:
             raise as_dist_error(error) from error.__cause__
@@ -107,8 +122,14 @@ class GroupWork(dist.Work):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensors that hold the result. Callbacks run on the communication thread."""
+        """Return a future of the tensors that hold the result. Callbacks run on the communication thread.
+
+        In a backward pass, ``backward()`` raises the error: DDP would make a RuntimeError of it.
+        """
         self._is_told = True
+        if torch._C._current_graph_task_id() != OUTSIDE:  # noqa: SLF001
+            callback: Any = self.wait
+            torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
         device = self._result[0].device if self._result else None
         done: Future[None] = Future(devices=[device] if device is not None and device.type == "cuda" else None)
         self._task().add_done_callback(lambda _: done.set_result(None))

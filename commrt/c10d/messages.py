@@ -77,7 +77,7 @@ def _explained(error: RuntimeError, place: Place) -> TransportError:
         return DeadlineExceeded(
             "the peer did not do its part in time: slow, stopped, or running another program", place
         )
-    return PeerLost("the connection to the peer broke: its process ended; look at its own output", place)
+    return PeerLost("the connection to the peer broke: its process ended or gave up; look at its own output", place)
 
 
 class DeviceMessages:
@@ -98,8 +98,9 @@ class DeviceMessages:
         return BatchWork(self._batch, data)
 
     def flush(self) -> None:
-        """Let the batch leave."""
-        self._batch.begin()
+        """Let the batch leave, if there is one."""
+        if self._batch.sends or self._batch.recvs:
+            self._batch.begin()
 
 
 class _Batch:

@@ -176,7 +176,7 @@ class Methods:
 
     def _begin_call(self, call: Call, *, waits: bool) -> GroupWork:
         self.group.device_messages.flush()
-        return GroupWork(self.group.engine.begin(call, waits=waits), call.result)
+        return GroupWork(self.group.engine.begin(call, waits=waits), call.result, call.traits)
 
     def _begin_calls(self, calls: Sequence[Call]) -> GroupWork:
         if not calls:

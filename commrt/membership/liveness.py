@@ -33,6 +33,7 @@ from commrt.membership.store_client import (
     require,
 )
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.deadline import Deadline
 
 __all__ = [
     "CLOSED_ERRNOS",
@@ -191,6 +192,8 @@ def _key(rank: int) -> str:
 
 GRACE_S = 1.0
 """How much later than this rank a peer may report: deadlines do not expire at the same instant."""
+POLL_S = 0.02
+"""Between two questions whether a report is there."""
 LINGER_S = 3.0
 """How long a failing rank that holds the store waits for the others to read the reports."""
 
@@ -222,14 +225,23 @@ def _trail(store: Store, rank: int, peer: int | None) -> Iterator[str]:
     seen = {rank}
     while peer is not None and peer not in seen:
         seen.add(peer)
-        try:
-            store.wait([_report_key(peer)], timedelta(seconds=GRACE_S))
-        except RuntimeError:
+        if not _is_there(store, _report_key(peer), GRACE_S):
             yield f"Rank {peer} reported nothing: look there first"
             return
         report = parse_dict(store.get(_report_key(peer)))
         yield f"Rank {peer} saw {report['saw']!s:.1000}"
         peer = None if report["peer"] is None else parse_int(report["peer"])
+
+
+def _is_there(store: Store, key: str, limit_s: float) -> bool:
+    """Return True once `key` is there, False after `limit_s`.
+
+    It asks again and again. A request that waits would hold up the reports of all groups that share its connection.
+    """
+    deadline = Deadline(limit_s)
+    while not (found := store.check([key])) and deadline.left_s > 0:
+        Event().wait(POLL_S)
+    return bool(found)
 
 
 def _count(store: Store, size: int) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
@@ -29,6 +30,7 @@ from commrt.membership.rendezvous import is_loopback, meet
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, clone_connection
 from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
 from commrt.runtime.world import Hooks, World
+from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.by_device import NullTransport
 from commrt.transport.channel import host_identity
 from commrt.transport.local import Fabric
@@ -187,7 +189,9 @@ def _at_exit() -> None:
         if failure := _current.unraised_failure:
             warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)
         _current.abort(TransportClosed("the process ended without closing its world"))
-        _current.close()
+        with suppress(TimeoutError):
+            _current.comm_thread.close(EXIT_S)
+            _current.close()
 
 
 def _after_fork() -> None:

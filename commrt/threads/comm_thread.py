@@ -17,7 +17,7 @@ from commrt.errors import Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.future import Future
 from commrt.threads.streams import DONE, StreamEvent, Streams
 
-__all__ = ["CommThread", "RecoveredError", "TaskFuture", "release_in_forked_child"]
+__all__ = ["EXIT_S", "CommThread", "RecoveredError", "TaskFuture", "release_in_forked_child"]
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 ON_COMM_THREAD = (
@@ -29,6 +29,9 @@ INHERITED = (
     "only, or start this one with multiprocessing's spawn or a launcher and call init() in it"
 )
 
+EXIT_S = 5.0
+"""How long a process that ends waits for tasks that were told to end. A Ctrl-C may have left one stuck: Python 3.11 can
+keep the lock of an import that it interrupts."""
 HOST = Streams()
 
 T = TypeVar("T")
@@ -113,13 +116,11 @@ class CommThread:
         It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task.
         """
         self.require_open()
-        if self._pending or not self._turn.acquire(blocking=False):
+        if self._pending or self._turn.locked():
             return self.submit(task)
-        try:
-            future: TaskFuture[T] = TaskFuture()
+        future: TaskFuture[T] = TaskFuture()
+        with self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
             self._run(task, future, DONE)
-        finally:
-            self._turn.release()
         return future
 
     def require_open(self) -> None:
@@ -189,18 +190,23 @@ class CommThread:
         self.failure = reason
         return True
 
-    def close(self) -> None:
-        """Finish all submitted tasks and accept no more. Safe to call twice, also after Ctrl-C in the first call."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Finish all submitted tasks and accept no more. Safe to call twice, also after Ctrl-C in the first call.
+
+        Raises `TimeoutError` if they are not finished within `limit_s`.
+        """
         self.require_other_thread()
         self._refusal = CLOSED
         self._tasks.put(None)
-        self._ended.result()
-        with self._turn:  # another thread may `run` a task
-            pass
+        self._ended.result(limit_s)
+        if not self._turn.acquire(timeout=-1 if limit_s is None else limit_s):  # another thread may `run` a task
+            raise TimeoutError(f"another thread has not finished a task within {limit_s:g} s")
+        self._turn.release()
 
     def leave_to_parent(self) -> None:
         """Accept no more tasks, and fail all pending ones: in a forked child the thread does not exist."""
         self._refusal = INHERITED
+        self._turn = threading.Lock()  # a thread that is not here may have held it
         for future in self._pending:
             future.drop_callbacks()
             if not future.done():

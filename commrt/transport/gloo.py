@@ -193,7 +193,9 @@ class GlooTransport:
         if self._gloo is None:
             return TransportClosed("this rank gave the transport up during the transfer", place)
         if not _is_late(state):
-            return PeerLost("the connection to the peer broke: its process ended; look at its own output", place)
+            return PeerLost(
+                "the connection to the peer broke: its process ended or gave up; look at its own output", place
+            )
         peers = sorted({each.peer for each, _ in failed})
         what = f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running another program"
         return DeadlineExceeded(what, place)

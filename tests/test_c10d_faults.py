@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""If a rank of the torch.distributed backend dies, stops, leaves or differs, all others get an error. None hangs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import c10d_failing_ranks
+import pytest
+import torch.distributed as dist
+
+from commrt.c10d.group_work import as_dist_error
+from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
+from commrt.membership.launcher import LOOPBACK
+from commrt.testing.processes import free_port, run_processes
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from c10d_faults import COLLECTIVES, DISAGREEMENTS, FAULTS, LARGE, SMALL, STRIKES, applies, cells_of, complaints, run
+
+LIMIT_S = 60.0
+"""Starting processes on a busy machine, and all that they do."""
+SOON_S = 20.0
+"""What does not wait for the group's timeout of 60 s or more, on a busy machine."""
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Torch's C++ code logs each request to a store that has ended."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
+def assert_all_ranks_learn_of(faults, numel, monkeypatch, transport="shared"):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    cells = cells_of(run(faults, numel=numel))
+    assert set(cells) == {(name, fault) for fault in faults for name in COLLECTIVES if applies(fault, name)}
+    assert complaints(cells) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "numel"),
+    [("killed before", SMALL), ("killed within", LARGE), ("stopped before", LARGE), ("stopped within", SMALL)],
+)
+def test_all_ranks_learn_in_every_collective_of_a_rank_that_is_struck(fault, numel, monkeypatch):
+    assert_all_ranks_learn_of([fault], numel, monkeypatch)
+
+
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_all_ranks_learn_in_every_collective_of_a_rank_that_makes_another_call(numel, monkeypatch):
+    assert_all_ranks_learn_of(list(DISAGREEMENTS), numel, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_learn_of_each_fault_over_gloo_too(fault, monkeypatch):
+    assert_all_ranks_learn_of([fault], SMALL, monkeypatch, "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", STRIKES)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_all_ranks_learn_of_a_rank_that_is_struck_whatever_the_size(fault, numel, monkeypatch):
+    assert_all_ranks_learn_of([fault], numel, monkeypatch)
+
+
+def found_by(size, body, *args, holds_store=True):
+    """Return what the ranks return, None for one that is killed. Ranks that say that they wait get a Ctrl-C."""
+
+    def on_message(rank, message, process):
+        os.kill(process.pid, signal.SIGINT)
+
+    outcomes = run_processes(size, body, *args, limit_s=LIMIT_S, on_message=on_message, holds_store=holds_store)
+    assert [outcome.error for outcome in outcomes] == [None] * size
+    assert {outcome.exit_code for outcome in outcomes} <= {0, -signal.SIGKILL}
+    return [outcome.value for outcome in outcomes]
+
+
+def assert_error(found, kind, *said, within_s=SOON_S):
+    kinds, text, seconds = found
+    assert kind in kinds, text
+    assert {"CommrtError", "DistBackendError"} <= set(kinds)
+    for each in said:
+        assert each in text
+    assert seconds < within_s
+
+
+def test_backward_of_ddp_raises_our_error_when_a_rank_dies():
+    for rank, found in enumerate(found_by(3, c10d_failing_ranks.losing_one_in_backward)):
+        if rank != c10d_failing_ranks.LATE:
+            assert_error(found, "PeerLost", "all_reduce (sum) of float32", f"[rank {rank}, peer 1, step 8, ")
+
+
+def test_the_death_of_rank_0_is_an_error_even_if_the_store_dies_with_it():
+    for found in found_by(3, c10d_failing_ranks.losing_the_store, holds_store=False)[1:]:
+        assert_error(found, "PeerLost", "barrier, sequence number 1 of group 0", "peer 0")
+
+
+def test_a_ctrl_c_ends_a_call_that_waits_and_leaves_a_work_under_way():
+    (first, second, again), (others_first, others_second) = found_by(2, c10d_failing_ranks.interrupted)
+    assert first[0][0] == second[0][0] == "KeyboardInterrupt"
+    assert again[1] == others_second[1] == "no error"
+    assert_error(others_first, "PeerLost", "Rank 0 saw KeyboardInterrupt")
+
+
+def test_abort_from_another_thread_ends_a_collective_on_all_ranks():
+    own, others = found_by(2, c10d_failing_ranks.aborted)
+    assert_error(own, "TransportClosed", "barrier, sequence number 1")
+    assert_error(others, "PeerLost", "Rank 0 saw TransportClosed: the process group was aborted")
+
+
+def test_destroying_a_group_finishes_what_is_under_way():
+    (ended, work), others = found_by(2, c10d_failing_ranks.destroyed, True)
+    assert ended[1] == work[1] == others[1] == "no error"
+
+
+def test_destroying_a_group_waits_for_a_rank_that_never_comes_until_the_timeout_only():
+    (ended, work), others = found_by(2, c10d_failing_ranks.destroyed, False)
+    assert ended[1] == "no error"
+    assert ended[2] < SOON_S
+    assert_error(work, "DeadlineExceeded", "no answer from ranks [1] within 2 s")
+    assert_error(others, "PeerLost", "Rank 0 saw DeadlineExceeded")
+
+
+def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way():
+    (found, total), _ = found_by(2, c10d_failing_ranks.waiting_briefly)
+    assert_error(found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still under way after 0.1 s")
+    assert total == [2.0] * 8
+
+
+def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it():
+    for said, total in found_by(2, c10d_failing_ranks.forking):
+        assert "'TransportClosed'" in said
+        assert "'DistBackendError'" in said
+        assert "a forked child cannot use it" in said
+        assert total == [2.0] * 8
+
+
+def test_programs_that_leave_groups_open_end_at_once_with_their_own_codes():
+    port = free_port()
+    zero, one = (start(rank, port) for rank in (0, c10d_failing_ranks.LATE))
+    try:
+        assert one.stdout.readline() == "waits\n"
+        one.send_signal(signal.SIGINT)
+        assert one.wait(SOON_S) == -signal.SIGINT
+        said, _ = zero.communicate("go on\n", SOON_S)
+    finally:
+        zero.kill()
+        one.communicate()
+    assert zero.returncode == 3
+    first, second = said.splitlines()
+    assert re.search(r"'PeerLost'.*peer 1.*Rank 1 saw KeyboardInterrupt", first)
+    assert re.search(r"'PeerLost'.*peer 1.*the process ended without destroying its process group", second)
+
+
+def start(rank, port):
+    launcher = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    environment = os.environ | {name: str(value) for name, value in launcher.items()}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", "import c10d_failing_ranks; c10d_failing_ranks.left_open()"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("late", Place(1, 2)), UsageError("wrong"), PeerLost("gone")])
+def test_an_error_is_one_of_torchs_and_survives_a_pickle(error):
+    raised = as_dist_error(error)
+    again = pickle.loads(pickle.dumps(raised))  # noqa: S301  # our own
+    assert type(again) is type(raised)
+    assert isinstance(again, type(error))
+    assert isinstance(again, dist.DistBackendError)
+    assert (str(again), vars(again)) == (str(error), vars(error))
+    assert as_dist_error(again) is again
