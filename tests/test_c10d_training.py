@@ -12,6 +12,7 @@ pytestmark = pytest.mark.processes
 
 RANKS = 4
 WAYS = [c10d_training.ddp, c10d_training.fsdp2, c10d_training.hsdp]
+HOOKED = [c10d_training.two_replicas, c10d_training.four_replicas]
 TENSORS = [c10d_tensors.products, c10d_tensors.changes, c10d_tensors.functions]
 
 
@@ -23,6 +24,16 @@ def found():
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_transformer_ends_with_the_parameters_of_one_process_on_whole_batches(found, way):
     assert max(found[way.__name__]) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def over_gloo():
+    return c10d_ranks.answers(RANKS, *HOOKED, backend="gloo")
+
+
+@pytest.mark.parametrize("way", HOOKED, ids=lambda way: way.__name__)
+def test_a_hook_of_fsdp2_averages_the_replicas_whatever_the_mesh(over_gloo, way):
+    assert max(over_gloo[way.__name__]) <= 1e-6
 
 
 def test_the_product_of_dtensors_in_all_placements_is_that_of_the_plain_tensors(found):

@@ -28,7 +28,9 @@ def run(page):
     printed = dict(run_commands(page))
     if any(block.language == "python" and block.is_executed for block in blocks(page)):
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = run_processes(ranks(page), run_python, str(page), folder, limit_s=documentation.LIMIT_S)
+            outcomes = run_processes(
+                ranks(page), run_python, str(page), folder, limit_s=documentation.LIMIT_S, holds_store=True
+            )
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
         printed |= outcomes[0].value

@@ -10,14 +10,14 @@ from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome, first_li
 pytestmark = pytest.mark.processes
 
 WITH_4_RANKS = """
-    get_backend destroy_group get_rank_size_full_group barrier_timeout_global barrier
-    send_recv send_recv_any_source send_recv_with_tag isend irecv batch_isend_irecv_gloo
-    broadcast reduce_sum reduce_product reduce_full_group_max
-    all_reduce_sum all_reduce_sum_async all_reduce_sum_complex all_reduce_complex_unsupported_ops
-    all_reduce_product all_reduce_min sparse_all_reduce_sum all_reduce_coalesced_sum all_reduce_coalesced_min
-    scatter scatter_complex gather all_gather all_gather_complex all_gather_coalesced_simple
+    get_backend get_rank_size_full_group barrier_timeout_global barrier
+    send_recv_any_source send_recv_with_tag batch_isend_irecv_gloo
+    broadcast reduce_sum reduce_product
+    all_reduce_sum all_reduce_sum_complex all_reduce_complex_unsupported_ops
+    all_reduce_product sparse_all_reduce_sum all_reduce_coalesced_sum
+    scatter_complex all_gather_complex all_gather_coalesced_simple
     all_to_all_single_unequal_split
-    all_gather_object_default_pg all_gather_object_subgroup gather_object scatter_object_list
+    all_gather_object_default_pg gather_object scatter_object_list
     DistributedDataParallelCPU DistributedDataParallel_requires_grad
     ddp_create_graph grads_same_across_ranks_with_no_sync get_future
     monitored_barrier_gloo_rank_0_timeout

@@ -20,7 +20,7 @@ from torch import Tensor
 from commrt.c10d.call import Call, Range, Slice, bounds_of
 from commrt.cost.selection import Selection
 from commrt.errors import DeadlineExceeded, TransportError
-from commrt.kernels.dispatch import adding, combining
+from commrt.kernels.dispatch import combining
 from commrt.program import program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range
@@ -140,7 +140,7 @@ class Engine:
         bounds = bounds_of(shape, schedule.chunks // len(shape))
         wire = self._allocate("wire", bounds[-1], dtype, device)
         scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
-        add = adding if operation is None else combining(operation)
+        add = None if operation is None else combining(operation)
         streams = self._world.comm_thread.streams
         bound = bind(mine, wire, self._world.transport, scratch, streams, bounds=bounds, add=add)
         can_land = device.type == "cpu" and self._world.transport.can_move_receives

@@ -72,7 +72,7 @@ class _Start(NamedTuple):
 
 
 def _compare_starts(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str = ""
 ) -> dict[int, _Start]:
     """Return what all `members` start with; all but the host is the same."""
     own = _Start(len(members), chosen_transport(), host_identity() or f"none that rank {rank} can share", choice)

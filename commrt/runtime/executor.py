@@ -106,14 +106,14 @@ def bind(
     streams: Streams | None = None,
     *,
     bounds: Sequence[int] | None = None,
-    add: Adding = adding,
+    add: Adding | None = None,
 ) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which is cut into the program's chunks at `bounds` [chunks + 1].
 
-    Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for. Programs
-    that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None allocates it. On
-    `streams` that queue work, a hop's combinations run beside the next exchange if the two touch different chunks.
-    Raises `UsageError` unless the buffer is a contiguous row.
+    Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for (default:
+    sums). Programs that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None
+    allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
+    different chunks. Raises `UsageError` unless the buffer is a contiguous row.
     """
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
@@ -123,7 +123,7 @@ def bind(
     half, other_half = _halves(program, bounds, waits)
     if scratch is None:
         scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
-    binder = _Binder(buffer, scratch, bounds, transport, half, add)
+    binder = _Binder(buffer, scratch, bounds, transport, half, add or adding)
     final = final_receives(program.hops, program.chunks)
     hops = tuple(
         binder.hop(number, hop, waits, final[number]) for number, hop in enumerate(program.hops) if not hop.idle

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
+import commrt
+
 STEPS, BATCH, LENGTH, WORDS, WIDTH, HEADS, LAYERS = 20, 16, 8, 32, 32, 4, 2
 
 
@@ -97,3 +99,33 @@ def fsdp2():
 def hsdp():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return distance(lambda model: sharded(model, mesh))
+
+
+# FSDP2 on another backend, with commrt between the replicas ---------------------------------------------------------
+
+
+def hooked(replicas, shards):
+    """As `distance`, on a mesh of that shape."""
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    with commrt.init(timeout_s=60) as world:
+        schedule = commrt.HalvingDoubling().schedule(step=0, ranks=replicas).over(mesh.mesh.T, world=world.size)
+
+        def average(gradients):
+            world.run(schedule, gradients)
+            gradients /= replicas
+
+        def wrap(model):
+            model = sharded(model, mesh["shard"])
+            for module in (model, *model.layers):
+                module.set_all_reduce_hook(average)
+            return model
+
+        return distance(wrap)
+
+
+def two_replicas():
+    return hooked(2, 2)
+
+
+def four_replicas():
+    return hooked(4, 1)

@@ -32,6 +32,7 @@ from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 from commrt.testing import processes
 
@@ -196,7 +197,7 @@ def _run_block(block, names):
     code = compile("\n" * (block.line - 1) + block.body, str(block.page), "exec")
     expected = block.note("raises")
     said = io.StringIO()
-    with redirect_stdout(said):
+    with redirect_stdout(said), patch.dict(os.environ):  # Lightning takes a launcher's variables away at its end
         try:
             exec(code, names)  # noqa: S102  # that is the point
         except Exception as error:
