@@ -141,14 +141,13 @@ def on_both(world: World, schedule: Schedule, buffer: Tensor, device: torch.devi
 
 
 def reduce(_: Tell, cases: list[tuple[str, int, torch.dtype]]) -> list[bool]:
-    """Return, for each (algorithm, chunk_numel, dtype), whether its all-reduce gives the bits of the CPU."""
-    device, results = place(), []
+    """Return, for each (algorithm, numel, dtype), whether its all-reduce gives the bits of the CPU."""
+    device = place()
     with opened(device) as world:
-        for name, chunk_numel, dtype in cases:
-            schedule = by_name(name).schedule(0, world.size)
-            buffer = values(world.rank, schedule.chunks * chunk_numel, dtype)
-            results.append(on_both(world, schedule, buffer, device))
-    return results
+        return [
+            on_both(world, by_name(name).schedule(0, world.size), values(world.rank, numel, dtype), device)
+            for name, numel, dtype in cases
+        ]
 
 
 def mix(_: Tell, numel: int, rounds: int) -> bool:

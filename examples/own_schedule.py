@@ -92,7 +92,7 @@ def main() -> None:
         if world.rank == 0:
             look(Cluster.named(options.cluster), options.draw)
 
-        values = torch.randn(world.size, 1024, generator=torch.Generator().manual_seed(0))  # a row for each rank
+        values = torch.randn(world.size, 1000, generator=torch.Generator().manual_seed(0))  # a row for each rank
         buffer = values[world.rank].clone()
         world.run(swing(world.size), buffer)
         torch.testing.assert_close(buffer, values.sum(dim=0))

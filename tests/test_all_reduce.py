@@ -335,7 +335,7 @@ def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(algo
         assert outcome.error is None
         lost, unequal, *sums = outcome.value
         assert "names ranks [3], which are lost" in lost
-        assert "8 elements do not divide into the 3 equal chunks" in unequal
+        assert "8 elements do not divide into 3 equal chunks, which ring all-gather needs: pad the" in unequal
         assert sums == [[3.0], 3.0]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""world.run cuts a buffer into equal chunks, or refuses it: no rank's part is ever somewhere else than expected."""
+"""world.run cuts a buffer into equal chunks, or refuses it where that matters: no part is where nobody expects it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from commrt.algorithms import ring
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels import dispatch
+from commrt.proof import replay
+from commrt.proof.replay import ends_alike
 from commrt.proof.spec import ANYTHING, collective_of
+from commrt.schedule import ADD, MIX, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
 SIZES = range(101)
 FEW_RANKS, MANY_RANKS = range(1, 7), range(7, 18)
 UNSET = -1
+UNIFORM, DIVIDED = ("all_reduce", "broadcast"), ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
+"""Collectives after which a rank has the same in all chunks, and those after which it has not."""
 
 
 def chunks_of(rank, chunks, numel):
@@ -43,14 +48,28 @@ def refused(world, schedule, numel):
     """Return whether `schedule` refuses so many elements, and leaves them as they were."""
     buffer = torch.arange(numel)
     need = -(-numel // schedule.chunks) * schedule.chunks
-    with pytest.raises(UsageError, match=rf"{numel} elements do not divide into .* pad the buffer to {need}, or"):
+    with pytest.raises(UsageError, match=rf"{numel} elements do not divide into .* pad the buffer to {need} elements$"):
         world.run(schedule, buffer)
     return torch.equal(buffer, torch.arange(numel))
 
 
+def ran_in_unequal_chunks(world, schedule, promise, numel):
+    """Run `schedule`, which does the same to all elements; return whether it keeps its promise."""
+    buffer = torch.arange(numel) + 1000 * world.rank
+    world.run(schedule, buffer)
+    (goal,) = set(promise.goal[world.rank].tolist())
+    return goal == ANYTHING or torch.equal(
+        buffer, sum(torch.arange(numel) + 1000 * rank for rank in promise.families[goal])
+    )
+
+
 def is_right(world, collective, schedule, numel):
     promise = collective_of(collective, schedule.ranks, schedule.chunks)
-    return ran(world, schedule, promise, numel) if numel % schedule.chunks == 0 else refused(world, schedule, numel)
+    if numel % schedule.chunks == 0:
+        return ran(world, schedule, promise, numel)
+    if ends_alike(schedule):
+        return ran_in_unequal_chunks(world, schedule, promise, numel)
+    return refused(world, schedule, numel)
 
 
 @pytest.mark.parametrize("ranks", [*FEW_RANKS, *(pytest.param(many, marks=pytest.mark.slow) for many in MANY_RANKS)])
@@ -75,6 +94,25 @@ def test_every_schedule_is_right_or_refused(data, collective, ranks):
     multiples = st.integers(0, 3).map(lambda size: size * schedule.chunks)
     numel = data.draw(multiples | st.sampled_from(SIZES), label="numel")
     assert all(run_ranks(ranks, lambda world: is_right(world, collective, schedule, numel)))
+
+
+@pytest.mark.parametrize("collective", [*UNIFORM, *DIVIDED])
+def test_only_all_reduces_and_broadcasts_may_be_cut_anywhere(collective):
+    schedules = [schedule for ranks in (2, 3, 4, 8, 9) for schedule in candidates(collective, ranks).values()]
+    assert {ends_alike(each) for each in schedules} == {collective in UNIFORM}
+
+
+def test_a_schedule_that_mixes_or_adds_twice_may_not_be_cut_anywhere():
+    mix = Schedule("mix", 2, 2, lambda: iter([Step.of([0, 1], [1, 0], 0, 2, MIX, 0.5)]))
+    twice = Schedule("twice", 2, 2, lambda: iter([Step.of([0, 1], [1, 0], 0, 2, ADD)] * 2))
+    assert not ends_alike(mix)
+    assert not ends_alike(twice)
+
+
+def test_chunks_are_replayed_in_blocks(monkeypatch):
+    monkeypatch.setattr(replay, "BLOCK_BYTES", 1)
+    assert ends_alike(ring.all_reduce(4))
+    assert not ends_alike(ring.all_gather(4))
 
 
 def test_ranks_that_come_with_other_sizes_learn_that_first():

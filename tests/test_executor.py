@@ -18,9 +18,6 @@ from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.local import Fabric
-from commrt.transport.protocol import Tag
-
-NOW = Tag(0, "now")
 
 
 @settings(max_examples=25, deadline=None)
@@ -30,7 +27,7 @@ def test_an_all_reduce_sums_buffers_of_any_length(name, ranks, numel):
 
     def body(world):
         buffer = torch.arange(numel) * (world.rank + 1)
-        world.comm_thread.submit(lambda: world.run_now(schedule, buffer, NOW)).result()
+        world.run(schedule, buffer)
         return buffer
 
     expected = torch.arange(numel) * (ranks * (ranks + 1) // 2)

@@ -42,7 +42,7 @@ def test_an_all_reduce_gives_the_bits_that_threads_give(name, ranks, numel):
 
     def body(world):
         buffer = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
-        world.comm_thread.submit(lambda: world.run_now(schedule, buffer, NOW)).result()
+        world.run(schedule, buffer)
         return buffer.tolist()
 
     assert run_ranks(ranks, body, connect=over_nccl) == run_ranks(ranks, body, connect=over_threads)

@@ -254,7 +254,7 @@ def test_a_buffer_that_begins_at_an_odd_place_is_refused_by_the_kernels():
         packing = dispatch.packing(torch.zeros(layout.numel), layout, tensors)
         for call in (
             lambda: dispatch.packing(row[: layout.numel], layout, tensors),
-            lambda: dispatch.adding(row[:16], [torch.zeros(16)]),
+            lambda: dispatch.adding(torch.zeros(16), [row[:16]]),
             lambda: dispatch.mixing(torch.zeros(16), row[:16], 0.5),
             lambda: packing.mix(tensors, row, None, 0.5),
         ):

@@ -387,8 +387,8 @@ def test_the_same_movement_of_the_same_buffer_is_compared_once(comparisons):
 def test_what_was_compared_is_forgotten_after_a_while(comparisons):
     def body(world):
         schedule = ring.all_reduce(2)
-        for number in [*range(KEPT + 5), 0]:
-            world.run(schedule, torch.ones(2 * number))
+        for numel in [*range(KEPT + 5), 0]:
+            world.run(schedule, torch.ones(numel))
         return [len(known) for known in world._consistency._compared.values()]
 
     assert run_ranks(2, body) == [[6], [6]]

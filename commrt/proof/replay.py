@@ -16,6 +16,7 @@ step (`commrt.program`), so sends meet their receives in order and size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -26,7 +27,7 @@ from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
 from commrt.schedule import ADD, COPY, MIX, Schedule, Traffic, malformed, traffic
 
-__all__ = ["CounterExample", "Proof", "prove", "verify"]
+__all__ = ["CounterExample", "Proof", "ends_alike", "prove", "verify"]
 
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this size."""
@@ -82,10 +83,8 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     if found is None:
         size = traffic(schedule)
         weighted = mixes or collective.kind is not Kind.SUM
-        words = schedule.ranks if weighted else -(-schedule.ranks // 64)
-        block = max(1, BLOCK_BYTES // (schedule.ranks * words * 8))
-        for lo in range(0, schedule.chunks, block):
-            defined = collective.defined[:, lo : lo + block]
+        for lo, hi in _blocks(schedule, weighted=weighted):
+            defined = collective.defined[:, lo:hi]
             found = found or _replay(schedule, collective, Weights(defined) if weighted else Masks(defined), lo)
     return Proof(schedule.name, collective.name, schedule.ranks, schedule.chunks, size, found)
 
@@ -96,6 +95,41 @@ def prove(schedule: Schedule, collective: Collective) -> Proof:
     if proof.counterexample is not None:
         raise ScheduleError(f"{schedule.name} is not a correct {collective.name}: {proof.counterexample}")
     return proof
+
+
+def ends_alike(schedule: Schedule) -> bool:
+    """Return True if each rank ends with the same sum in all chunks, as after an all-reduce or a broadcast.
+
+    Then it does not matter where a buffer is cut. False for a schedule that mixes, and for sums that count a
+    contribution twice. Cost: that of `verify`.
+
+    >>> from commrt.algorithms.ring import all_gather, all_reduce
+    >>> ends_alike(all_reduce(4)), ends_alike(all_gather(4))
+    (True, False)
+    """
+    first = None
+    for lo, hi in _blocks(schedule, weighted=False):
+        state = Masks(np.ones((schedule.ranks, hi - lo), dtype=bool))
+        try:
+            for step in schedule.checked_steps():
+                if (step.combine == MIX).any():
+                    return False
+                state.apply(select(step, lo, hi))
+        except Refuted:
+            return False
+        held = state.by_rank
+        first = held[:, :1] if first is None else first
+        if (held != first).any():
+            return False
+    return True
+
+
+def _blocks(schedule: Schedule, *, weighted: bool) -> Iterator[tuple[int, int]]:
+    """Yield ranges of chunks that are replayed at once."""
+    words = schedule.ranks if weighted else -(-schedule.ranks // 64)
+    block = max(1, BLOCK_BYTES // (schedule.ranks * words * 8))
+    for lo in range(0, schedule.chunks, block):
+        yield lo, min(lo + block, schedule.chunks)
 
 
 def _check_steps(schedule: Schedule, collective: Collective) -> tuple[CounterExample | None, bool]:

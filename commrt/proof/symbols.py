@@ -71,6 +71,11 @@ class Masks:
         rank = np.repeat(np.arange(ranks), chunks)[defined.reshape(-1)]
         self._held[np.flatnonzero(defined), rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
 
+    @property
+    def by_rank(self) -> NDArray[np.uint64]:
+        """[ranks, chunks, words] what each rank holds."""
+        return self._held.reshape(-1, self.chunks, self._held.shape[1])
+
     def apply(self, cells: Cells) -> None:
         """Move all `cells` at once; refute undefined sources and contributions counted twice."""
         incoming = self._held[cells.src]

@@ -24,6 +24,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.reference import mix_into, reduce_into
 from commrt.membership.agreement import TOPIC, find_disagreement
 from commrt.program import member_program
+from commrt.proof.replay import ends_alike
 from commrt.runtime.elastic import Elastic
 from commrt.runtime.executor import bind
 from commrt.schedule import ADD, MIX, Schedule
@@ -64,6 +65,7 @@ class ConsistencyCheck:
         self._transport, self._elastic = transport, elastic
         # Remembers schedules by object, and keeps them alive: no new one can come to lie at the address of an old one.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
+        self._alike = lru_cache(SCHEDULES_KEPT)(ends_alike)
         self._movable = lru_cache(KEPT)(self._require_movable)
         self._compared: Compared = {}
         self._compared_now: Compared = {}  # on the communication thread
@@ -87,13 +89,12 @@ class ConsistencyCheck:
             self._compare_once(self._compared, traits.players, claim, lambda: self._elastic.submit(task).result())
 
     def require_equal_chunks(self, schedule: Schedule, buffer: Tensor) -> None:
-        """Raise `UsageError`, on all players alike once they have compared their calls, if chunks cannot be equal."""
+        """Raise `UsageError`, on all players alike after `require_same_call`, if chunks differ and that matters."""
         numel, chunks = buffer.numel(), schedule.chunks
-        if numel % chunks and self._transport.rank in self._traits(schedule).players:
-            need = -(-numel // chunks) * chunks
+        if numel % chunks and self._transport.rank in self._traits(schedule).players and not self._alike(schedule):
             raise UsageError(
-                f"run: {numel} elements do not divide into the {chunks} equal chunks of {schedule.name}: pad the "
-                f"buffer to {need}, or call world.all_reduce(), which takes any size"
+                f"run: {numel} elements do not divide into {chunks} equal chunks, which {schedule.name} needs: pad the "
+                f"buffer to {-(-numel // chunks) * chunks} elements"
             )
 
     def require_players(self, schedule: Schedule) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from commrt.algorithms import direct
+from commrt.algorithms import direct, halving_doubling
 from commrt.cost.cluster import Between, Cluster, Link
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding
@@ -186,7 +186,7 @@ def all_gather(world: World, value: float) -> list[float]:
     """Return the values of all ranks. Collective."""
     values = torch.zeros(world.size, dtype=torch.float64)
     values[world.rank] = value
-    world.all_reduce(values, "sum")
+    world.run(halving_doubling.all_reduce(world.size), values)
     return values.tolist()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -144,21 +143,21 @@ class World:
     def run(self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False) -> Work:
         """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that the schedule names.
 
-        The buffer is cut into `schedule.chunks` equal chunks, so numel must be a multiple. The call waits for the
-        result, unless `async_op`: then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it
-        first. The first time that it runs on so many elements of a dtype, its ranks compare the three, at the cost of
-        an all-reduce of 128 bytes per rank. Before anything is sent it raises `UsageError` for what cannot work, and
-        `DisagreementError` on all ranks if they differ; the world stays usable.
+        The buffer is cut into ``schedule.chunks`` equal chunks. Other sizes are refused, unless each rank ends with the
+        same sum in all chunks, as after an all-reduce or a broadcast. The call waits for the result, unless `async_op`:
+        then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it first. The first time that
+        it runs on so many elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
+        per rank. Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all
+        ranks if they differ; the world stays usable.
         """
         check_run(schedule, self.size, tag)
         with self.collective("run()"):
             if self.elastic.is_elastic:
-                self._collectives.run(schedule, buffer, lambda copy: self.run_now(schedule, copy, tag, granule=1))
+                self._collectives.run(schedule, buffer, lambda copy: self.run_now(schedule, copy, tag))
                 return Work(buffer, self.rank)
             self._consistency.require_same_call(schedule, buffer)
             self._consistency.require_equal_chunks(schedule, buffer)
-            task = partial(self.run_now, schedule, buffer, tag, granule=1)
-            work = Work(buffer, self.rank, self.comm_thread.submit(task))
+            work = Work(buffer, self.rank, self.comm_thread.submit(lambda: self.run_now(schedule, buffer, tag)))
             if not async_op:
                 work.wait()
         return work
@@ -294,15 +293,14 @@ class World:
         store, members = PrefixStore(name, clone_connection(self.store)), self.members
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
-    def run_now(
-        self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = (), granule: int = GRANULE
-    ) -> int:
+    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> int:
         """Run `schedule` without checks and return the bytes sent; ``members[i]`` plays rank i of it if given.
 
-        Chunks begin at multiples of `granule` elements. On the communication thread, like the next two.
+        Chunks are equal if the buffer divides. On the communication thread, like the next two.
         """
         mine = member_program(schedule, members, self.rank, self.size) if members else program(schedule, self.rank)
-        bounds = chunk_bounds(buffer.numel(), schedule.chunks, granule)
+        numel, chunks = buffer.numel(), schedule.chunks
+        bounds = chunk_bounds(numel, chunks, granule=GRANULE if numel % chunks else 1)
         bound = bind(mine, buffer, self.transport, bounds=bounds)
         bound.run(tag)
         return bound.nbytes_sent

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
+from commrt.algorithms.ring import all_gather
 from commrt.cli.dataset import lenet, load
 
 STEPS = 12
@@ -204,9 +205,9 @@ def one_state_for_two_models(tell):
 
 
 def runs_without_rank_3(tell, algorithm):
-    """After rank 3 was killed, call world.run() for all ranks, with 8 elements for three of them, and with 9.
+    """After rank 3 was killed, call world.run() for all ranks, and with a size that is none for three of them.
 
-    Return the first two errors, and sums of the remaining ranks.
+    Return both errors, then sums of the remaining ranks.
     """
     world = commrt.init(timeout_s=5, start_timeout_s=60)
     model = torch.nn.Linear(3, 1)
@@ -215,13 +216,13 @@ def runs_without_rank_3(tell, algorithm):
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     world.all_reduce(torch.ones(1), "sum")
-    said, ring = [], commrt.Ring().schedule(0, 3).over(world.members, world=4)
-    for schedule in (commrt.Ring().schedule(0, 4), ring):
+    said = []
+    for schedule in (commrt.Ring().schedule(0, 4), all_gather(3).over(world.members, world=4)):
         try:
             world.run(schedule, torch.ones(8))
         except commrt.UsageError as error:
             said.append(str(error))
-    world.run(ring, three := torch.ones(9))
+    world.run(commrt.Ring().schedule(0, 3).over(world.members, world=4), three := torch.ones(8))
     world.all_reduce(left := torch.ones(1), "sum")
     world.close()
     return *said, three.unique().tolist(), left.item()
