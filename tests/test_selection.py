@@ -43,9 +43,9 @@ def test_a_choice_is_made_once_for_a_size_class(monkeypatch):
     selection = Selection(HOST, range(4))
     first = selection.choose("all_reduce", 0, 1000)
     monkeypatch.setattr(Pricing, "price", None)
-    assert selection.choose("all_reduce", 0, 1023) is first
+    assert selection.choose("all_reduce", 0, 1024) is first
     with pytest.raises(TypeError):
-        selection.choose("all_reduce", 0, 1024)
+        selection.choose("all_reduce", 0, 1025)
 
 
 def test_a_forced_schedule_is_taken_whatever_it_costs():

@@ -4,7 +4,7 @@
 A wire is a row of *slots*. A slot holds a piece that moves as a whole: a rank's share in an all-gather, say, or the
 whole buffer in a broadcast. A call of any size travels as slices that fit the wire, one after the other, so a slot may
 be empty in the last slices. All ranks have the same slots at the same places, of the same sizes, whatever the layout of
-their tensors.
+their tensors; but in an all-to-all, slots of which a rank is neither end are empty there.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Traits(NamedTuple):
         """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
         return torch.uint8 if self.operation is None else self.dtype
 
-    def number(self, schedule: str) -> int:
-        """Return 32 bits that tell this call, along the schedule of this name, from others."""
-        return _number(self, schedule)
+    def number(self, more: str) -> int:
+        """Return 32 bits that tell this kind of call, with `more` that must be equal, from others."""
+        return _number(self, more)
 
 
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 
 
 @lru_cache(1024)
-def _number(traits: Traits, schedule: str) -> int:
-    return zlib.crc32(f"{traits} {schedule}".encode())
+def _number(traits: Traits, more: str) -> int:
+    return zlib.crc32(f"{traits} {more}".encode())
 
 
 class Slice(NamedTuple):

@@ -21,7 +21,7 @@ from commrt.c10d.call import Call, Range, Slice, bounds_of
 from commrt.cost.selection import Selection
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
-from commrt.program import program
+from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
@@ -36,6 +36,8 @@ WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 ALIGNMENT_NBYTES = 256
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
+SPREAD = 0x9E3779B1
+"""Makes sequence numbers differ in many bits, so that a call of one number is taken for no call of another."""
 KEPT = 256
 """Bound programs that are kept: those of the sizes seen last."""
 
@@ -110,7 +112,8 @@ class Engine:
         traits, recorder = call.traits, self._world.recorder
         slot_nbytes = self._slot_nbytes(call)
         schedule = self._selection.choose(traits.collective, traits.root, min(traits.nbytes, slot_nbytes))
-        tag = Tag(number, traits.collective, traits.number(schedule.name))
+        kind = traits.number(f"{schedule.name} {call.divisor} {call.factor is not None}")
+        tag = Tag(number, traits.collective, kind ^ (number * SPREAD & 0xFFFFFFFF))
         with within_range(recorder, traits.collective, number=number, numel=sum(call.sizes), schedule=schedule.name):
             for part in call.slices(slot_nbytes // traits.wire_dtype.itemsize):
                 bound = self._bound(schedule, part.shape, traits.operation, traits.wire_dtype, call.device)
@@ -136,7 +139,8 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Bound:
-        mine = program(schedule, self._world.rank)
+        ranks = range(self._world.size)
+        mine = member_program(schedule, ranks, self._world.rank, len(ranks))  # which remembers schedules
         bounds = bounds_of(shape, schedule.chunks // len(shape))
         wire = self._allocate("wire", bounds[-1], dtype, device)
         scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
@@ -154,7 +158,7 @@ class Engine:
         need = numel * dtype.itemsize
         memory = self._memory.get((purpose, device))
         if memory is None or memory.numel() < need:
-            size = max(need, WIRE_NBYTES[device.type])
+            size = max(need, 2 * WIRE_NBYTES[device.type], 0 if memory is None else 2 * memory.numel())
             memory = self._memory[purpose, device] = self._world.transport.allocate(size, torch.uint8, device)
         return memory[:need].view(dtype)
 

@@ -76,7 +76,7 @@ class Selection:
 
     def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
-        key = collective, root, piece_nbytes.bit_length()
+        key = collective, root, max(piece_nbytes - 1, 0).bit_length()
         if key not in self._known:
             self._known[key] = self._choose(*key)
         return self._known[key]
