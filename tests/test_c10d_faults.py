@@ -109,6 +109,13 @@ def test_a_ctrl_c_ends_a_call_that_waits_and_leaves_a_work_under_way():
     assert_error(others_first, "PeerLost", "Rank 0 saw KeyboardInterrupt")
 
 
+def test_a_signal_handler_in_a_collective_is_refused_and_the_collective_goes_on():
+    (found, tried), others = found_by(2, c10d_failing_ranks.handled)
+    assert found[1] == others[1] == "no error"
+    for refused in tried:
+        assert_error(refused, "UsageError", "a signal handler interrupted a collective call of its own thread")
+
+
 def test_abort_from_another_thread_ends_a_collective_on_all_ranks():
     own, others = found_by(2, c10d_failing_ranks.aborted)
     assert_error(own, "TransportClosed", "barrier, sequence number 1")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commrt.c10d.call import Call, Range, Slice, bounds_of
+from commrt.c10d.call import WIRE_NBYTES, Call, Range, Slice, bounds_of
 from commrt.cost.selection import Selection
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
@@ -31,8 +31,6 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["Engine"]
 
-WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
-"""What a slice of a call has on the wire at most, over all slots; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""

@@ -36,7 +36,10 @@ class HostMessages:
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
         place = Place(self._rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes)
-        return HostWork(self._gloo.post(data, peer, tag, is_send=is_send), data, place)
+        try:
+            return HostWork(self._gloo.post(data, peer, tag, is_send=is_send), data, place)
+        except RuntimeError as error:
+            raise _explained(error, place) from error
 
     def close(self) -> None:
         """Close all connections."""

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from commrt.c10d.call import Call, Placed, Traits, whole
+from commrt.algorithms.parts import require_root
+from commrt.c10d.call import WIRE_NBYTES, Call, Placed, Traits, whole
+from commrt.cost.selection import slots_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
+from commrt.runtime.collectives import is_expanded
 
 __all__ = ["Requests"]
 
@@ -182,11 +185,8 @@ class Requests:
     ) -> Call:
         """Return a call whose pieces are as large as `like`."""
         self._require_alike([like, *put, *taken])
-        if not 0 <= root < self.size:
-            raise UsageError(
-                f"rank {root} cannot be the root of a {collective}: the group has ranks 0..{self.size - 1}"
-            )
-        slots = 1 if collective in {"all_reduce", "broadcast", "reduce"} else self.size
+        require_root(self.size, root, collective)
+        slots = slots_of(collective, self.size)
         traits = Traits(collective, slots, like.numel(), like.dtype, how.operation, root)
         size = like.numel() * like.dtype.itemsize // traits.wire_dtype.itemsize
         inputs = [whole(each, traits.wire_dtype) for each in put]
@@ -234,6 +234,8 @@ class Requests:
         first = tensors[0]
         dtype, device = first.dtype, first.device
         for tensor in tensors:
+            if tensor.device.type not in WIRE_NBYTES or tensor.is_quantized:
+                raise UsageError(f"{_text(tensor)}: only plain tensors on a CPU or an NVIDIA GPU can travel")
             if tensor.layout is not torch.strided:
                 raise UsageError(f"a tensor is {tensor.layout}: only all_reduce takes sparse ones; pass a dense copy")
             if tensor.dtype is not dtype or tensor.device != device:
@@ -249,19 +251,27 @@ class Requests:
             raise UsageError(f"the {what} of {dtype} has no place in its own dtype: use SUM, or convert it to float")
         _require_possible(operation, dtype)
         factor = op.factor if kind == _OPS.PREMUL_SUM else None
+        if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, dtype):
+            raise UsageError(f"a factor of {factor.dtype} for tensors of {dtype}: convert one of them")
         return _Arithmetic(operation, factor, self.size if kind == _OPS.AVG else 1)
 
 
 def _gaps(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors whose rows are copies, each with its row."""
-    return [(t, row) for t, row in zip(tensors, rows, strict=False) if t.data_ptr() != row.data_ptr()]
+    """Return the tensors whose rows are copies, each with its row; raise for one that cannot be written to."""
+    found = [(t, row) for t, row in zip(tensors, rows, strict=False) if t.data_ptr() != row.data_ptr()]
+    for tensor, _ in found:
+        if is_expanded(tensor):
+            raise UsageError(
+                f"{_text(tensor)} has elements that share one place, so no result fits it: use its clone()"
+            )
+    return found
 
 
 @lru_cache
 def _require_possible(operation: str, dtype: torch.dtype) -> None:
     """Raise `UsageError` if torch cannot combine elements of `dtype` so: try it on one."""
-    one = torch.zeros(1, dtype=dtype, device="cpu")
     try:
+        one = torch.zeros(1, dtype=dtype, device="cpu")
         OPERATIONS[operation](one, one, out=one)
     except RuntimeError as error:
         raise UsageError(f"{operation} of {dtype} is not possible ({error}): convert the tensor first") from error

@@ -26,7 +26,7 @@ from commrt.errors import UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 
-__all__ = ["run", "waitings"]
+__all__ = ["gains", "run", "waitings"]
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -126,11 +126,20 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     if not others:
         return f"{best.name}: nothing else was found for {cluster.name}"
     other = next((plan for plan in others if plan.algorithm == Ring()), others[0])
-    latency_s = other.latency_s - best.latency_s
-    less_s = {"latencies": latency_s, "bytes": other.exchange_s - best.exchange_s - latency_s}
-    sides = [f"{abs(1e3 * gain):.2f} ms {'less' if gain >= 0 else 'more'} for {what}" for what, gain in less_s.items()]
+    sides = gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
     hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
-    return f"{best.name} against {other.name}, all at once: {' and '.join(sides)}{hidden}"
+    return f"{best.name} against {other.name}, all at once: {sides}{hidden}"
+
+
+def gains(seconds: float, latency_s: float, digits: int) -> str:
+    """Return in words what is saved of a time, and which part of it is latencies.
+
+    >>> gains(0.003, 0.004, digits=0)
+    '4 ms less for latencies and 1 ms more for bytes'
+    """
+    less_ms = {"latencies": 1e3 * latency_s, "bytes": 1e3 * (seconds - latency_s)}
+    sides = [f"{abs(ms):.{digits}f} ms {'less' if ms >= 0 else 'more'} for {what}" for what, ms in less_ms.items()]
+    return " and ".join(sides)
 
 
 def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:

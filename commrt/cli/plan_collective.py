@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.cli.options import json_of
+from commrt.cli.plan import gains
 from commrt.cost.cluster import Cluster
 from commrt.cost.selection import PROVEN_RANKS, Choice, choices, slots_of
 from commrt.errors import UsageError
@@ -73,7 +74,5 @@ def _reason(found: Sequence[Choice]) -> str:
     if not others:
         return f"{best.name}: the only schedule for so many ranks"
     other = others[0]
-    latency_s = other.latency_s - best.latency_s
-    less_s = {"latencies": latency_s, "bytes": other.seconds - best.seconds - latency_s}
-    sides = [f"{abs(1e3 * gain):.3f} ms {'less' if gain >= 0 else 'more'} for {what}" for what, gain in less_s.items()]
-    return f"{best.name} against {other.name}: {' and '.join(sides)}"
+    sides = gains(other.seconds - best.seconds, other.latency_s - best.latency_s, digits=3)
+    return f"{best.name} against {other.name}: {sides}"

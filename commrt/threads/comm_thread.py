@@ -24,6 +24,10 @@ ON_COMM_THREAD = (
     "a callback of a future runs on the thread that communicates, at a time that differs between ranks, so it can "
     "neither begin nor wait for a transfer nor close the world: do that where the first transfer was begun"
 )
+IN_A_CALL = (
+    "a signal handler interrupted a collective call of its own thread, and can neither communicate nor close anything "
+    "before that call ends: set a flag in the handler and act on it in your loop, or raise an exception to end the call"
+)
 INHERITED = (
     "this world belongs to the process that opened it, and a forked child cannot use it: communicate in that process "
     "only, or start this one with multiprocessing's spawn or a launcher and call init() in it"
@@ -92,6 +96,7 @@ class CommThread:
         self._pending: set[Future[Any]] = set()
         self._is_over = False
         self._turn = threading.Lock()  # held by the thread that runs a task
+        self._runner: threading.Thread | None = None  # the one that does so in `run`
         self._ended: Future[None] = Future()  # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -102,6 +107,7 @@ class CommThread:
         Raises `TransportClosed` after `close`, and in a forked child.
         """
         self.require_open()
+        self._require_no_call()
         future: TaskFuture[T] = TaskFuture(self._thread)
         before = self.streams.record_event()
         self._pending.add(future)
@@ -120,8 +126,17 @@ class CommThread:
             return self.submit(task)
         future: TaskFuture[T] = TaskFuture()
         with self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
-            self._run(task, future, DONE)
+            self._runner = threading.current_thread()
+            try:
+                self._run(task, future, DONE)
+            finally:
+                self._runner = None
         return future
+
+    def _require_no_call(self) -> None:
+        """Raise `UsageError` in a signal handler that interrupts `run`: it would wait for what it interrupts."""
+        if self._runner is threading.current_thread():
+            raise UsageError(IN_A_CALL)
 
     def require_open(self) -> None:
         """Raise `TransportClosed` after `close`, and in a forked child."""
@@ -129,9 +144,10 @@ class CommThread:
             raise TransportClosed(self._refusal)
 
     def require_other_thread(self) -> None:
-        """Raise `UsageError` if the communication thread calls this: it cannot wait for itself."""
+        """Raise `UsageError` on the communication thread, and in a signal handler amid `run`: neither can wait."""
         if threading.current_thread() is self._thread:
             raise UsageError(ON_COMM_THREAD)
+        self._require_no_call()
 
     def require_working(self) -> None:
         """Raise what a task submitted now would raise: see `require_other_thread`, `require_open` and `failure`."""

@@ -101,6 +101,24 @@ def interrupted(tell):
     return found, again, failed(work.wait)
 
 
+def handled(tell):
+    """A signal handler of rank 0 uses the group in the middle of its own collective; then the other rank comes."""
+    rank, store = begin(60)
+    group, _ = used_groups()
+    if rank == LATE:
+        store.get("handled")
+        return failed(lambda: dist.barrier(group=group))
+    tried = []
+
+    def handler(*_):
+        tried.extend(failed(call) for call in (lambda: dist.barrier(group=group), dist.destroy_process_group))
+        store.set("handled", "")
+
+    signal.signal(signal.SIGUSR1, handler)
+    when_it_waits(lambda: os.kill(os.getpid(), signal.SIGUSR1), group)
+    return failed(lambda: dist.barrier(group=group)), tried
+
+
 def aborted(tell):
     """Rank 0 aborts the group while its main thread waits in it; then the other rank comes."""
     rank, store = begin(60)
