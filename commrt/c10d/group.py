@@ -56,8 +56,11 @@ class Group:
 
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""
+        try:
+            self.world.close()
+        except CommrtError as error:
+            raise as_dist_error(error) from error.__cause__
         _OPEN.discard(self)
-        self.world.close()
         self.host_messages.close()
 
     def abort(self) -> None:
