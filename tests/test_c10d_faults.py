@@ -141,6 +141,12 @@ def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way():
     assert total == [2.0] * 8
 
 
+def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives():
+    (received, barrier), _ = found_by(2, c10d_failing_ranks.hurried)
+    assert_error(received, "DeadlineExceeded", "bucket receive with tag 0")
+    assert_error(barrier, "DeadlineExceeded", "no answer from ranks [1] within 0.5 s")
+
+
 def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it():
     for said, total in found_by(2, c10d_failing_ranks.forking):
         assert "'TransportClosed'" in said

@@ -13,7 +13,14 @@ pytestmark = pytest.mark.processes
 RANKS = 4
 WAYS = [c10d_training.ddp, c10d_training.fsdp2, c10d_training.hsdp]
 HOOKED = [c10d_training.two_replicas, c10d_training.four_replicas]
-TENSORS = [c10d_tensors.products, c10d_tensors.changes, c10d_tensors.functions]
+TENSORS = [
+    c10d_tensors.products,
+    c10d_tensors.changes,
+    c10d_tensors.functions,
+    c10d_tensors.after_functional,
+    c10d_tensors.dtensor_refused,
+    c10d_tensors.counted_by_autograd,
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +55,16 @@ def test_a_dtensor_changes_from_any_placements_to_any_others(found):
 @pytest.mark.parametrize("name", c10d_tensors.FUNCTIONS)
 def test_a_functional_collective_gives_what_it_should(found, name, how):
     assert [by_call[name, how] for by_call in found["functions"]] == [True] * RANKS
+
+
+def test_the_result_of_a_functional_collective_is_waited_for_before_it_travels_again(found):
+    assert found["after_functional"] == [("AsyncCollectiveTensor", [16.0] * 3, [4.0] * 3)] * RANKS
+
+
+def test_a_dtensor_is_refused_by_a_collective_of_plain_tensors(found):
+    for said in found["dtensor_refused"]:
+        assert said.startswith("a DTensor cannot travel: pass the tensor in it")
+
+
+def test_a_collective_counts_as_no_change_in_place_for_autograd(found):
+    assert found["counted_by_autograd"] == [(0, [8.0] * 4)] * RANKS

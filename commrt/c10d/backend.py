@@ -49,7 +49,7 @@ class CommrtBackend(Methods, Backend):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of all later collectives."""
-        self.group.world.transport.timeout_s = timeout.total_seconds()
+        self.group.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
         """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""

@@ -78,6 +78,8 @@ class Engine:
 
     def __init__(self, world: World, selection: Selection, name: str) -> None:
         self._world, self._selection, self._name = world, selection, name
+        self.timeout_s = world.timeout_s
+        """Of calls that have none of their own."""
         self._count = count()
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
         self._bound = lru_cache(KEPT)(self._bind)
@@ -92,7 +94,6 @@ class Engine:
 
     def _run(self, call: Call) -> None:
         number, transport = next(self._count), self._world.transport
-        default_s = transport.timeout_s
         if call.timeout_s is not None:
             transport.timeout_s = call.timeout_s
         try:
@@ -104,7 +105,7 @@ class Engine:
             raise
         finally:
             if call.timeout_s is not None:
-                transport.timeout_s = default_s
+                transport.timeout_s = self.timeout_s
 
     def _run_slices(self, call: Call, number: int) -> None:
         traits, recorder = call.traits, self._world.recorder

@@ -54,6 +54,10 @@ class Group:
         self.device_messages = DeviceMessages(self.world)
         _OPEN.add(self)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give later collectives, sends and receives another deadline."""
+        self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
+
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""
         try:

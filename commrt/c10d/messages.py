@@ -31,13 +31,15 @@ class HostMessages:
     def __init__(self, store: Store, world: World, host: str | None) -> None:
         # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
         self._rank = world.rank
+        self.timeout_s = world.timeout_s
+        """Of what is posted from now on; Gloo connects two ranks within the first one."""
         self._gloo = GlooTransport(store, world.rank, range(world.size), world.timeout_s, host, lazy=True)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
         place = Place(self._rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes)
         try:
-            return HostWork(self._gloo.post(data, peer, tag, is_send=is_send), data, place)
+            return HostWork(self._gloo.post(data, peer, tag, is_send=is_send), data, place, self.timeout_s)
         except RuntimeError as error:
             raise _explained(error, place) from error
 
@@ -49,14 +51,14 @@ class HostMessages:
 class HostWork(dist.Work):
     """A send or a receive of Gloo, with errors that name the peer."""
 
-    def __init__(self, work: dist.Work, data: Tensor, place: Place) -> None:
+    def __init__(self, work: dist.Work, data: Tensor, place: Place, timeout_s: float) -> None:
         super().__init__()
-        self._work, self._data, self._place = work, data, place
+        self._work, self._data, self._place, self._timeout_s = work, data, place, timeout_s
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
         try:
-            return self._work.wait() if seconds_of(timeout) is None else self._work.wait(timeout)
+            return self._work.wait(timedelta(seconds=seconds_of(timeout) or self._timeout_s))
         except RuntimeError as error:
             raise as_dist_error(_explained(error, self._place)) from error
 

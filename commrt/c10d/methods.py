@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from commrt.c10d.call import Call
+from commrt.c10d.call import Call, memory_of
 from commrt.c10d.group import Group
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.c10d.requests import Requests
@@ -161,6 +161,7 @@ class Methods:
         return GroupWork(self.group.world.comm_thread.submit(lambda: None), [])
 
     def _post(self, tensor: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
+        tensor = memory_of(tensor)
         if not tensor.is_contiguous():
             raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has gaps: pass its contiguous() copy")
         if tensor.device.type == "cpu":

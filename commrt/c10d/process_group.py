@@ -58,7 +58,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of all later collectives."""
-        self.group.world.transport.timeout_s = timeout.total_seconds()
+        self.group.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 

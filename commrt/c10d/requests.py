@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call import WIRE_NBYTES, Call, Placed, Traits, whole
+from commrt.c10d.call import WIRE_NBYTES, Call, Placed, Traits, memory_of, whole
 from commrt.cost.selection import slots_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
@@ -258,7 +258,8 @@ class Requests:
 
 def _gaps(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors whose rows are copies, each with its row; raise for one that cannot be written to."""
-    found = [(t, row) for t, row in zip(tensors, rows, strict=False) if t.data_ptr() != row.data_ptr()]
+    pairs = zip(map(memory_of, tensors), rows, strict=False)
+    found = [(tensor, row) for tensor, row in pairs if tensor.data_ptr() != row.data_ptr()]
     for tensor, _ in found:
         if is_expanded(tensor):
             raise UsageError(

@@ -187,3 +187,17 @@ def left_open():
     for group in (first, second):
         print(failed(lambda group=group: [dist.barrier(group=group) for _ in range(2)]), flush=True)  # noqa: T201
     sys.exit(3)
+
+
+def hurried(tell):
+    """Rank 0 shortens the timeout of a group, then receives what no other rank sends, and comes alone to a barrier."""
+    rank, store = begin(60)
+    dist.barrier()
+    if rank == LATE:
+        store.get("late")
+        return failed(dist.barrier)
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    received = failed(lambda: dist.recv(torch.ones(4), LATE))
+    found = received, failed(dist.barrier)
+    store.set("late", "")
+    return found

@@ -85,3 +85,33 @@ def functions():
         for how, called in (("eager", function), ("compiled", whole)):
             found[name, how] = torch.equal(called(all_x[rank], group), expected)
     return found
+
+
+def after_functional():
+    """What an all-reduce, and a send around the ring, make of results for which nobody has waited."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reduced, sent = (functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD) for _ in range(2))
+    dist.all_reduce(reduced)
+    received = torch.zeros(3)
+    work = dist.isend(sent, (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    work.wait()
+    return type(reduced).__name__, reduced.tolist(), received.tolist()
+
+
+def dtensor_refused():
+    """What an all-reduce says of a DTensor, which has no memory of its own."""
+    try:
+        dist.all_reduce(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (4,)), [Replicate()]))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def counted_by_autograd():
+    """How many in-place changes autograd counts for an all-reduce of a whole tensor, and of one with gaps."""
+    whole, gaps = torch.ones(4), torch.ones(4, 2)[:, 0]
+    before = whole._version + gaps._version
+    dist.all_reduce(whole)
+    dist.all_reduce(gaps)
+    return whole._version + gaps._version - before, (whole + gaps).tolist()
