@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
+from commrt.cli import plan_collective
 from commrt.cost.cluster import Cluster, Link
 from commrt.cost.price import Pricing
-from commrt.cost.selection import Selection, choices, parse_forced
+from commrt.cost.selection import Selection, choices, parse_forced, slice_nbytes, slots_of
 from commrt.errors import UsageError
 
 HOST = Cluster.named("host")
@@ -60,6 +62,17 @@ def test_what_cannot_be_forced_is_refused_with_what_can():
         parse_forced("sum=ring")
     with pytest.raises(UsageError, match=r"'doubling' of all_gather takes another number of ranks: 6 ranks take ring"):
         Selection(HOST, range(6), {"all_gather": "doubling"})
+
+
+@pytest.mark.parametrize("nbytes", [8, 3_000, 200_000, 5_000_000, 300_000_000])
+@pytest.mark.parametrize("collective", sorted(COLLECTIVES.keys() - {"barrier", "all_to_all"}))
+@pytest.mark.parametrize("cluster", ["host", "ethernet-10g"])
+def test_plan_names_the_schedule_that_the_backend_takes(cluster, collective, nbytes, capsys):
+    plan_collective.run(collective, 6, cluster, nbytes, as_json=True)
+    piece = nbytes if slots_of(collective, 6) == 1 else nbytes // 6
+    in_a_slice = min(piece, slice_nbytes(collective, 6, "cpu"))
+    taken = Selection(Cluster.named(cluster), range(6)).choose(collective, 0, in_a_slice)
+    assert candidates(collective, 6)[json.loads(capsys.readouterr().out)["best"]] == taken
 
 
 def test_a_group_is_priced_where_its_ranks_lie():

@@ -24,10 +24,8 @@ from commrt.errors import UsageError
 from commrt.kernels.layout import padded
 from commrt.program import chunk_bounds
 
-__all__ = ["GRANULE", "WIRE_NBYTES", "Call", "Placed", "Range", "Slice", "Traits", "bounds_of", "memory_of", "whole"]
+__all__ = ["GRANULE", "Call", "Placed", "Range", "Slice", "Traits", "bounds_of", "memory_of", "whole"]
 
-WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
-"""What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
 GRANULE = 16
 """Elements, or bytes of what only moves: a slot's size is a multiple. In an `all_to_all`, where only the two ends of a
 transfer know its size, a slot has exactly that size: so two ends that differ notice it."""

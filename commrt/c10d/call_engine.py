@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commrt.c10d.call import WIRE_NBYTES, Call, Range, Slice, bounds_of
-from commrt.cost.selection import Selection
+from commrt.c10d.call import Call, Range, Slice, bounds_of
+from commrt.cost.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
 from commrt.program import member_program
@@ -31,7 +31,6 @@ from commrt.transport.protocol import Tag
 
 __all__ = ["Engine"]
 
-ALIGNMENT_NBYTES = 256
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
 SPREAD = 0x9E3779B1
@@ -109,7 +108,7 @@ class Engine:
 
     def _run_slices(self, call: Call, number: int) -> None:
         traits, recorder = call.traits, self._world.recorder
-        slot_nbytes = self._slot_nbytes(call)
+        slot_nbytes = slice_nbytes(traits.collective, self._world.size, call.device.type)
         schedule = self._selection.choose(traits.collective, traits.root, min(traits.nbytes, slot_nbytes))
         kind = traits.number(f"{schedule.name} {call.divisor} {call.factor is not None}")
         tag = Tag(number, traits.collective, kind ^ (number * SPREAD & 0xFFFFFFFF))
@@ -124,11 +123,6 @@ class Engine:
         if call.device.type == "cuda":
             for _, row, _ in (*call.put, *call.take):  # they may be freed on another stream
                 row.record_stream(torch.cuda.current_stream(call.device))
-
-    def _slot_nbytes(self, call: Call) -> int:
-        """Return how much of each piece a slice takes: the same on all ranks, and a multiple of all dtypes."""
-        slots = self._world.size if call.traits.slots > 1 else 1
-        return max(WIRE_NBYTES[call.device.type] // slots // ALIGNMENT_NBYTES, 1) * ALIGNMENT_NBYTES
 
     def _bind(
         self,

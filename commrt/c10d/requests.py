@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call import WIRE_NBYTES, Call, Placed, Traits, memory_of, whole
-from commrt.cost.selection import slots_of
+from commrt.c10d.call import Call, Placed, Traits, memory_of, whole
+from commrt.cost.selection import WIRE_NBYTES, slots_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
 from commrt.runtime.collectives import is_expanded

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.table import Table
 from commrt.cli.options import json_of
 from commrt.cli.plan import gains
 from commrt.cost.cluster import Cluster
-from commrt.cost.selection import PROVEN_RANKS, Choice, choices, slots_of
+from commrt.cost.selection import PROVEN_RANKS, Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.errors import UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
@@ -22,6 +23,9 @@ __all__ = ["run"]
 ONE_HOST = "host"
 """The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
 LARGEST = 1e18
+DEVICE = "cpu"
+UNKNOWN = {"barrier", "all_to_all"}
+"""Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
 def run(collective: str, ranks: int, cluster: str | None, nbytes: float | None, as_json: bool) -> None:
@@ -35,18 +39,32 @@ def run(collective: str, ranks: int, cluster: str | None, nbytes: float | None, 
         raise UsageError(f"--nbytes {nbytes:g}: give a number from 0 to {LARGEST:g}")
     chosen = Cluster.named(cluster or ONE_HOST)
     pieces = 1 if slots_of(collective, ranks) == 1 else ranks
-    found = choices(chosen, collective, range(ranks), (nbytes or 0.0) / pieces)
+    piece_nbytes = 0 if collective in UNKNOWN else ceil((nbytes or 0.0) / pieces)
+    slices = max(1, ceil(piece_nbytes / slice_nbytes(collective, ranks, DEVICE)))
+    priced_nbytes = size_class(min(piece_nbytes, slice_nbytes(collective, ranks, DEVICE)))
+    found = choices(chosen, collective, range(ranks), priced_nbytes)
     best = found[0]
     if ranks <= PROVEN_RANKS:
         prove(best.schedule, collective_of(collective, ranks, best.schedule.chunks, 0))
     if as_json:
         record = {"cluster": chosen.name, "collective": collective, "ranks": ranks, "nbytes": nbytes}
+        record |= {"priced_nbytes": priced_nbytes, "slices": slices}
         print(json_of(record | {"best": best.name, "reason": _reason(found), "schedules": list(map(_record, found))}))
         return
     _show(f"{collective} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}", found)
+    print(_priced(collective, priced_nbytes, slices))
     print(_reason(found))
     print(f"force one: COMMRT_SCHEDULES={collective}={found[-1].name}")
     print(f"{chosen.name}: {' '.join(chosen.about.split())}")
+
+
+def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
+    """Return for what the times stand."""
+    if collective in UNKNOWN:
+        return "priced for empty pieces, as a rank does not know the sizes of all"
+    if slices == 1:
+        return f"priced for pieces of {priced_nbytes:,} bytes, as all sizes down to half of that"
+    return f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices are larger"
 
 
 def _record(choice: Choice) -> dict[str, Any]:

@@ -14,8 +14,21 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
 
-__all__ = ["Choice", "Selection", "choices", "parse_forced", "require_candidate", "slots_of"]
+__all__ = [
+    "WIRE_NBYTES",
+    "Choice",
+    "Selection",
+    "choices",
+    "parse_forced",
+    "require_candidate",
+    "size_class",
+    "slice_nbytes",
+    "slots_of",
+]
 
+WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
+ALIGNMENT_NBYTES = 256
 PROVEN_RANKS = 256
 """A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second here."""
 
@@ -59,10 +72,29 @@ def slots_of(collective: str, ranks: int) -> int:
     return ranks * ranks if collective == "all_to_all" else ranks
 
 
+def slice_nbytes(collective: str, ranks: int, device: str) -> int:
+    """Return how much of each piece travels at once: the same on all ranks, and a multiple of all dtypes.
+
+    >>> slice_nbytes("all_reduce", 4, "cpu"), slice_nbytes("all_gather", 4, "cpu")
+    (4194304, 1048576)
+    """
+    pieces = 1 if slots_of(collective, ranks) == 1 else ranks
+    return max(WIRE_NBYTES[device] // pieces // ALIGNMENT_NBYTES, 1) * ALIGNMENT_NBYTES
+
+
+def size_class(piece_nbytes: int) -> int:
+    """Return the bytes for which pieces of this size are priced: the next power of two.
+
+    >>> [size_class(nbytes) for nbytes in (0, 1000, 1024, 1025)]
+    [1, 1024, 1024, 2048]
+    """
+    return 1 << max(piece_nbytes - 1, 0).bit_length()
+
+
 class Selection:
     """Chooses the schedules of one group of ranks: once for each collective, root and size class, then from memory.
 
-    Size classes are powers of two. What is chosen is proven first, up to `PROVEN_RANKS` ranks. `ranks` [group] are the
+    What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`. `ranks` [group] are the
     places of the group's ranks in the cluster; `forced` names schedules to take whatever they cost, by collective.
     Raises `UsageError` for a cluster that is too small, and for schedules that take other numbers of ranks.
     """
@@ -76,15 +108,15 @@ class Selection:
 
     def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
-        key = collective, root, max(piece_nbytes - 1, 0).bit_length()
+        key = collective, root, size_class(piece_nbytes)
         if key not in self._known:
             self._known[key] = self._choose(*key)
         return self._known[key]
 
-    def _choose(self, collective: str, root: int, size_class: int) -> Schedule:
+    def _choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         ranks = len(self._ranks)
         if (forced := self._forced.get(collective)) is None:
-            schedule = choices(self._cluster, collective, self._ranks, float(1 << size_class), root)[0].schedule
+            schedule = choices(self._cluster, collective, self._ranks, piece_nbytes, root)[0].schedule
         else:
             schedule = require_candidate(collective, forced, ranks, root)
         if ranks <= PROVEN_RANKS:
