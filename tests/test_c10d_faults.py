@@ -141,6 +141,12 @@ def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way():
     assert total == [2.0] * 8
 
 
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(sender):
+    found = found_by(2, c10d_failing_ranks.sending_first, sender)[sender]
+    assert_error(found, "DeadlineExceeded", "bucket send with tag 0", within_s=8.0)
+
+
 def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives():
     (received, barrier), _ = found_by(2, c10d_failing_ranks.hurried)
     assert_error(received, "DeadlineExceeded", "bucket receive with tag 0")

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.processes
 RANKS = 4
 SUM = [10.0] * 3
 """Of what the four ranks have."""
-SUMMING = [c10d_groups.meshed, c10d_groups.interleaved, c10d_groups.of_some, c10d_groups.alone]
+SUMMING = [
+    c10d_groups.meshed,
+    c10d_groups.interleaved,
+    c10d_groups.of_some,
+    c10d_groups.of_two_devices,
+    c10d_groups.alone,
+]
 OTHERS = [
     c10d_groups.unsorted,
     c10d_groups.after_a_group,

@@ -25,6 +25,10 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 __all__ = ["DeviceMessages", "HostMessages"]
 
 
+CONNECT_TRIES = 5
+"""Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
+
+
 class HostMessages:
     """Sends and receives of CPU tensors. Used by any thread."""
 
@@ -32,8 +36,9 @@ class HostMessages:
         # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
         self._rank = world.rank
         self.timeout_s = world.timeout_s
-        """Of what is posted from now on; Gloo connects two ranks within the first one."""
-        self._gloo = GlooTransport(store, world.rank, range(world.size), world.timeout_s, host, lazy=True)
+        """Of what is waited for from now on. Gloo connects two ranks within the timeout that the group began with."""
+        connect_s = world.timeout_s / CONNECT_TRIES
+        self._gloo = GlooTransport(store, world.rank, range(world.size), connect_s, host, lazy=True)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""

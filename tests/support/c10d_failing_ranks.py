@@ -189,13 +189,26 @@ def left_open():
     sys.exit(3)
 
 
+def sending_first(tell, sender):
+    """A rank sends for the first time to one that does nothing before that has ended."""
+    rank, store = begin(2)
+    if rank != sender:
+        store.wait(["sent"], timedelta(seconds=60))
+        return None
+    found = failed(lambda: dist.send(torch.ones(4), 1 - sender))
+    store.set("sent", "")
+    return found
+
+
 def hurried(tell):
     """Rank 0 shortens the timeout of a group, then receives what no other rank sends, and comes alone to a barrier."""
     rank, store = begin(60)
     dist.barrier()
     if rank == LATE:
+        dist.send(torch.ones(4), 0)
         store.get("late")
         return failed(dist.barrier)
+    dist.recv(torch.ones(4), LATE)  # from here on the two are connected
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
     received = failed(lambda: dist.recv(torch.ones(4), LATE))
     found = received, failed(dist.barrier)

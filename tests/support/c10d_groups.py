@@ -71,6 +71,11 @@ def of_some():
     return sums(dist.new_group(ranks, use_local_synchronization=True))
 
 
+def of_two_devices():
+    """In a group whose devices each have a backend."""
+    return sums(dist.new_group(backend="cpu:commrt,cuda:commrt"))
+
+
 def alone():
     return sums(dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
