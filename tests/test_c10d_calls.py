@@ -14,10 +14,12 @@ from torch.distributed import ReduceOp
 from commrt.algorithms.catalogue import COLLECTIVES
 from commrt.c10d import call_engine
 from commrt.c10d.call_engine import Engine
+from commrt.c10d.messages import DeviceMessages
 from commrt.c10d.requests import Requests
 from commrt.cost.cluster import Cluster
 from commrt.cost.selection import Selection
 from commrt.errors import UsageError
+from commrt.runtime.world import World
 from commrt.testing.ranks import over_nccl, over_threads, run_ranks
 from commrt.threads.comm_thread import CommThread
 
@@ -189,3 +191,47 @@ def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():
     assert ran[0] is threading.current_thread()
     assert ran[1] not in {waiting, threading.current_thread()}
     thread.close()
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """CPU tensors that travel over the stand-in for NCCL, to which all ranks are connected already."""
+    monkeypatch.setattr(World, "connect", lambda world, device: None)
+
+
+def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(stand_in):
+    def body(world):
+        messages, peer = DeviceMessages(world), 1 - world.rank
+        first, second = torch.zeros(3), torch.zeros(5)
+        works = [messages.post(torch.full((size,), float(world.rank)), peer, is_send=True) for size in (3, 5)]
+        works += [messages.post(target, peer, is_send=False) for target in (first, second)]
+        works[0].wait()
+        done = [work.is_completed() for work in works]
+        return done, first.tolist(), second.tolist()
+
+    assert run_ranks(2, body, connect=over_nccl) == [
+        ([True] * 4, [float(1 - r)] * 3, [float(1 - r)] * 5) for r in (0, 1)
+    ]
+
+
+def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_another(stand_in):
+    def body(world):
+        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
+        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
+        messages.flush()
+        world.comm_thread.submit(lambda: None).result()
+        arrived = [work.is_completed() for work in works], target.tolist()
+        messages.flush()  # nothing is left to leave
+        again = messages.post(torch.zeros(3), peer, is_send=True), messages.post(target, peer, is_send=False)
+        again[1].wait()
+        return *arrived, target.tolist()
+
+    assert run_ranks(2, body, connect=over_nccl) == [([True, True], [1.0] * 3, [0.0] * 3)] * 2
+
+
+def test_a_gpu_cannot_receive_from_any_rank():
+    def body(world):
+        with pytest.raises(UsageError, match="name the source"):
+            DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
+
+    run_ranks(2, body, connect=over_nccl)
