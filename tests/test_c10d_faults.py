@@ -147,6 +147,12 @@ def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(sender):
     assert_error(found, "DeadlineExceeded", "bucket send with tag 0", within_s=8.0)
 
 
+def test_a_first_send_to_a_dead_rank_says_that_it_is_gone():
+    barrier, send = found_by(2, c10d_failing_ranks.sending_to_the_dead)[0]
+    assert_error(barrier, "PeerLost", "the peer is gone")
+    assert_error(send, "PeerLost", "the connection to the peer broke", "bucket send with tag 0")
+
+
 def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives():
     (received, barrier), _ = found_by(2, c10d_failing_ranks.hurried)
     assert_error(received, "DeadlineExceeded", "bucket receive with tag 0")

@@ -83,7 +83,8 @@ class HostWork(dist.Work):
 
 
 def _explained(error: RuntimeError, place: Place) -> TransportError:
-    if "imed out" in str(error) or "imeout" in str(error):
+    is_late = "imed out" in str(error) or "imeout" in str(error)
+    if is_late and "refused" not in str(error):  # "timed out connecting: ... Connection refused": nobody listens
         return DeadlineExceeded(
             "the peer did not do its part in time: slow, stopped, or running another program", place
         )

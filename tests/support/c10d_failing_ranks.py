@@ -200,6 +200,15 @@ def sending_first(tell, sender):
     return found
 
 
+def sending_to_the_dead(tell):
+    """Rank 0 learns from a barrier that the other rank has died, then sends to it for the first time."""
+    rank, _ = begin(20)
+    dist.barrier()
+    if rank == LATE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failed(dist.barrier), failed(lambda: dist.send(torch.ones(4), LATE))
+
+
 def hurried(tell):
     """Rank 0 shortens the timeout of a group, then receives what no other rank sends, and comes alone to a barrier."""
     rank, store = begin(60)
