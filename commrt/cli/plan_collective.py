@@ -24,6 +24,7 @@ ONE_HOST = "host"
 """The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
 LARGEST = 1e18
 DEVICE = "cpu"
+"""Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
 UNKNOWN = {"barrier", "all_to_all"}
 """Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
