@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import commrt.c10d  # noqa: F401  # it registers the backend
 
 EPOCHS = 3
+KEPT = []
+"""Groups of Gloo wait for their threads when they are deleted, without letting go of Python's lock, for which such a
+thread may wait: under load, a process hung there once. So they live until the process ends."""
 
 
 def network():
@@ -46,6 +49,7 @@ def accelerate(backend):
             optimizer.step()
             optimizer.zero_grad()
     used = dist.get_backend()
+    KEPT.append(dist.group.WORLD)
     accelerator.end_training()
     AcceleratorState._reset_state(reset_partial_state=True)
     return used, model
@@ -79,6 +83,7 @@ def lightning(backend):
     )
     trainer.fit(module, data())
     used = dist.get_backend()
+    KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
     return used, module.network
 
