@@ -27,7 +27,7 @@ from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.comm_thread import TaskFuture
-from commrt.transport.protocol import Tag
+from commrt.transport.protocol import Tag, point
 
 __all__ = ["Engine"]
 
@@ -64,12 +64,12 @@ class _Bound(NamedTuple):
         rows = {slot: row[begin + part.lo :] for slot, row, begin in call.take}
         landed = [each for each in self.landings if each.slot in rows]
         for target, slot, (begin, end), _ in landed:
-            _point(target, rows[slot][begin:end])
+            point(target, rows[slot][begin:end])
         try:
             yield self.rest
         finally:
             for each in landed:
-                _point(each.target, each.home)
+                point(each.target, each.home)
 
 
 class Engine:
@@ -154,10 +154,6 @@ class Engine:
             size = max(need, 2 * WIRE_NBYTES[device.type], 0 if memory is None else 2 * memory.numel())
             memory = self._memory[purpose, device] = self._world.transport.allocate(size, torch.uint8, device)
         return memory[:need].view(dtype)
-
-
-def _point(target: Tensor, memory: Tensor) -> None:
-    target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
 
 def _landings(bound: BoundProgram, wire: Tensor, shape: Sequence[int]) -> Iterator[_Landing]:

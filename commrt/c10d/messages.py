@@ -124,9 +124,11 @@ class _Batch:
     def begin(self) -> TaskFuture[None]:
         """Begin to exchange all messages, unless that was done."""
         if self.future is None:
-            group, transport = P2PGroup(self.sends, self.recvs), self._world.transport
-            self.future = self._world.comm_thread.submit(lambda: transport.bind(group)(Tag(0, "send and receive")))
+            self.future = self._world.comm_thread.submit(self._exchange)
         return self.future
+
+    def _exchange(self) -> None:
+        self._world.transport.bind(P2PGroup(self.sends, self.recvs))(Tag(0, "send and receive"))
 
 
 class BatchWork(GroupWork):

@@ -2,7 +2,8 @@
 """A rank's program on a buffer: bound once to addresses, then run with as little Python as possible.
 
 What a rank copies is received in its final place. What it combines with its own data is received in scratch memory and
-combined after the exchange, so a rank may send a chunk and add to it in the same hop.
+combined after the exchange, so a rank may send a chunk and add to it in the same hop. If it does not, a transport of
+one host may let it read the senders' memory instead of copying it to scratch.
 """
 
 from __future__ import annotations
@@ -76,9 +77,11 @@ class BoundProgram:
             self._run_on_streams(tag, self.streams or Streams(), recorder)
             return
         for hop in self.hops:
-            hop.exchange(tag)
+            end_loan = hop.exchange(tag)
             for combine in hop.combinations:
                 combine()
+            if end_loan is not None:
+                end_loan()
 
     def _run_on_streams(self, tag: Tag, streams: Streams, recorder: Recorder | None) -> None:
         combined: dict[int, StreamEvent] = {}
@@ -86,7 +89,7 @@ class BoundProgram:
             if hop.after in combined:
                 streams.wait_event(combined[hop.after])
             with within_range(recorder, "hop", **hop.facts):
-                hop.exchange(tag)
+                end_loan = hop.exchange(tag)
             if hop.combinations:
                 received = streams.record_event()
                 with streams.side_stream(), within_range(recorder, "combine"):
@@ -94,6 +97,8 @@ class BoundProgram:
                     for combine in hop.combinations:
                         combine()
                     combined[hop.number] = streams.record_event()
+            if end_loan is not None:  # of host memory, where no stream queues work
+                end_loan()
         for last in list(combined.values())[-1:]:
             streams.wait_event(last)
 
@@ -171,7 +176,7 @@ class _Binder:
         self.recvs.extend(recvs)
         ends = zip(hop.recvs, places, final, strict=True)
         self.landings.extend(Landing(place, self.bounds[t.lo], self.bounds[t.hi]) for t, place, ok in ends if ok)
-        exchange = self.transport.bind(P2PGroup(sends, recvs, number))
+        exchange = self.transport.bind(P2PGroup(sends, recvs, number, _only_reads(hop)))
         combinations = tuple(self._combinations(hop, places))
         return BoundHop(exchange, combinations, number, waits.after[number], _facts(number, sends, recvs))
 
@@ -201,6 +206,12 @@ class _Binder:
                 yield self.add(own, received)
             else:
                 yield from (mixing(own, place, transfer.weight) for transfer, place in zip(legs, received, strict=True))
+
+
+def _only_reads(hop: Hop) -> bool:
+    """Return True if a rank may combine what it receives before the hop has ended: no peer reads what that changes."""
+    apart = all(sent.hi <= own.lo or own.hi <= sent.lo for sent in hop.sends for own in hop.combined)
+    return apart and len(hop.combined) == len(hop.recvs)
 
 
 def _facts(number: int, sends: list[P2PMessage], recvs: list[P2PMessage]) -> dict[str, int | str]:

@@ -140,6 +140,29 @@ def parts_of_a_buffer_travel_alone(make: Make) -> None:
     _require(arrived == [0, 0, 0, 3, 4, 5, 6, 0, 0, 0], f"got {arrived}")
 
 
+def what_is_only_read_stays_until_it_was_read(make: Make) -> None:
+    """A sender may overwrite what it sent as soon as its group ends, even if the receiver reads it in place."""
+
+    def body(t: Transport) -> list[float]:
+        mine, theirs = torch.zeros(8), torch.zeros(8)
+        large, received = t.allocate(40_000, torch.float32), t.allocate(40_000, torch.float32)
+        right, left = (t.rank + 1) % 3, (t.rank - 1) % 3
+        sends = [P2PMessage(right, data) for data in (mine, large)]
+        recvs = [P2PMessage(left, data) for data in (theirs, received)]
+        run = t.bind(P2PGroup(sends, recvs, reads=True))
+        sums = []
+        for turn in range(20):
+            mine.fill_(turn), large.fill_(turn)
+            end_loan = run(Tag(turn, 0))
+            sums.append(float(theirs.sum() + received.sum()) / 40_008)
+            if end_loan is not None:
+                end_loan()
+        return sums
+
+    for rank, sums in enumerate(_on_all(make(3, LONG_S), body)):
+        _require(sums == list(range(20)), f"rank {rank} read {sums[:5]} ...")
+
+
 def empty_messages_and_groups_are_dropped(make: Make) -> None:
     """A group returns although nobody receives its empty send."""
 

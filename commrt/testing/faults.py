@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from commrt.errors import TransportError
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
+from commrt.transport.protocol import EndLoan, Exchange, P2PGroup, Tag, Transport
 
 __all__ = ["Fault", "FaultyTransport", "delay_at", "drop_at", "fail_at", "with_faults"]
 
@@ -63,9 +63,9 @@ class FaultyTransport:
         """See `Transport.bind`."""
         run_all = self._inner.bind(group)
         to_self = [message for message in group.sends if message.peer == self.rank]
-        run_without_sends = self._inner.bind(P2PGroup(to_self, group.recvs, group.hop))
+        run_without_sends = self._inner.bind(replace(group, sends=to_self))
 
-        def run(tag: Tag) -> None:
+        def run(tag: Tag) -> EndLoan | None:
             faults = [fault for fault in self._faults if fault.matches(tag)]
             kinds = {fault.kind for fault in faults}
             if "fail" in kinds:
@@ -73,7 +73,7 @@ class FaultyTransport:
             if "delay" in kinds and tag != self._delayed:
                 self._delayed = tag  # once per bucket, not once per hop
                 time.sleep(sum(fault.seconds for fault in faults))
-            (run_without_sends if "drop" in kinds else run_all)(tag)
+            return (run_without_sends if "drop" in kinds else run_all)(tag)
 
         return run
 

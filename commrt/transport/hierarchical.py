@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from commrt.errors import DeadlineExceeded
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.protocol import CPU, Exchange, P2PGroup, Tag, capture_nothing, require_peers
+from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, capture_nothing, require_peers
 from commrt.transport.shared import SharedTransport
 
 __all__ = ["HierarchicalTransport"]
@@ -59,10 +60,10 @@ class HierarchicalTransport:
         run_local = self._local.bind(self._part(group, is_local=True))
         start_remote = self._remote.bind_start(self._part(group, is_local=False))
 
-        def run(tag: Tag) -> None:
+        def run(tag: Tag) -> EndLoan | None:
             finish_remote = start_remote(tag)
             try:
-                run_local(tag)
+                end_loan = run_local(tag)
             except BaseException as error:
                 try:
                     if isinstance(error, DeadlineExceeded):
@@ -72,6 +73,7 @@ class HierarchicalTransport:
                     self._remote.abort()  # or transfers could still write to memory that the caller frees
                 raise
             finish_remote()
+            return end_loan
 
         return run
 
@@ -79,7 +81,7 @@ class HierarchicalTransport:
         """Return the messages of `group` within this host, or those between hosts."""
         near = set(self._local.members)
         sends, recvs = ([m for m in side if (m.peer in near) == is_local] for side in (group.sends, group.recvs))
-        return P2PGroup(sends, recvs, group.hop)
+        return replace(group, sends=sends, recvs=recvs)
 
     def close(self) -> None:
         """See `Transport.close`."""

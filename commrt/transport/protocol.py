@@ -15,7 +15,7 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from commrt.errors import Place, UsageError
 __all__ = [
     "CPU",
     "Allocate",
+    "EndLoan",
     "Exchange",
     "P2PGroup",
     "P2PMessage",
@@ -33,6 +34,7 @@ __all__ = [
     "Tag",
     "Transport",
     "capture_nothing",
+    "point",
     "require_cpu",
     "require_peers",
     "split_self",
@@ -73,6 +75,8 @@ class P2PGroup:
     recvs: Sequence[P2PMessage]
     hop: int = 0
     """Number of the hop in the schedule, for errors."""
+    reads: bool = False
+    """True if the caller only reads what it receives: until it ends the loan, a receive may be the sender's memory."""
 
     @property
     def peers(self) -> set[int]:
@@ -80,8 +84,15 @@ class P2PGroup:
         return {message.peer for message in (*self.sends, *self.recvs)}
 
 
-Exchange = Callable[[Tag], None]
-"""Runs a bound group once: returns when all its transfers are complete, or raises `TransportError`."""
+EndLoan = Callable[[], None]
+"""Tells senders that their memory was read, and returns when all transfers are complete; raises `TransportError`."""
+
+Exchange = Callable[[Tag], EndLoan | None]
+"""Runs a bound group once: returns when all its transfers are complete, or raises `TransportError`.
+
+Of a group that `reads`, it may set the tensors of receives to the senders' memory (``Tensor.set_``), and return when
+all is there to be read: then it returns what the caller must call before the next group.
+"""
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """(numel, dtype, device) -> zeros [numel]."""
@@ -154,6 +165,11 @@ class QueueingTransport(Transport, Protocol):
         """Wait until all queued groups are complete; raises an error that no call has raised yet."""
 
 
+def point(target: Tensor, memory: Tensor) -> None:
+    """Set `target` to `memory`, which has its size and dtype."""
+    target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
+
+
 def capture_nothing(work: Callable[[], None], group: P2PGroup) -> Exchange | None:  # noqa: ARG001  # a `capture`
     """Return None, as `Transport.capture` does where nothing is queued."""
     return None
@@ -186,4 +202,4 @@ def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PG
             "their sizes differ: put each send to itself and its receive in the same group"
         )
     sends, recvs = ([m for m in side if m.peer != rank and m.data.numel()] for side in (group.sends, group.recvs))
-    return P2PGroup(sends, recvs, group.hop), list(zip(own_sends, own_recvs, strict=True))
+    return replace(group, sends=sends, recvs=recvs), list(zip(own_sends, own_recvs, strict=True))

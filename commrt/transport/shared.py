@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory between the processes of one Linux host: one copy, from the sender's memory to the receiver's.
+"""Shared memory between the processes of one Linux host: at most one copy, from the sender's memory to the receiver's.
 
-A sender offers its data where it lies. The receiver copies it and acknowledges that, so a send waits for its receive,
-as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared segment.
-Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it ends. Small
-messages travel on the sockets themselves, and are complete when they are sent.
+A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a send waits for its
+receive, as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared
+segment. Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it
+ends. Small messages travel on the sockets themselves, and are complete when they are sent.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from time import monotonic
 from weakref import finalize
@@ -34,11 +35,13 @@ from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.channel import SMALL_NBYTES, Arena, Channel, Offer, Post, Segment, aligned, connect, posts
 from commrt.transport.protocol import (
     CPU,
+    EndLoan,
     Exchange,
     P2PGroup,
     P2PMessage,
     Tag,
     capture_nothing,
+    point,
     require_cpu,
     split_self,
 )
@@ -62,24 +65,31 @@ class _PeerExchange:
     """Segments that hold `sends`."""
     targets: Sequence[Tensor]
     """Memory of the receives."""
+    homes: Sequence[Tensor] | None
+    """[receives] the same memory, if a receive may be the peer's memory until `end_loan`; None if it may not."""
     received: int = 0
     """Number of receives of the running group that are complete."""
     call: int = 0
     """The number of the call that runs the group."""
+    lent: bool = False
+    """True from `begin` to `end_loan` if receives may be the peer's memory. The peer reads our sends as long."""
+    borrowed: int = 0
+    """Number of receives that are."""
 
     @property
     def finished(self) -> bool:
-        """Return True if all sends and receives are complete."""
-        return self.received == len(self.targets) and not self.channel.untaken and not self.channel.full
+        """Return True if all sends and receives are complete; during a loan, if all receives can be read."""
+        sent = self.lent or not (self.channel.untaken or self.channel.full)
+        return sent and self.received == len(self.targets)
 
     def begin(self, call: int) -> None:
         """Make all offers, and send all small messages."""
-        self.received, self.call = 0, call
+        self.received, self.call, self.lent = 0, call, self.homes is not None
         self.channel.announce(self.segments)
         self.channel.post(self.posts, len(self.sends), call)
 
     def progress(self) -> bool:
-        """Read a packet and copy all that can be copied now; return False if the peer will send no more."""
+        """Read a packet and receive all that can be received now; return False if the peer will send no more."""
         self.channel.flush()
         is_open = self.channel.receive()
         copied, offers = 0, self.channel.offers
@@ -91,15 +101,26 @@ class _PeerExchange:
                 self.channel.refuse(target.nbytes)
                 break
             offer = offers.popleft()
-            if offer.message is None:
+            self.received += 1
+            if offer.message is not None:
+                _bytes_of(target)[:] = offer.message
+            elif self.lent:
+                point(target, self.channel.source(offer, target.dtype))
+                self.borrowed += 1
+            else:
                 target.copy_(self.channel.source(offer, target.dtype))
                 copied += 1
-            else:
-                _bytes_of(target)[:] = offer.message
-            self.received += 1
         if copied:
             self.channel.acknowledge(copied)
         return is_open
+
+    def end_loan(self) -> None:
+        """Tell the peer that its memory was read, and let go of it."""
+        if self.borrowed:
+            for target, home in zip(self.targets, self.homes or (), strict=True):
+                point(target, home)
+            self.channel.acknowledge(self.borrowed)
+        self.lent, self.borrowed = False, 0
 
     @property
     def is_of_another_call(self) -> bool:
@@ -169,13 +190,15 @@ class SharedTransport:
         memory, staged = self._stage(rest.sends)
         exchanges, copies = list(self._exchanges(rest, memory)), [*copies, *staged]
 
-        def run(tag: Tag) -> None:
+        def run(tag: Tag) -> EndLoan | None:
             where = tag.place(self.rank, rest.hop)
             self._require_open(where)
             for source, target in copies:
                 target.copy_(source)
-            if exchanges:
-                self._run(exchanges, where, tag.call)
+            if not exchanges:
+                return None
+            self._run(exchanges, where, tag.call)
+            return partial(self._end_loans, exchanges, where) if group.reads else None
 
         return run
 
@@ -206,7 +229,8 @@ class SharedTransport:
             in_order = iter(offers)
             sends = [next(in_order) if data.nbytes > SMALL_NBYTES else _bytes_of(data) for data in mine]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
-            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets)
+            homes = [target.detach() for target in targets] if group.reads else None
+            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets, homes)
 
     def _require_open(self, place: Place) -> None:
         if self._closed:
@@ -222,14 +246,24 @@ class SharedTransport:
                     channel.forget(number)
             for exchange in exchanges:
                 exchange.begin(call)
-            self._complete({exchange.channel.fd: exchange for exchange in exchanges}, where)
+            self._complete(exchanges, where)
         except TransportError as failure:
             self._failure = failure
             raise
 
-    def _complete(self, waiting: dict[int, _PeerExchange], where: Place) -> None:
-        """Serve each peer that has sent something, until all of `waiting` are finished."""
+    def _end_loans(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
+        try:
+            for exchange in exchanges:
+                exchange.end_loan()
+            self._complete(exchanges, where)
+        except TransportError as failure:
+            self._failure = failure
+            raise
+
+    def _complete(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
+        """Serve each peer that has sent something, until all of `exchanges` are finished."""
         deadline = monotonic() + self.timeout_s
+        waiting = {exchange.channel.fd: exchange for exchange in exchanges}
         ready = list(waiting)  # packets may be here already, and reading costs no more than polling
         while True:
             for fd in ready:
