@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
-from commrt.transport.local import Fabric
+from commrt.transport.local import Fabric, LocalTransport
 
 
 @settings(max_examples=25, deadline=None)
@@ -61,6 +63,30 @@ def test_a_star_adds_all_that_arrives_at_once_without_losing_bits(dtype):
         return buffer
 
     assert all(buffer.tolist() == [4 * value] * 5 for buffer in run_ranks(4, body))
+
+
+@pytest.mark.parametrize(
+    ("hop", "reads"),
+    [
+        ([(0, 1, 0, ADD), (1, 0, 1, ADD)], True),
+        ([(0, 1, 0, ADD), (1, 0, 0, ADD)], False),  # the peer reads what this rank would change
+        ([(0, 1, 0, ADD), (1, 0, 1, COPY)], False),
+        ([(0, 1, 0, ADD), (1, 0, 1, ADD), (1, 0, 2, COPY)], False),
+        ([(1, 0, 1, ADD), (1, 0, 2, ADD)], True),
+    ],
+)
+def test_a_rank_only_reads_what_it_adds_to_chunks_that_it_does_not_send(hop, reads):
+    step = Step.of(*map(list, zip(*[(src, dst, lo, lo + 1) for src, dst, lo, _ in hop], strict=True)), COPY)
+    step = replace(step, combine=[combine for *_, combine in hop])
+    groups = []
+
+    class Recorded(LocalTransport):
+        def bind(self, group):
+            groups.append(group)
+            return super().bind(group)
+
+    bind(program(Schedule("a hop", 2, 4, lambda: iter([step])), 0), torch.zeros(64), Recorded(Fabric(2), 0))
+    assert [group.reads for group in groups] == [reads]
 
 
 def test_a_buffer_must_be_one_contiguous_row():

@@ -175,6 +175,25 @@ def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkey
     assert not any(map(sockets, pair))
 
 
+def test_what_is_only_read_is_the_sender_s_memory_until_the_loan_ends(pair):
+    source = pair[0].allocate(LARGE, torch.float32).fill_(3)
+    landing, seen = torch.zeros(LARGE), []
+    home = landing.data_ptr()
+
+    def read():
+        end_loan = pair[1].bind(P2PGroup([], [P2PMessage(0, landing)], reads=True))(NOW)
+        source.fill_(4)  # the sender's group is still running
+        seen.append((landing.data_ptr() != home, float(landing[0]), sending.done()))
+        end_loan()
+
+    with ThreadPoolExecutor(2) as pool:
+        sending = pool.submit(pair[0].bind(P2PGroup([P2PMessage(1, source)], [])), NOW)
+        pool.submit(read).result()
+        sending.result()
+    assert seen == [(True, 4.0, False)]
+    assert landing.data_ptr() == home
+
+
 def test_twenty_thousand_small_messages_each_way_do_not_block_each_other(pair):
     count = 20_000
     sent = [transport.allocate(count, torch.int32).copy_(torch.arange(count) + i) for i, transport in enumerate(pair)]
