@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commrt.adaptive import Adaptive, Progress, adaquant, dq
     from commrt.algorithms.backup import BackupWorkers
     from commrt.algorithms.direct import Direct
     from commrt.algorithms.gossip import Gossip
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.ring import Ring
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
+    from commrt.coding import Coding, Float8, Int2, Int4, Int8
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -59,6 +61,8 @@ _HOMES = {
     "commrt.algorithms.ring": ("Ring",),
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
+    "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
+    "commrt.coding": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
         "DeadlineExceeded",
@@ -89,18 +93,25 @@ __all__ = [
     "ADD",
     "COPY",
     "MIX",
+    "Adaptive",
     "Algorithm",
     "BackupWorkers",
+    "Coding",
     "CommrtError",
     "DDPState",
     "DeadlineExceeded",
     "Direct",
     "DisagreementError",
     "Evicted",
+    "Float8",
     "Gossip",
     "HalvingDoubling",
+    "Int2",
+    "Int4",
+    "Int8",
     "Loss",
     "PeerLost",
+    "Progress",
     "QuorumLost",
     "Replica",
     "Ring",
@@ -117,9 +128,11 @@ __all__ = [
     "UsageError",
     "Work",
     "World",
+    "adaquant",
     "attach",
     "beside",
     "ddp_hook",
+    "dq",
     "init",
     "prove",
     "reissued",

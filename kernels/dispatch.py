@@ -13,6 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from commrt.coding import Coding
+from commrt.kernels.codes import add_codes, decode, encode
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
 from commrt.kernels.reference import combine_into, mix_into, reduce_into
@@ -23,7 +25,10 @@ __all__ = [
     "OPERATIONS",
     "TRITON_AT_LEAST",
     "adding",
+    "adding_codes",
     "combining",
+    "decoding",
+    "encoding",
     "is_too_old",
     "mixing",
     "packing",
@@ -105,6 +110,21 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
 
         return mix_launch(out, received, weight)
     return lambda: mix_into(out, received, weight)
+
+
+def encoding(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
+    """Return a function of a key that codes `values`; see `coding.encode`."""
+    return lambda key: encode(values, codes, coding, residual, key)
+
+
+def decoding(codes: Tensor, values: Tensor, coding: Coding) -> Combination:
+    """Return a function that decodes to `values`; see `coding.decode`."""
+    return lambda: decode(codes, values, coding)
+
+
+def adding_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Combination:
+    """Return a function that adds what `received` codes stand for; see `coding.add_codes`."""
+    return lambda: add_codes(values, received, coding)
 
 
 def is_too_old(triton: str) -> bool:

@@ -32,6 +32,11 @@ class Layout:
     numel: int
     """Elements of the whole wire buffer."""
 
+    @property
+    def head_numel(self) -> int:
+        """Return the elements of the header and the flags, where the tensors begin."""
+        return HEADER_NUMEL + padded(len(self.counts))
+
     def header(self, wire: Tensor) -> Tensor:
         """Return the view of `wire` that holds the header, [HEADER_NUMEL]."""
         return wire[:HEADER_NUMEL]
@@ -56,8 +61,7 @@ def layout_of(counts: Sequence[int]) -> Layout:
     >>> layout_of([5, 0, 16, 17])
     Layout(counts=(5, 0, 16, 17), places=(80, 96, 96, 112), numel=144)
     """
-    first = HEADER_NUMEL + padded(len(counts))
-    *places, numel = accumulate(map(padded, counts), initial=first)
+    *places, numel = accumulate(map(padded, counts), initial=HEADER_NUMEL + padded(len(counts)))
     return Layout(tuple(counts), tuple(places), numel)
 
 

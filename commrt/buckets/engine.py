@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
 from commrt.algorithms.gossip import Gossip
+from commrt.buckets.coder import Coder
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.step_graph import StepGraphs
+from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.program import Program, member_program, program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, gossip_mean
+from commrt.runtime.coded import CodeBuffers, CodedProgram, bind_codes, require_short_sums, scratch_nbytes
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
@@ -34,6 +38,7 @@ KEPT = 16
 COMPARISONS_KEPT = 256
 """Schedules and members of which the engine knows that all ranks agree; a digest and a few numbers each."""
 
+AnyProgram = BoundProgram | CodedProgram
 BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
 """Makes buckets of parameters, given in ready order."""
 
@@ -88,6 +93,8 @@ class Engine:
             prove(schedule, gossip_mean(self.algorithm, schedule))
         else:
             prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+        if self.buckets and (wire := self.buckets[0].coding) is not None:
+            require_short_sums(schedule, wire)
         return schedule
 
     def require_any_members(self) -> None:
@@ -108,6 +115,7 @@ class Engine:
         self._compared: set[tuple[str, tuple[int, ...]]] = set()
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, {}))
+        self.coder = Coder(self.buckets[0].coding if self.buckets else None)
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight; nothing more can be carried."""
@@ -138,7 +146,7 @@ class Engine:
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
             schedule = self.schedule(step)
-            self._bound(schedule, tuple(range(self.world.size)))
+            self._bound(schedule, tuple(range(self.world.size)), self.coder.at(step))
             self._connect_peers(program(schedule, self.world.rank), step)
 
     def _connect_peers(self, mine: Program, step: int) -> None:
@@ -152,14 +160,14 @@ class Engine:
         recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
         self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
 
-    def _average(self, bucket: GradientBucket, step: int, bound: Callable[..., list[BoundProgram]]) -> Span:
+    def _average(self, bucket: GradientBucket, step: int, bound: Callable[..., Sequence[AnyProgram]]) -> Span:
         begin_s, recorder = perf_counter(), self.world.recorder
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
         schedule = self.algorithm.schedule(step, len(self.members))
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             self._compare_once(schedule, step)
-            programs = bound(self._proven(schedule), self.members)
+            programs = bound(self._proven(schedule), self.members, self.coder.at(step))
             own = programs[bucket.index]
             if not self._replay(bucket, programs, step):
                 self._pack_and_run(bucket, own, step)
@@ -171,26 +179,29 @@ class Engine:
         """Add up `bucket` over `members`, and leave the sum on the wire for `GradientBucket.unpack`."""
         begin_s = perf_counter()
         schedule = self.algorithm.schedule(step, len(self.members))
-        own = self._bound(self._proven(schedule), self.members)[bucket.index]
+        own = self._bound(self._proven(schedule), self.members, self.coder.at(step))[bucket.index]
         with within_range(self.world.recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             self._pack_and_run(bucket, own, step)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
-    def _pack_and_run(self, bucket: GradientBucket, own: BoundProgram, step: int) -> None:
+    def _pack_and_run(self, bucket: GradientBucket, own: AnyProgram, step: int) -> None:
         with within_range(self.world.recorder, "pack"):
             bucket.pack(self._scale())
         own.run(Tag(step, bucket.index), self.world.recorder)
+        self.coder.note(bucket.wire[bucket.head_numel :])
 
     def _scale(self) -> float:
         """Return the weight of a rank's gradients in what the schedule adds."""
         return 1 / (self.algorithm.within if isinstance(self.algorithm, Gossip) else len(self.members))
 
-    def _replay(self, bucket: GradientBucket, programs: Sequence[BoundProgram], step: int) -> bool:
+    def _replay(self, bucket: GradientBucket, programs: Sequence[AnyProgram], step: int) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
         if self._graphs is None or self.world.joined is not None:
             return False
         with within_range(self.world.recorder, "graph"):
-            return self._graphs.carry(bucket, programs, self._scale(), Tag(step, bucket.index))
+            return self._graphs.carry(
+                bucket, cast("Sequence[BoundProgram]", programs), self._scale(), Tag(step, bucket.index)
+            )
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph in the latest step outside of ``join()``."""
@@ -240,12 +251,29 @@ def _bind(
     scratch: dict[torch.dtype, Tensor],
     schedule: Schedule,
     members: tuple[int, ...],
-) -> list[BoundProgram]:
+    coding: Coding | None,
+) -> Sequence[AnyProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
     mine = member_program(schedule, members, world.rank, world.size)
-    for wire in (bucket.wire for bucket in buckets):
+    heads = [bucket.wire[: bucket.head_numel] if bucket.coding else bucket.wire for bucket in buckets]
+    for wire in heads:
         need = scratch_numel(mine, wire.numel())
         if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:
             scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
     transport, streams = world.transport, world.comm_thread.streams
-    return [bind(mine, bucket.wire, transport, scratch[bucket.wire.dtype], streams) for bucket in buckets]
+    programs = [bind(mine, wire, transport, scratch[wire.dtype], streams) for wire in heads]
+    return programs if coding is None else [*_coded(world, buckets, mine, programs, coding)]
+
+
+def _coded(
+    world: World, buckets: Sequence[GradientBucket], mine: Program, heads: Sequence[BoundProgram], coding: Coding
+) -> Iterator[CodedProgram]:
+    """Yield the programs that carry codes; their buffers are shared too."""
+    values = [bucket.wire[bucket.head_numel :] for bucket in buckets]
+    most, device = max(map(len, values)), values[0].device
+    codes = world.transport.allocate(coding.nbytes(most), torch.uint8, device)
+    need = max(scratch_nbytes(mine, len(row), coding) for row in values)
+    scratch = world.transport.allocate(need, torch.uint8, device)
+    for bucket, row, head in zip(buckets, values, heads, strict=True):
+        own = codes[: coding.nbytes(len(row))]
+        yield bind_codes(mine, head, CodeBuffers(row, own, scratch, bucket.residual), coding, world.transport)

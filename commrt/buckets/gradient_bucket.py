@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from commrt.adaptive import Adaptive
 from commrt.buckets.layout import (
     MIB,
     Header,
@@ -26,6 +27,7 @@ from commrt.buckets.layout import (
     plan_buckets,
     wire_dtype,
 )
+from commrt.coding import Coding
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of, overlap
@@ -87,10 +89,17 @@ class GradientBucket:
         wire: Tensor,
         model: int,
         overlaps: OverlapCheck | None = None,
+        coding: Coding | Adaptive | None = None,
     ) -> None:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
         self.model = model
         """Number of the model among those attached to one world."""
+        self.coding = coding
+        """What gradients become when they travel; None if they travel as they are on the wire."""
+        self.head_numel = layout.head_numel
+        feeds_back = coding is not None and coding.feedback
+        self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
+        """What this rank still owes to the averages, behind the head; None without feedback."""
         self.names = tuple(name for name, _ in params)
         """In wire order."""
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
@@ -107,7 +116,15 @@ class GradientBucket:
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
-        return bucket_description(self.index, self.wire.dtype, self.names, self._kinds)
+        return bucket_description(self.index, self.coding or self.wire.dtype, self.names, self._kinds)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return the views of `residual` that belong to each parameter, flat; empty without feedback."""
+        if self.residual is None:
+            return {}
+        spans = zip(self.layout.places, self.layout.counts, strict=True)
+        parts = (self.residual[place - self.head_numel :][:count] for place, count in spans)
+        return dict(zip(self.names, parts, strict=True))
 
     def take(self, header: Header, is_ready: Callable[[str], bool]) -> None:
         """Hold on to the gradients at hand, to be sent with `header`.
@@ -266,7 +283,7 @@ class ReadyOrder:
 
 def build_buckets(
     params: Sequence[Named],
-    wire: torch.dtype | None,
+    wire: torch.dtype | Coding | Adaptive | None,
     cap_nbytes: int,
     model: int = 0,
     allocate: Allocate = zeros,
@@ -277,9 +294,10 @@ def build_buckets(
         Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
     ]
     overlaps, buckets = OverlapCheck(), []
+    coding = wire if isinstance(wire, Coding | Adaptive) else None
     for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes))):
         members, first = [params[i] for i in places], places[0]
         layout = layout_of([param.numel() for _, param in members])
         buffer = allocate(layout.numel, wire_dtype(dtypes[first], wire), members[0][1].device)
-        buckets.append(GradientBucket(index, members, layout, buffer, model, overlaps))
+        buckets.append(GradientBucket(index, members, layout, buffer, model, overlaps, coding))
     return buckets

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from commrt.adaptive import Adaptive
+from commrt.coding import Coding
+
 __all__ = [
     "MIB",
     "WIDTHS",
@@ -87,10 +90,13 @@ class TensorKind(NamedTuple):
         return f"{str(self.dtype)[6:]}{list(self.shape)}{strides}"
 
 
-def bucket_description(index: int, wire: torch.dtype, names: Iterable[str], kinds: Iterable[TensorKind]) -> str:
+def bucket_description(
+    index: int, wire: torch.dtype | Coding | Adaptive, names: Iterable[str], kinds: Iterable[TensorKind]
+) -> str:
     """Return everything about a bucket that must agree between ranks, as text."""
     members = ", ".join(f"{name} {kind}" for name, kind in zip(names, kinds, strict=True))
-    return f"bucket {index} ({str(wire)[6:]}): {members}"
+    travels = repr(wire) if isinstance(wire, Coding | Adaptive) else str(wire)[6:]
+    return f"bucket {index} ({travels}): {members}"
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
@@ -99,8 +105,10 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     return param.dtype if chosen is None else chosen
 
 
-def wire_dtype(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which values of dtype `own` travel: `wire` if that is narrower."""
+def wire_dtype(own: torch.dtype, wire: torch.dtype | Coding | Adaptive | None) -> torch.dtype:
+    """Return the dtype of a wire buffer for values of dtype `own`: `wire` if that is narrower; fp32 if it is coded."""
+    if isinstance(wire, Coding | Adaptive):
+        return torch.float32
     return wire if wire is not None and wire.itemsize < own.itemsize else own
 
 

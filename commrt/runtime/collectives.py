@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
+from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.kernels.dispatch import GPU_DTYPES, packing
 from commrt.kernels.layout import layout_of
@@ -26,6 +27,15 @@ from commrt.kernels.packing import Packing, TorchPacking
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.runtime.coded import (
+    CodeBuffers,
+    CodedProgram,
+    bind_codes,
+    check_residual,
+    require_short_sums,
+    scratch_nbytes,
+    travels_of,
+)
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.elastic import Elastic
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
@@ -65,14 +75,15 @@ class TensorLayout:
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-    wire: torch.dtype
-    """The dtype that travels."""
+    wire: torch.dtype | Coding
+    """The dtype that travels, or what values become."""
     device: torch.device
 
     def __str__(self) -> str:
         """Name all that must be equal on all ranks; the strides of dimensions of size 1 may differ."""
         strides = [stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)]
-        dtypes = " as ".join(str(one)[6:] for one in dict.fromkeys((self.dtype, self.wire)))
+        kinds = dict.fromkeys((self.dtype, self.wire))
+        dtypes = " as ".join(repr(one) if isinstance(one, Coding) else str(one)[6:] for one in kinds)
         return f"{dtypes}{list(self.shape)} with strides {strides}"
 
     def empty(self, device: torch.device | str) -> Tensor:
@@ -89,13 +100,20 @@ class AllReduce:
     op: str
     algorithm: Algorithm
     tag: Tag
+    residual: Tensor | None = None
+    """What this rank still owes to the sum."""
 
     def __str__(self) -> str:
         return f"the {self.op} of {self.layout}, at step {self.tag.step}, as {self.tag.bucket}"
 
 
 def check_all_reduce_call(
-    tensor: Tensor, op: str, algorithm: Algorithm, wire: torch.dtype | None, tag: Tag
+    tensor: Tensor,
+    op: str,
+    algorithm: Algorithm,
+    wire: torch.dtype | Coding | None,
+    tag: Tag,
+    residual: Tensor | None = None,
 ) -> AllReduce:
     """Return the checked call; raises `UsageError` for what cannot be summed."""
     _check_tensor(tensor)
@@ -103,11 +121,11 @@ def check_all_reduce_call(
     check_wire(wire)
     check_all_reduce(algorithm)
     _check_tag(tag)
-    narrower = wire is not None and tensor.is_floating_point() and wire.itemsize < tensor.dtype.itemsize
-    travels = wire if wire is not None and narrower else tensor.dtype
+    travels = travels_of(tensor, wire)
+    check_residual(residual, travels, tensor)
     like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
     layout = TensorLayout(like.shape, like.stride(), like.dtype, travels, tensor.device)
-    return AllReduce(tensor, layout, op, algorithm, tag)
+    return AllReduce(tensor, layout, op, algorithm, tag, residual)
 
 
 def _check_tag(tag: Tag) -> None:
@@ -128,11 +146,15 @@ def check_run(schedule: Schedule, ranks: int, tag: Tag) -> None:
         )
 
 
-def check_wire(wire: torch.dtype | None) -> None:
+def check_wire(wire: torch.dtype | Coding | None) -> None:
     """Raise `UsageError` for a dtype that cannot travel."""
-    if wire is not None and not (isinstance(wire, torch.dtype) and wire in WIRES):
-        offered = ", ".join(map(str, WIRES))
-        raise UsageError(f"wire={wire!s:.80} cannot travel: use {offered}, or None for each dtype as it is")
+    if wire is None or isinstance(wire, Coding) or (isinstance(wire, torch.dtype) and wire in WIRES):
+        return
+    offered = ", ".join(map(str, WIRES))
+    raise UsageError(
+        f"wire={wire!s:.80} cannot travel: use {offered}, a coding such as commrt.Int8(), or None for "
+        "each dtype as it is"
+    )
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -186,7 +208,7 @@ def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    program: BoundProgram
+    program: BoundProgram | CodedProgram
     packing: Packing
 
 
@@ -273,7 +295,7 @@ class Collectives:
         try:
             schedule = self._schedule(call, len(members))
             numel = layout_of([call.tensor.numel()]).numel  # other sizes on other ranks would end the world
-            self._consistency.require_same_buffers_now(schedule, members, numel, call.layout.wire)
+            self._consistency.require_same_buffers_now(schedule, members, numel, _buffer_dtype(call.layout))
         except (UsageError, ScheduleError, DisagreementError) as refusal:  # nothing was sent
             raise RecoveredError(refusal) from refusal
         tag = call.tag
@@ -286,13 +308,15 @@ class Collectives:
             raise UsageError(
                 f"{call.algorithm} made {schedule!r:.80} for {members} ranks, which is no schedule of them"
             )
+        if isinstance(call.layout.wire, Coding):
+            require_short_sums(schedule, call.layout.wire)
         return self._proven(schedule)
 
     def _run(self, call: AllReduce, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
         tensor, layout, header = call.tensor, call.layout, self._header(call, schedule)
         if self._memory_epoch != self._elastic.memory_epoch:
             self._start_again()
-        own = self._bound(schedule, members, layout)
+        own = self._bound(schedule, members, layout, call.residual)
         is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
         self.require_no_dispute()
@@ -319,22 +343,38 @@ class Collectives:
         self._unconfirmed: deque[tuple[AllReduce, _Bound]] = deque(maxlen=UNCONFIRMED)
         self._bound = lru_cache(KEPT)(self._bind)
 
-    def _bind(self, schedule: Schedule, members: tuple[int, ...], layout: TensorLayout) -> _Bound:
+    def _bind(
+        self, schedule: Schedule, members: tuple[int, ...], layout: TensorLayout, residual: Tensor | None
+    ) -> _Bound:
         packed = layout_of([layout.shape.numel()])
         mine = member_program(schedule, members, self._transport.rank, self._transport.ranks)
-        wire = self._allocate("wire", packed.numel, layout)
-        scratch = self._allocate("scratch", scratch_numel(mine, packed.numel), layout)
-        bound = bind(mine, wire, self._transport, scratch, self._comm_thread.streams)
+        dtype, device, coding = _buffer_dtype(layout), layout.device, layout.wire
+        wire = self._allocate("wire", packed.numel, dtype, device)
+        plain = wire[: packed.head_numel] if isinstance(coding, Coding) else wire
+        scratch = self._allocate("scratch", scratch_numel(mine, plain.numel()), dtype, device)
+        bound = bind(mine, plain, self._transport, scratch, self._comm_thread.streams)
         pack = packing if layout.dtype in GPU_DTYPES else TorchPacking  # the kernels are not made for integers
-        return _Bound(bound, pack(wire, packed, [layout.empty("meta")]))
+        packed_tensor = pack(wire, packed, [layout.empty("meta")])
+        if not isinstance(coding, Coding):
+            return _Bound(bound, packed_tensor)
+        values = wire[packed.head_numel :][: layout.shape.numel()]
+        codes = self._allocate("codes", coding.nbytes(len(values)), torch.uint8, device)
+        received = self._allocate("received", scratch_nbytes(mine, len(values), coding), torch.uint8, device)
+        buffers = CodeBuffers(values, codes, received, residual)
+        return _Bound(bind_codes(mine, bound, buffers, coding, self._transport), packed_tensor)
 
-    def _allocate(self, use: str, numel: int, layout: TensorLayout) -> Tensor:
+    def _allocate(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [numel] of the one piece of memory for this `use`; its old contents stay, and nobody reads them."""
-        key = use, layout.wire, layout.device
+        key = use, dtype, device
         if key not in self._memory or self._memory[key].numel() < numel:
             self._bound.cache_clear()  # it would keep the smaller one
-            self._memory[key] = self._transport.allocate(numel, layout.wire, layout.device)
+            self._memory[key] = self._transport.allocate(numel, dtype, device)
         return self._memory[key][:numel]
+
+
+def _buffer_dtype(layout: TensorLayout) -> torch.dtype:
+    """Return the dtype of the wire buffer: values that become codes are added in fp32."""
+    return torch.float32 if isinstance(layout.wire, Coding) else layout.wire
 
 
 def _prove(schedule: Schedule) -> Schedule:

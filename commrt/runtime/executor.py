@@ -25,7 +25,7 @@ from commrt.schedule import ADD, COPY
 from commrt.threads.streams import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
-__all__ = ["Adding", "BoundProgram", "Landing", "bind", "scratch_numel"]
+__all__ = ["Adding", "BoundProgram", "Landing", "bind", "only_reads", "scratch_numel"]
 
 Combination = Callable[[], None]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
@@ -176,7 +176,7 @@ class _Binder:
         self.recvs.extend(recvs)
         ends = zip(hop.recvs, places, final, strict=True)
         self.landings.extend(Landing(place, self.bounds[t.lo], self.bounds[t.hi]) for t, place, ok in ends if ok)
-        exchange = self.transport.bind(P2PGroup(sends, recvs, number, _only_reads(hop)))
+        exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
         combinations = tuple(self._combinations(hop, places))
         return BoundHop(exchange, combinations, number, waits.after[number], _facts(number, sends, recvs))
 
@@ -208,7 +208,7 @@ class _Binder:
                 yield from (mixing(own, place, transfer.weight) for transfer, place in zip(legs, received, strict=True))
 
 
-def _only_reads(hop: Hop) -> bool:
+def only_reads(hop: Hop) -> bool:
     """Return True if a rank may combine what it receives before the hop has ended: no peer reads what that changes."""
     apart = all(sent.hi <= own.lo or own.hi <= sent.lo for sent in hop.sends for own in hop.combined)
     return apart and len(hop.combined) == len(hop.recvs)

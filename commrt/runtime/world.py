@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
+from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
 from commrt.kernels.layout import GRANULE
 from commrt.membership.agreement import WorldConfig
@@ -168,21 +169,23 @@ class World:
         op: Literal["mean", "sum"] = "mean",
         *,
         algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
-        wire: torch.dtype | None = None,
+        wire: torch.dtype | Coding | None = None,
+        residual: Tensor | None = None,
         async_op: bool = False,
         tag: Tag = UNNAMED,
     ) -> Work:
         """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' tensors. Collective.
 
-        It waits for the result, unless `async_op`: then wait for the `Work`. `wire` is the dtype that travels, as for
-        `attach`; int32 and int64 have a sum and no mean. `tag` names the transfer in errors and traces. While a
-        model gossips or has backup workers, the call always waits, copies the tensor, and goes on without lost ranks.
+        It waits for the result, unless `async_op`: then wait for the `Work`. `wire` is what travels,
+        as for `attach`; one with feedback keeps what rounding lost in `residual`, fp32 [elements], zeros at first.
+        int32 and int64 have a sum and no mean. `tag` names the transfer in errors and traces. While a model gossips or
+        has backup workers, the call always waits, copies the tensor, and goes on without lost ranks.
 
         Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
         sizes, wire dtypes or algorithms differ in a call that is new to them. The world stays usable then. For other
         differences between the calls it raises `DisagreementError` later, and ends the world.
         """
-        call = check_all_reduce_call(tensor, op, algorithm, wire, tag)
+        call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)

@@ -15,7 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from commrt.adaptive import Adaptive
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.gossip import Gossip
 from commrt.buckets.layout import Named, gradient_dtype
+from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.runtime.collectives import WIRES, check_algorithm, check_wire, is_expanded
 from commrt.training.model_state import Stateful
@@ -35,7 +39,12 @@ GRADIENTS = (torch.float64, *WIRES)
 
 
 def check_attach(
-    model: object, optimizer: object, algorithm: object, wire: torch.dtype | None, cap_mb: object, **flags: object
+    model: object,
+    optimizer: object,
+    algorithm: object,
+    wire: torch.dtype | Coding | Adaptive | None,
+    cap_mb: object,
+    **flags: object,
 ) -> tuple[list[Named], list[Optimizer]]:
     """Return the parameters to average and the optimizers; raises `UsageError` for arguments `attach` cannot take."""
     if not isinstance(model, nn.Module):
@@ -43,7 +52,8 @@ def check_attach(
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
     check_algorithm(algorithm)
-    check_wire(wire)
+    check_wire(None if isinstance(wire, Adaptive) else wire)
+    _check_coding(wire, algorithm, graphs=flags.get("graphs"))
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
         raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
     for name, flag in flags.items():
@@ -52,6 +62,23 @@ def check_attach(
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     _check_model(model, params)
     return params, _checked_optimizers(optimizer, params)
+
+
+def _check_coding(wire: torch.dtype | Coding | Adaptive | None, algorithm: object, *, graphs: object) -> None:
+    """Raise `UsageError` for what codes cannot do."""
+    if not isinstance(wire, Coding | Adaptive):
+        return
+    if isinstance(algorithm, Gossip):
+        raise UsageError(
+            f"a wire of {wire} with gossip: what one rank gains its peer would not lose; use torch.bfloat16"
+        )
+    if isinstance(algorithm, BackupWorkers) and wire.feedback:
+        raise UsageError(
+            f"a wire of {wire} with BackupWorkers: a step that is tried again would forget what rounding lost; use one "
+            "without feedback"
+        )
+    if graphs is True:
+        raise UsageError(f"graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out")
 
 
 def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimizer]:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commrt.adaptive import Adaptive
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
@@ -21,6 +23,7 @@ from commrt.buckets.engine import Engine
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import MIB, Named
 from commrt.buckets.weight_bucket import WeightBucket, build_weight_buckets, exchanged_tensors
+from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.membership.agreement import WorldConfig
 from commrt.membership.launcher import chosen_transport
@@ -68,7 +71,7 @@ def attach(  # noqa: PLR0913  # each has its default
     algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
     *,
     world: World | None = None,
-    wire: torch.dtype | None = None,
+    wire: torch.dtype | Coding | Adaptive | None = None,
     bucket_cap_mb: float = 25.0,
     broadcast_buffers: bool = True,
     graphs: bool = False,
@@ -84,7 +87,8 @@ def attach(  # noqa: PLR0913  # each has its default
     - `optimizer`: one, or all that step this model. ``step`` then refuses gradients that were never averaged, and ranks
       compare the optimizers' settings, now and in each step.
     - `wire`: the dtype that travels. bfloat16 or float16 halve the bytes; sums are formed in fp32 and rounded to the
-      wire at each hop, and replicas stay bitwise equal. Gradients of no wider dtype travel as they are.
+      wire at each hop, and replicas stay bitwise equal. Gradients of no wider dtype travel as they are. A coding such
+      as ``commrt.Int4()`` sends fewer bits; it needs an algorithm that sums in one step, ``commrt.Direct()``.
     - `bucket_cap_mb`: the size of a bucket, in MiB of gradients that travel together.
     - `broadcast_buffers`: send rank 0's buffers to all at the end of each synchronous step. A graph that was built with
       other values and has not run backward yet then ends in torch's own error. BatchNorm in training does not read its
@@ -150,7 +154,7 @@ class _Request:
     model: nn.Module
     params: Sequence[Named]
     optimizers: Sequence[Optimizer]
-    wire: torch.dtype | None
+    wire: torch.dtype | Coding | Adaptive | None
     cap_nbytes: int
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
@@ -203,7 +207,8 @@ def _synchronous(request: _Request, algorithm: Algorithm, broadcast_buffers: boo
 def _gossiping(request: _Request, algorithm: Gossip) -> Replica:
     world, rounds = request.world, GossipExchange(request.world, algorithm)
     held, messages = exchanged_tensors(request.model), algorithm.staleness + 1
-    buckets = build_weight_buckets(held, request.wire, request.cap_nbytes, messages, world.transport.allocate)
+    wire = cast("torch.dtype | None", request.wire)  # codings were refused
+    buckets = build_weight_buckets(held, wire, request.cap_nbytes, messages, world.transport.allocate)
     if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
         raise UsageError(
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "

@@ -233,7 +233,7 @@ class BackupWorkersReplica(Replica):
         self.drain()
         return self._state.came_from_a_pass
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""
         if self._is_replacement:
             _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
@@ -253,7 +253,7 @@ class BackupWorkersReplica(Replica):
         self._backup_step.restart_at_step(step)
         self._state.keep_buffers()
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; catches up first, so call it before you save the model."""
         self.drain()
         return super().state_dict()

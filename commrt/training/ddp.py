@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from commrt.algorithms.torus import Torus2D
+from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.runtime.collectives import check_all_reduce, check_wire
 from commrt.runtime.init import init, is_open
@@ -43,7 +44,7 @@ class DDPState:
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
-    wire: torch.dtype | None = None
+    wire: torch.dtype | Coding | None = None
     world: World | None = None
     step: int = field(default=-1, init=False)
     """Of the gradients that leave; for errors and traces."""
@@ -51,6 +52,8 @@ class DDPState:
     """Of the model, among those attached to the world."""
     _used: World | None = field(default=None, init=False, repr=False)
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
+    _residuals: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """By bucket, what this rank still owes to the averages; DDP's second step begins anew, with other buckets."""
 
     def __post_init__(self) -> None:
         check_all_reduce(self.algorithm)
@@ -66,7 +69,18 @@ class DDPState:
             raise UsageError("two models were given one DDPState: register each with a state of its own")
         self.step += bucket.index() == 0
         tag = Tag(self.step, f"{bucket.index()} of DDP model {self.number}")
-        return world.all_reduce(bucket.buffer(), algorithm=self.algorithm, wire=self.wire, async_op=True, tag=tag)
+        row, residual = bucket.buffer(), self._residual(bucket)
+        return world.all_reduce(
+            row, algorithm=self.algorithm, wire=self.wire, residual=residual, async_op=True, tag=tag
+        )
+
+    def _residual(self, bucket: GradBucket) -> Tensor | None:
+        if not (isinstance(self.wire, Coding) and self.wire.feedback):
+            return None
+        row, known = bucket.buffer(), self._residuals.get(bucket.index())
+        if known is None or known.numel() != row.numel():
+            known = self._residuals[bucket.index()] = torch.zeros(row.numel(), device=row.device)
+        return known
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return a fresh state, for a copy of DDP's model."""
@@ -74,7 +88,15 @@ class DDPState:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is saved with DDP's model, without the world, which the loaded state finds anew."""
-        return {**vars(self), "world": None, "step": -1, "number": 0, "_used": None, "_params": frozenset()}
+        return {
+            **vars(self),
+            "world": None,
+            "step": -1,
+            "number": 0,
+            "_used": None,
+            "_params": frozenset(),
+            "_residuals": {},
+        }
 
     def _open(self, param: Tensor) -> World:
         """Return the world used before; if that is closed and `world` was left out, the one that is open now."""

@@ -226,7 +226,7 @@ class GossipReplica(Replica):
         finally:
             self._exchange.source = None
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; each rank saves a model of its own."""
         self.drain()
         return super().state_dict()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Event
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -171,11 +172,11 @@ class Replica(ABC):
         """Return why buckets were not carried by a graph in the latest step; empty without ``graphs=True``."""
         return {}
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the model and the optimizer."""
         return {"step": self.step, "algorithm": repr(self._algorithm)}
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load different steps."""
         step = self._step_in(state)
         with self._world.collective("load_state_dict()"):

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,14 +167,20 @@ class SynchronousReplica(Replica):
 
     def _observe_order(self) -> None:
         """Rebuild the buckets in the order in which rank 0's gradients became ready in this pass."""
-        self._order_is_observed = True
         place = {name: i for i, (name, _) in enumerate(self._params)}
         seen = [place[name] for name in self._order.seen]
         order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
         self._engine.submit_broadcast(order, self._step).result()
-        if order.tolist() != sorted(order.tolist()):
-            self._params = [self._params[i] for i in order.tolist()]
+        self._reorder(order.tolist())
+
+    def _reorder(self, places: Sequence[int]) -> None:
+        """Rebuild the buckets with the parameters at `places` in this order, for good."""
+        self._order_is_observed = True
+        if [*places] != sorted(places):
+            self._params = [self._params[i] for i in places]
+            before = self._residuals()
             self._engine.replace_buckets(self._build_buckets(self._params))
+            self._owe(before)
             self._engine.submit_preparation(self._step).result()
             self._order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
 
@@ -216,6 +223,44 @@ class SynchronousReplica(Replica):
         overwrite_model(self._engine, self.model, self._step)
         overwrite_states(self._engine, [*self._optimizers, *also], self._step)
         self._guard.steps = 0
+
+    def _residuals(self) -> dict[str, Tensor]:
+        """Return what this rank still owes to the average of each parameter; empty without feedback."""
+        return {name: part for bucket in self._engine.buckets for name, part in bucket.residuals().items()}
+
+    def _owe(self, residuals: Mapping[str, Tensor]) -> None:
+        for name, part in self._residuals().items():
+            part.copy_(residuals[name]) if name in residuals else part.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
+        state, (first, *_) = super().state_dict(), self._engine.buckets
+        if first.coding is None:
+            return state
+        order = [name for name, _ in self._params] if self._order_is_observed else None
+        coded = {"order": order, "norm": self._engine.coder.norm, "rank": self._world.rank}
+        return state | coded | {"residuals": {name: part.clone() for name, part in self._residuals().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the step of `state`; see `Replica.load_state_dict`."""
+        residuals = state.get("residuals", {}) if isinstance(state, Mapping) else {}
+        if residuals and state.get("rank") != self._world.rank:
+            raise UsageError(
+                f"the state of rank {state.get('rank')} on rank {self._world.rank}: with feedback each rank keeps what "
+                "rounding lost there; save state_dict() on every rank, and load each rank's own"
+            )
+        super().load_state_dict(state)
+        if self._engine.buckets[0].coding is not None:
+            self._restore_order(state.get("order"))
+            self._owe(residuals)
+            self._engine.coder.resume(state.get("norm"))
+
+    def _restore_order(self, names: Sequence[str] | None) -> None:
+        """Let the same values share scales as before, if the parameters have the same names."""
+        place = {name: i for i, (name, _) in enumerate(self._params)}
+        order = [place[name] for name in names or () if name in place]
+        if self._world.all_equal("the order of gradients", str(order)) and len(order) == len(place) and not self._alone:
+            self._reorder(order)
 
     def drain(self) -> None:
         """Do nothing: between steps no exchange is under way."""

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bits a step's gradients get: rules that look at how training goes, as functions. Needs no torch.
+
+A rule sees the same numbers on all ranks, so all choose the same bits, and nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil, isfinite, log2, sqrt
+from typing import NamedTuple
+
+from commrt.coding import BITS, NEAREST, Coding
+from commrt.errors import UsageError
+
+__all__ = ["Adaptive", "Progress", "Rule", "adaquant", "dq"]
+
+
+class Progress(NamedTuple):
+    """What a rule may look at; equal on all ranks."""
+
+    step: int
+    """The training step that needs bits."""
+    norm: float
+    """Of the averaged gradient of the step before."""
+
+
+Rule = Callable[[Progress], float]
+"""Returns how many steps of rounding there should be between 0 and the largest value, 1 or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """A wire of integers whose bits change from step to step: ``wire=Adaptive(dq(target=20, steps=1000))``.
+
+    The first steps get `most` bits, until gradients leave in their final order; so does one after a step whose norm is
+    not finite, and the first one after ``join()``. The other fields are those of `Coding`. Raises `UsageError`.
+    """
+
+    rule: Rule = field(repr=False)  # ranks compare all else
+    least: int = 2
+    most: int = 8
+    block: int = 256
+    feedback: bool = False
+    rounding: str = NEAREST
+    seed: int = 0
+    _codings: dict[int, Coding] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.rule):
+            raise UsageError(f"rule={self.rule!r:.80} is no function: pass dq(...), adaquant(...) or your own")
+        if not BITS[0] <= self.least <= self.most <= BITS[-1]:
+            raise UsageError(f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}")
+        made = {bits: self._coding(bits) for bits in range(self.least, self.most + 1)}
+        object.__setattr__(self, "_codings", made)
+
+    def _coding(self, bits: int) -> Coding:
+        return Coding(bits, self.block, self.feedback, self.rounding, self.seed)
+
+    def coding(self, progress: Progress | None) -> Coding:
+        """Return the coding of a step; None stands for no progress yet.
+
+        >>> wire = Adaptive(lambda progress: 7 * progress.norm)
+        >>> [wire.coding(Progress(1, norm)).bits for norm in (0.1, 1.0, 1.1, 1000.0)], wire.coding(None).bits
+        ([2, 4, 5, 8], 8)
+        """
+        if progress is None or not isfinite(progress.norm):
+            return self._codings[self.most]
+        levels = max(self.rule(progress), 1.0)
+        bits = ceil(log2(levels + 1)) + 1 if isfinite(levels) else self.most
+        return self._codings[min(max(bits, self.least), self.most)]
+
+    def __str__(self) -> str:
+        return f"int{self.least}..{self.most} adaptive"
+
+
+def dq(target: float, steps: int, decay: float = 0.99) -> Rule:
+    """Return DQ-SGD's rule: more bits for large gradients, and more towards the end of `steps`.
+
+    Levels are ``target * decay ** ((steps - k) / 2) * norm``: the bits that minimise the bytes of all steps, where the
+    error of a step weighs less by `decay` for each step that follows. Derived from what the abstract of 2107.14575
+    names (the error allowed, the steps that remain, the norm), not copied from its text.
+    """
+    _require_positive(target=target, steps=steps, decay=decay)
+    return lambda progress: target * float(decay ** (max(steps - progress.step, 0) / 2)) * progress.norm
+
+
+def adaquant(levels: float, loss: Callable[[], float]) -> Rule:
+    """Return AdaQuantFL's rule: ``levels * sqrt(F_0 / F_k)``, so more bits as the loss falls.
+
+    `loss` returns the latest loss, and must return the same on all ranks: average it with ``world.all_reduce``.
+    """
+    _require_positive(levels=levels)
+    first: list[float] = []
+
+    def rule(_: Progress) -> float:
+        now = loss()
+        first.extend([now] * (not first))
+        return levels * sqrt(first[0] / now) if now > 0 else float("inf")
+
+    return rule
+
+
+def _require_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number > 0:
+            raise UsageError(f"{name}={number!r}: give a number above 0")

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wires that carry codes of few bits: what is sent, what is lost, and that replicas stay equal bit by bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import commrt
+from commrt import Adaptive, Direct, Float8, Int2, Int4, Int8, dq
+from commrt.algorithms import direct, halving_doubling, ring
+from commrt.errors import DisagreementError, UsageError
+from commrt.proof.replay import prove
+from commrt.proof.spec import all_reduce
+from commrt.runtime.coded import summing_steps
+from commrt.testing.processes import run_processes
+from commrt.testing.ranks import run_ranks
+
+WIRES = [Int8(), Int4(), Int2(), Float8(), Int8(rounding="stochastic"), Int4(rounding="stochastic", feedback=False)]
+FEEDBACK = [Int4(), Int2(), Int8(feedback=True), Float8(feedback=True), Int4(rounding="stochastic")]
+LOSS = {8: 2e-4, 4: 0.1, 2: 1.5}
+"""Most relative squared error of one sum, by bits."""
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+
+def weights(trained):
+    return torch.cat([param.detach().flatten() for param in trained.parameters()])
+
+
+class Training:
+    """A model that a rank trains on random digits of its own."""
+
+    def __init__(self, world, wire, algorithm=Direct(), cap_mb=0.003):  # noqa: B008  # a frozen value
+        self.model = model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        options = {"world": world, "wire": wire, "bucket_cap_mb": cap_mb}
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, **options)
+        self.source = torch.Generator().manual_seed(world.rank)
+
+    def backward(self):
+        x = torch.randn(16, 20, generator=self.source)
+        loss = nn.functional.cross_entropy(self.model(x), x[:, :10].argmax(1))
+        loss.backward()
+        return float(loss.detach())
+
+    def step(self, steps=1):
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            loss = self.backward()
+            self.optimizer.step()
+        return loss
+
+    def state(self):
+        parts = self.replica, self.model, self.optimizer, self.source
+        states = [copy.deepcopy(part.state_dict()) for part in parts[:3]]
+        return [*states, self.source.get_state()]
+
+    def load(self, state):
+        for part, own in zip((self.replica, self.model, self.optimizer), state, strict=False):
+            part.load_state_dict(own)
+        self.source.set_state(state[3])
+
+
+def alike(rows):
+    return all(torch.equal(rows[0], row) for row in rows)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_all_ranks_get_the_same_bits_near_the_sum(wire):
+    def body(world):
+        x = torch.randn(30_001, generator=torch.Generator().manual_seed(world.rank))
+        exact, coded = x.clone(), x.clone()
+        world.all_reduce(exact, algorithm=Direct())
+        residual = torch.zeros(len(x)) if wire.feedback else None
+        world.all_reduce(coded, algorithm=Direct(), wire=wire, residual=residual)
+        return exact, coded
+
+    pairs = run_ranks(5, body)
+    assert alike([coded for _, coded in pairs])
+    exact, coded = pairs[0]
+    assert 0 < (coded - exact).square().sum() / exact.square().sum() < LOSS[wire.bits] * (10 if wire.is_float else 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("wire", [*WIRES, Adaptive(dq(30.0, 20))], ids=str)
+def test_replicas_stay_equal(wire, ranks):
+    def body(world):
+        training = Training(world, wire)
+        training.step(12)
+        return weights(training.model)
+
+    assert alike(run_ranks(ranks, body))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [5, 8])
+@pytest.mark.parametrize("wire", WIRES[:4], ids=str)
+def test_replicas_are_equal_after_two_hundred_steps(wire, ranks):
+    def body(world):
+        training = Training(world, wire)
+        training.step(200)
+        return weights(training.model)
+
+    assert alike(run_ranks(ranks, body))
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 9), st.sampled_from(FEEDBACK), st.integers(1, 9_000))
+def test_what_rounding_lost_is_owed_and_paid(ranks, wire, numel):
+    """All averages so far, and all that is owed, add up to the true averages."""
+
+    def body(world):
+        source, residual = torch.Generator().manual_seed(world.rank), torch.zeros(numel)
+        told, true = torch.zeros(numel), torch.zeros(numel)
+        for _ in range(4):
+            x = torch.randn(numel, generator=source)
+            exact = x.clone()
+            world.all_reduce(exact, algorithm=Direct())
+            world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual)
+            told, true = told + x, true + exact
+        world.all_reduce(owed := residual.clone(), "sum", algorithm=Direct())
+        return (told + owed - true).abs().max()
+
+    assert max(run_ranks(ranks, body)) < 1e-5
+
+
+@pytest.mark.parametrize("wire", [Int4(), Int2(), Int8()], ids=str)
+def test_a_value_that_is_not_finite_gets_through_and_is_forgotten(wire):
+    def body(world):
+        residual = torch.zeros(3000) if wire.feedback else None
+        x = torch.ones(3000)
+        if world.rank == 1:
+            x[700] = float("inf")
+        world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual)
+        after = torch.ones(3000)
+        world.all_reduce(after, algorithm=Direct(), wire=wire, residual=residual)
+        return bool(x[700].isfinite()), bool(x[1024:].isfinite().all()), bool(after.isfinite().all())
+
+    assert run_ranks(3, body) == [(False, True, True)] * 3
+
+
+def test_a_gradient_that_only_some_ranks_have_is_averaged_and_one_that_none_has_stays_none():
+    def body(world):
+        both = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+        commrt.attach(both, None, Direct(), world=world, wire=Int8())
+        (both[0](torch.ones(4)).sum() + (both[1](torch.ones(4)).sum() if world.rank == 1 else 0.0)).backward()
+        return [None if each.weight.grad is None else float(each.weight.grad[0, 0]) for each in both]
+
+    for first, second, third in run_ranks(3, body):
+        assert first == pytest.approx(1.0, rel=0.02)
+        assert second == pytest.approx(1 / 3, rel=0.02)
+        assert third is None
+
+
+@pytest.mark.parametrize("wire", [Int4(), Int8(rounding="stochastic"), Adaptive(dq(30.0, 20), feedback=True)], ids=str)
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(wire):
+    def body(world):
+        training = Training(world, wire)
+        training.step(5)
+        state = training.state()
+        training.step(5)
+        resumed = Training(world, wire)
+        resumed.load(state)
+        resumed.step(5)
+        return weights(training.model), weights(resumed.model)
+
+    for straight, resumed in run_ranks(3, body):
+        assert torch.equal(straight, resumed)
+
+
+def test_a_rank_refuses_what_another_rank_owes():
+    def body(world):
+        training = Training(world, Int4())
+        training.step(2)
+        state = training.replica.state_dict()
+        training.replica.load_state_dict(state)
+        with pytest.raises(UsageError, match=r"save state_dict.* on every rank, and load each rank's own"):
+            training.replica.load_state_dict(state | {"rank": world.rank + 1})
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_run_out_of_data_leave_and_come_back_equal():
+    def body(world):
+        training = Training(world, Int4())
+        with training.replica.join():
+            training.step(3 + world.rank)
+        training.step(2)
+        return weights(training.model)
+
+    assert alike(run_ranks(3, body))
+
+
+def test_passes_that_only_accumulate_send_nothing():
+    def body(world):
+        training = Training(world, Int4())
+        for _ in range(3):
+            training.optimizer.zero_grad()
+            with training.replica.no_sync():
+                training.backward()
+            training.backward()
+            training.optimizer.step()
+        return weights(training.model), training.replica.step
+
+    rows = run_ranks(2, body)
+    assert alike([row for row, _ in rows])
+    assert [steps for _, steps in rows] == [3, 3]
+
+
+def test_a_scaler_skips_the_steps_that_overflow_on_all_ranks():
+    def body(world):
+        training = Training(world, Int4())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
+        scales = []
+        for _ in range(6):
+            training.optimizer.zero_grad()
+            x = torch.randn(16, 20, generator=training.source)
+            scaler.scale(nn.functional.cross_entropy(training.model(x), x[:, :10].argmax(1)) * 8).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return weights(training.model), scales
+
+    rows = run_ranks(2, body)
+    assert alike([row for row, _ in rows])
+    assert rows[0][0].isfinite().all()
+    assert rows[0][1] == rows[1][1]
+    assert rows[0][1][0] < 2.0**127
+
+
+@pytest.mark.parametrize(("x", "y"), [(2, 2), (2, 3), (4, 2)])
+def test_hosts_sum_among_themselves_first(x, y):
+    def body(world):
+        training = Training(world, Int4(), Direct(within=x))
+        training.step(6)
+        return weights(training.model)
+
+    assert alike(run_ranks(x * y, body))
+
+
+@pytest.mark.parametrize("within", [1, 2, 3, 4, 8])
+def test_direct_within_hosts_is_an_all_reduce_for_all_ranks_that_fill_them(within):
+    for hosts in range(1, 64 // within + 1):
+        schedule = Direct(within).schedule(0, within * hosts)
+        prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+        assert summing_steps(schedule) <= 2
+
+
+def test_direct_refuses_ranks_that_do_not_fill_hosts():
+    with pytest.raises(UsageError, match=r"6 ranks do not fill hosts of within=4: use Direct\(\)"):
+        Direct(within=4).schedule(0, 6)
+
+
+def test_schedules_that_sum_over_many_steps_are_known():
+    schedules = ring.all_reduce(8), halving_doubling.all_reduce(8), direct.all_reduce(8), direct.all_reduce_within(2, 4)
+    assert [summing_steps(each) for each in schedules] == [7, 3, 1, 2]
+
+
+def ddp_body(tell, wire):
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(40, 30))
+    wrapped.register_comm_hook(commrt.DDPState(Direct(), wire), commrt.ddp_hook)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    source = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(5):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 40, generator=source)).square().sum().backward()
+        optimizer.step()
+    row = weights(wrapped)
+    torch.distributed.destroy_process_group()
+    return row.tolist()
+
+
+@pytest.mark.processes
+def test_the_hook_of_ddp_keeps_replicas_equal_with_feedback():
+    rows = [outcome.value for outcome in run_processes(2, ddp_body, Int4())]
+    assert rows[0] is not None
+    assert rows[0] == rows[1]
+
+
+REFUSED = {
+    "ring": ({"algorithm": commrt.Ring(), "wire": Int4()}, "cannot carry ring: codes do not add.*commrt.Direct()"),
+    "gossip": ({"algorithm": commrt.Gossip(), "wire": Int8()}, "with gossip"),
+    "graphs": ({"algorithm": Direct(), "wire": Int8(), "graphs": True}, "cannot be captured yet"),
+    "backups": ({"algorithm": commrt.BackupWorkers(1, inner=Direct()), "wire": Int4()}, "without feedback"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_attach_refuses_what_codes_cannot_do(case):
+    options, message = REFUSED[case]
+
+    def body(world):
+        trained = model()
+        with pytest.raises(UsageError, match=message):
+            commrt.attach(trained, torch.optim.SGD(trained.parameters(), 0.1), world=world, **options)
+
+    run_ranks(8, body)
+
+
+def test_ranks_with_other_codings_are_told():
+    def body(world):
+        with pytest.raises(DisagreementError, match="buckets"):
+            commrt.attach(model(), None, Direct(), world=world, wire=Int8() if world.rank else Int4())
+
+    run_ranks(2, body)
+
+
+def test_all_reduce_keeps_what_rounding_lost_only_where_it_is_told():
+    def body(world):
+        with pytest.raises(UsageError, match="needs a residual"):
+            world.all_reduce(torch.ones(3), algorithm=Direct(), wire=Int4())
+        with pytest.raises(UsageError, match="others take none"):
+            world.all_reduce(torch.ones(3), algorithm=Direct(), wire=Int8(), residual=torch.zeros(3))
+        with pytest.raises(UsageError, match=r"needs torch.zeros\(3"):
+            world.all_reduce(torch.ones(3), algorithm=Direct(), wire=Int4(), residual=torch.zeros(4))
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Int8(block=100), "blocks of 64, 128"),
+        (lambda: commrt.Coding(9), "bits from 2 to 8"),
+        (lambda: Int8(rounding="up"), 'use "nearest" or "stochastic"'),
+        (lambda: Int2(rounding="stochastic"), "diverges"),
+        (lambda: commrt.Coding(4, is_float=True), "8 bits"),
+        (lambda: Adaptive(3), "no function"),
+        (lambda: Adaptive(dq(1, 1), least=5, most=4), "bits from least=5 to most=4"),
+        (lambda: dq(0, 10), "target=0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_bits_follow_the_norm_and_the_step():
+    wire = Adaptive(dq(target=10.0, steps=100, decay=0.99))
+    early, late = (wire.coding(commrt.Progress(step, 1.0)).bits for step in (0, 99))
+    assert early < late
+    assert wire.coding(commrt.Progress(99, 1e-9)).bits == 2
+    assert wire.coding(commrt.Progress(99, float("nan"))).bits == 8
+
+
+def test_bits_follow_the_loss():
+    losses = iter([4.0, 1.0, 0.0])
+    wire = Adaptive(commrt.adaquant(1.0, lambda: next(losses)))
+    assert [wire.coding(commrt.Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
