@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from commrt.algorithms.parts import backwards, require_root
+from commrt.algorithms.parts import backwards, require_root, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
 
@@ -155,12 +155,7 @@ def all_reduce_within(x: int, y: int) -> Schedule:
       2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
       3  copy  0->1 [0:2)  1->0 [2:4)  2->3 [0:2)  3->2 [2:4)
     """
-    p = x * y
-    rank = np.arange(p).reshape(y, x)
-    scatter = reduce_scatter(x).refined(y).over(rank, p)
-    between = all_reduce(y).within(0, y, p).over(rank.T, p, shift=y * np.arange(x))
-    gather = all_gather(x).refined(y).over(rank, p)
-    return scatter.then(between).then(gather, f"direct {x}x{y}")
+    return two_levels(reduce_scatter(x), all_reduce(y), all_gather(x), f"direct {x}x{y}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step
 
-__all__ = ["backwards", "require_root", "wrapped"]
+__all__ = ["backwards", "require_root", "two_levels", "wrapped"]
 
 
 def backwards(schedule: Schedule, combine: Combine, name: str | None = None) -> Schedule:
@@ -52,6 +52,19 @@ def wrapped(src: IntArray, dst: IntArray, first: IntArray, count: IntArray, p: i
         hi=np.concatenate((np.minimum(hi, p), hi[over] - p)),
         combine=COPY,
     )
+
+
+def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str) -> Schedule:
+    """Return an all-reduce over a grid: `scatter` along rows, `between` along columns, `gather` along rows.
+
+    `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an all-reduce over the
+    Y ranks of a column. Rank r is in column ``r % X`` of row ``r // X``.
+    """
+    x, y = scatter.ranks, between.ranks
+    p = x * y
+    rank = np.arange(p).reshape(y, x)
+    columns = between.within(0, y, p).over(rank.T, p, shift=y * np.arange(x))
+    return scatter.refined(y).over(rank, p).then(columns).then(gather.refined(y).over(rank, p), name)
 
 
 def require_root(p: int, root: int, what: str) -> None:

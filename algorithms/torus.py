@@ -14,6 +14,7 @@ import numpy as np
 
 from commrt.algorithms import ring
 from commrt.algorithms.fold import folded
+from commrt.algorithms.parts import two_levels
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
 
@@ -35,12 +36,7 @@ def all_reduce(x: int, y: int) -> Schedule:
       2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
       3  copy  0->1 [0:2)  1->0 [2:4)  2->3 [0:2)  3->2 [2:4)
     """
-    p = x * y
-    rank = np.arange(p).reshape(y, x)
-    scatter = ring.reduce_scatter(x).refined(y).over(rank, p)
-    column = ring.all_reduce(y).within(0, y, p).over(rank.T, p, shift=y * np.arange(x))
-    gather = ring.all_gather(x).refined(y).over(rank, p)
-    return scatter.then(column).then(gather, f"torus {x}x{y}")
+    return two_levels(ring.reduce_scatter(x), ring.all_reduce(y), ring.all_gather(x), f"torus {x}x{y}")
 
 
 def both_ways(x: int, y: int) -> Schedule:

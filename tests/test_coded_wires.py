@@ -237,6 +237,16 @@ def test_a_scaler_skips_the_steps_that_overflow_on_all_ranks():
     assert rows[0][1][0] < 2.0**127
 
 
+def test_backup_workers_go_on_with_codes_without_feedback():
+    def body(world):
+        training = Training(world, Int8(), commrt.BackupWorkers(1, inner=Direct()))
+        training.step(6)
+        training.replica.consolidate()
+        return weights(training.model)
+
+    assert alike(run_ranks(3, body))
+
+
 @pytest.mark.parametrize(("x", "y"), [(2, 2), (2, 3), (4, 2)])
 def test_hosts_sum_among_themselves_first(x, y):
     def body(world):
@@ -292,6 +302,10 @@ REFUSED = {
     "ring": ({"algorithm": commrt.Ring(), "wire": Int4()}, "cannot carry ring: codes do not add.*commrt.Direct()"),
     "gossip": ({"algorithm": commrt.Gossip(), "wire": Int8()}, "with gossip"),
     "graphs": ({"algorithm": Direct(), "wire": Int8(), "graphs": True}, "cannot be captured yet"),
+    "late ranks": (
+        {"algorithm": commrt.BackupWorkers(1, inner=Direct()), "wire": Adaptive(dq(30.0, 20))},
+        "a late rank misses the average",
+    ),
     "backups": ({"algorithm": commrt.BackupWorkers(1, inner=Direct()), "wire": Int4()}, "without feedback"),
 }
 

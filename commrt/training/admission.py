@@ -77,6 +77,11 @@ def _check_coding(wire: torch.dtype | Coding | Adaptive | None, algorithm: objec
             f"a wire of {wire} with BackupWorkers: a step that is tried again would forget what rounding lost; use one "
             "without feedback"
         )
+    if isinstance(algorithm, BackupWorkers) and isinstance(wire, Adaptive):
+        raise UsageError(
+            f"a wire of {wire} with BackupWorkers: a late rank misses the average that the next step's bits follow "
+            "from; use one whose bits do not change, such as commrt.Int8()"
+        )
     if graphs is True:
         raise UsageError(f"graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out")
 

@@ -16,8 +16,8 @@ import commrt.c10d  # noqa: F401  # it registers the backend
 
 EPOCHS = 3
 KEPT = []
-"""Groups of Gloo wait for their threads when they are deleted, without letting go of Python's lock, for which such a
-thread may wait: under load, a process hung there once. So they live until the process ends."""
+"""Groups of Gloo, which live until the process ends. Under load, a process hung once where one was deleted; perhaps it
+waited for a thread of Gloo's that waited for Python's lock."""
 
 
 def network():
