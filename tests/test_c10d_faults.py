@@ -147,6 +147,11 @@ def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(sender):
     assert_error(found, "DeadlineExceeded", "bucket send with tag 0", within_s=8.0)
 
 
+def test_a_receive_from_any_rank_that_nobody_serves_is_late_and_nobody_is_gone():
+    found = found_by(2, c10d_failing_ranks.waiting_for_anybody)[0]
+    assert_error(found, "DeadlineExceeded", "did not do its part in time")
+
+
 def test_a_first_send_to_a_dead_rank_says_that_it_is_gone():
     barrier, send = found_by(2, c10d_failing_ranks.sending_to_the_dead)[0]
     assert_error(barrier, "PeerLost", "the peer is gone")

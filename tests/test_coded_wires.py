@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 
+import coded_ddp
 import pytest
 import torch
 from hypothesis import given, settings
@@ -275,25 +276,9 @@ def test_schedules_that_sum_over_many_steps_are_known():
     assert [summing_steps(each) for each in schedules] == [7, 3, 1, 2]
 
 
-def ddp_body(tell, wire):
-    torch.distributed.init_process_group("gloo")
-    torch.manual_seed(0)
-    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(40, 30))
-    wrapped.register_comm_hook(commrt.DDPState(Direct(), wire), commrt.ddp_hook)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    source = torch.Generator().manual_seed(torch.distributed.get_rank())
-    for _ in range(5):
-        optimizer.zero_grad()
-        wrapped(torch.randn(8, 40, generator=source)).square().sum().backward()
-        optimizer.step()
-    row = weights(wrapped)
-    torch.distributed.destroy_process_group()
-    return row.tolist()
-
-
 @pytest.mark.processes
 def test_the_hook_of_ddp_keeps_replicas_equal_with_feedback():
-    rows = [outcome.value for outcome in run_processes(2, ddp_body, Int4())]
+    rows = [outcome.value for outcome in run_processes(2, coded_ddp.trained, Int4())]
     assert rows[0] is not None
     assert rows[0] == rows[1]
 

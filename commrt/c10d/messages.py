@@ -9,6 +9,7 @@ so all must take part in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class HostMessages:
 
     def __init__(self, store: Store, world: World, host: str | None) -> None:
         # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
-        self._rank = world.rank
+        self._rank, self._comm_thread = world.rank, world.comm_thread
         self.timeout_s = world.timeout_s
         """Of what is waited for from now on. Gloo connects two ranks within the timeout that the group began with."""
         connect_s = world.timeout_s / CONNECT_TRIES
@@ -44,9 +45,20 @@ class HostMessages:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
         place = Place(self._rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes)
         try:
-            return HostWork(self._gloo.post(data, peer, tag, is_send=is_send), data, place, self.timeout_s)
+            work = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
-            raise _explained(error, place) from error
+            raise self._explained(error, place) from error
+        return HostWork(work, data, lambda error: self._explained(error, place), self.timeout_s)
+
+    def _explained(self, error: RuntimeError, place: Place) -> TransportError:
+        """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
+        ended = self._comm_thread.failure
+        is_gone = isinstance(ended, PeerLost) and place.peer is not None and ended.place.peer == place.peer
+        is_late = "imed out" in str(error) or "imeout" in str(error)
+        if is_late and not is_gone and "refused" not in str(error):  # "Connection refused": nobody listens
+            what = "the peer did not do its part in time: slow, stopped, or running another program"
+            return DeadlineExceeded(what, place)
+        return PeerLost("the connection to the peer broke: its process ended or gave up; look at its own output", place)
 
     def close(self) -> None:
         """Close all connections."""
@@ -56,16 +68,18 @@ class HostMessages:
 class HostWork(dist.Work):
     """A send or a receive of Gloo, with errors that name the peer."""
 
-    def __init__(self, work: dist.Work, data: Tensor, place: Place, timeout_s: float) -> None:
+    def __init__(
+        self, work: dist.Work, data: Tensor, explained: Callable[[RuntimeError], TransportError], timeout_s: float
+    ) -> None:
         super().__init__()
-        self._work, self._data, self._place, self._timeout_s = work, data, place, timeout_s
+        self._work, self._data, self._explained, self._timeout_s = work, data, explained, timeout_s
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
         try:
             return self._work.wait(timedelta(seconds=seconds_of(timeout) or self._timeout_s))
         except RuntimeError as error:
-            raise as_dist_error(_explained(error, self._place)) from error
+            raise as_dist_error(self._explained(error)) from error
 
     def is_completed(self) -> bool:
         """Return True if it is done. Never waits."""
@@ -80,15 +94,6 @@ class HostWork(dist.Work):
         return self._work._source_rank()  # noqa: SLF001  # torch calls both
 
     _source_rank = source_rank
-
-
-def _explained(error: RuntimeError, place: Place) -> TransportError:
-    is_late = "imed out" in str(error) or "imeout" in str(error)
-    if is_late and "refused" not in str(error):  # "timed out connecting: ... Connection refused": nobody listens
-        return DeadlineExceeded(
-            "the peer did not do its part in time: slow, stopped, or running another program", place
-        )
-    return PeerLost("the connection to the peer broke: its process ended or gave up; look at its own output", place)
 
 
 class DeviceMessages:

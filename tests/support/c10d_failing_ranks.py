@@ -209,6 +209,15 @@ def sending_to_the_dead(tell):
     return failed(dist.barrier), failed(lambda: dist.send(torch.ones(4), LATE))
 
 
+def waiting_for_anybody(tell):
+    """Rank 0 receives from any rank, and nobody sends."""
+    rank, store = begin(2)
+    dist.barrier()
+    found = failed(lambda: dist.recv(torch.ones(4))) if rank != LATE else store.get("late")
+    store.set("late", "")
+    return found
+
+
 def hurried(tell):
     """Rank 0 shortens the timeout of a group, then receives what no other rank sends, and comes alone to a barrier."""
     rank, store = begin(60)
