@@ -27,6 +27,7 @@ from functools import partial
 from itertools import compress, product
 from pathlib import Path
 from struct import iter_unpack, unpack_from
+from typing import Any
 
 import torch
 import triton
@@ -130,7 +131,8 @@ def main() -> int:
             print(*asdict(finding).values(), sep="\t")
     if options.write:
         of_this_version(options.write).write_text(as_golden(findings))
-    return 0 if options.golden is None else compare(options.golden, findings)
+    offered = {(case.name, arch) for case in cases() for arch in ARCHS.values()}
+    return 0 if options.golden is None else compare(options.golden, findings, offered)
 
 
 def chosen(every: int, archs: Sequence[int]) -> list[tuple[int, int]]:
@@ -138,7 +140,7 @@ def chosen(every: int, archs: Sequence[int]) -> list[tuple[int, int]]:
     return [(number, arch) for number, arch in [*product(range(len([*cases()])), ARCHS)][::every] if arch in archs]
 
 
-def as_golden(findings: list[Finding]) -> str:
+def as_golden(findings: Sequence[Any]) -> str:
     """Return the findings as JSON, one per line, so that differences are readable."""
     rows = ",\n".join(json.dumps(asdict(finding)) for finding in findings)
     return f'{{"triton": "{triton.__version__}", "findings": [\n{rows}\n]}}\n'
@@ -149,14 +151,13 @@ def of_this_version(folder: Path) -> Path:
     return folder / f"triton-{triton.__version__.partition('+')[0]}.json"
 
 
-def compare(folder: Path, findings: list[Finding]) -> int:
-    """Print the differences from the file in `folder`; return 1 if there are any."""
+def compare(folder: Path, findings: Sequence[Any], offered: set[tuple[str, str]]) -> int:
+    """Print the differences from the file in `folder`, which must hold all that is `offered`; return 1 for any."""
     golden = of_this_version(folder)
     if not golden.exists():
-        print(f"{golden} is not there: bench/inspect_kernels.py --write {folder} makes it", file=sys.stderr)
+        print(f"{golden} is not there: {sys.argv[0]} --write {folder} makes it", file=sys.stderr)
         return 1
     before = {(row["kernel"], row["arch"]): row for row in json.loads(golden.read_text())["findings"]}
-    offered = {(case.name, arch) for case in cases() for arch in ARCHS.values()}
     now = {(finding.kernel, finding.arch): asdict(finding) for finding in findings}
     different = [key for key, found in now.items() if before.get(key) != found]
     for key in different:

@@ -18,15 +18,20 @@ from commrt.coding import STOCHASTIC, TILE_BLOCKS, Coding
 
 __all__ = ["add_codes", "decode", "encode", "key_of", "uniform"]
 
-PIECE_TILES = 32
-"""Tiles that are coded at once: 64 Ki values of 256 in a block stay in a core's cache."""
+PIECE_NUMEL = 1 << 18
+"""Values that are coded at once: few calls of torch, and 1 MiB that stays in a cache."""
 SCALES_NBYTES = 2 * TILE_BLOCKS
 INFINITY_BITS = 0x7F800000
+NAN_SCALE = 0x7FC0
+HUGE_BITS = 0x7E800000
+"""2 ** 126: a block with such a value travels as infinities, or what is decoded could be infinite, and its loss too."""
 LEAST_BITS = 0x0D800000
 """2 ** -100: a block of smaller values travels as zeros, so that no scale and no inverse leaves the normal floats."""
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
+PHILOX_COUNTERS = 1 << 14
+"""Counters at once: what is computed from them stays in a core's cache."""
 
 
 class _Piece(NamedTuple):
@@ -38,46 +43,109 @@ class _Piece(NamedTuple):
     """uint8 [tiles, tile_nbytes]"""
     first: int
     """Number of its first tile."""
+    floats: Tensor
+    """fp32 [tiles, tile_numel] of memory that all pieces of a call share."""
+    bytes: Tensor
+    """int8 [tiles, tile_numel] of such memory."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.values.numel() == self.floats.numel()
+
+
+class _Scales(NamedTuple):
+    """The scales of some blocks, rounded up, so that no code is too large."""
+
+    bits: Tensor
+    """int32 [blocks] of which 16 travel."""
+    steps: Tensor
+    """fp32 [blocks, 1]"""
+    inverse: Tensor
+    """fp32 [blocks, 1]: 0 for a block of zeros, and for one that is not finite."""
+    infinite: Tensor | None
+    """[blocks, 1] which blocks are not finite; None if there is none."""
 
 
 def encode(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None = None, key: int = 0) -> None:
     """Write ``code(values + residual)`` to `codes`, and what that loses to `residual`.
 
     `values` and `residual` are fp32 [numel], `codes` uint8 [coding.nbytes(numel)]. A block that holds a value that is
-    not finite becomes one of infinities or NaNs, and leaves no residual. `key` selects the random numbers.
+    not finite, or of 2 ** 126 or more, becomes one of infinities or NaNs, and leaves no residual. `key` selects the
+    random numbers.
     """
-    rest = [values] if residual is None else [values, residual]
-    for piece, left in zip(_pieces(values, codes, coding), _pieces(rest[-1], codes, coding), strict=True):
-        x = _padded(piece.values if residual is None else piece.values + left.values, coding)
-        scales, steps = _scales(x, coding)
-        finite = steps.isfinite()
-        q = _codes(x, steps, finite, coding, key, piece.first)
-        piece.tiles[:, :SCALES_NBYTES].view(torch.int16).copy_(scales.view(-1, TILE_BLOCKS))
-        _pack(q, piece.tiles[:, SCALES_NBYTES:], coding)
+    for piece in _pieces(values if residual is None else residual, codes, coding):
         if residual is not None:
-            x.sub_(q.to(torch.float32).mul_(steps))
-            x.masked_fill_(~finite, 0.0)
-            left.values.copy_(x.view(-1)[: len(left.values)])
+            begin = piece.first * coding.tile_numel
+            piece.values.add_(values[begin : begin + len(piece.values)])
+        _encode_piece(piece, coding, key, feedback=residual is not None)
+
+
+def _encode_piece(piece: _Piece, coding: Coding, key: int, *, feedback: bool) -> None:
+    """Code the values of `piece`, which with `feedback` become what that loses."""
+    x = _padded(piece.values, coding)
+    y = piece.floats.view_as(x)
+    scales = _scales(x, coding)
+    torch.mul(x, scales.inverse, out=y)
+    _round(y, piece, coding, key)
+    if scales.infinite is not None:
+        y.masked_fill_(scales.infinite, 1.0)  # 1 times a scale that is not finite is not finite
+    _scale_bits(piece.tiles).copy_(scales.bits.view(-1, TILE_BLOCKS))
+    _pack(piece, coding)
+    if feedback:
+        _unpack(piece, coding)
+        torch.sub(x, y.mul_(scales.steps), out=y)
+        if scales.infinite is not None:
+            y.masked_fill_(scales.infinite, 0.0)
+        piece.values.copy_(y.view(-1)[: len(piece.values)])
 
 
 def decode(codes: Tensor, values: Tensor, coding: Coding) -> None:
     """Write what `codes` stand for to `values`; shapes as for `encode`."""
     for piece in _pieces(values, codes, coding):
-        piece.values.copy_(_decoded(piece.tiles, coding)[: len(piece.values)])
+        if piece.is_whole:
+            into = piece._replace(floats=piece.values.view_as(piece.floats))
+            _unpack(into, coding)
+            _blocks(into.floats, coding).mul_(_steps(piece.tiles))
+        else:
+            piece.values.copy_(_decoded(piece, coding))
 
 
 def add_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> None:
     """Compute ``values += decoded(received[0]) + ...`` from left to right; shapes as for `encode`."""
-    for pieces in zip(*(_pieces(values, codes, coding) for codes in received), strict=True):
-        for piece in pieces:
-            piece.values.add_(_decoded(piece.tiles, coding)[: len(piece.values)])
+    rows = [_tiles(codes, coding) for codes in received]
+    for piece in _pieces(values, received[0], coding):
+        for tiles in rows:
+            _add_piece(piece._replace(tiles=tiles[piece.first : piece.first + len(piece.tiles)]), coding)
+
+
+def _add_piece(piece: _Piece, coding: Coding) -> None:
+    if piece.is_whole:
+        _unpack(piece, coding)
+        q, steps = _blocks(piece.floats, coding), _steps(piece.tiles)
+        _blocks(piece.values, coding).addcmul_(q, steps)  # exact products: rounded once
+    else:
+        piece.values.add_(_decoded(piece, coding))
+
+
+def _decoded(piece: _Piece, coding: Coding) -> Tensor:
+    _unpack(piece, coding)
+    _blocks(piece.floats, coding).mul_(_steps(piece.tiles))
+    return piece.floats.view(-1)[: len(piece.values)]
 
 
 def _pieces(values: Tensor, codes: Tensor, coding: Coding) -> Iterator[_Piece]:
-    tiles = codes.view(-1, coding.tile_nbytes)
-    for first in range(0, len(tiles), PIECE_TILES):
-        begin, end = (number * coding.tile_numel for number in (first, first + PIECE_TILES))
-        yield _Piece(values[begin:end], tiles[first : first + PIECE_TILES], first)
+    tiles, most = _tiles(codes, coding), PIECE_NUMEL // coding.tile_numel
+    shape = min(most, len(tiles)), coding.tile_numel
+    floats = torch.empty(shape, device=values.device)
+    memory = torch.empty(shape, dtype=torch.int8, device=values.device)
+    for first in range(0, len(tiles), most):
+        part = tiles[first : first + most]
+        begin, end = (number * coding.tile_numel for number in (first, first + len(part)))
+        yield _Piece(values[begin:end], part, first, floats[: len(part)], memory[: len(part)])
+
+
+def _tiles(codes: Tensor, coding: Coding) -> Tensor:
+    return codes.view(-1, coding.tile_nbytes)
 
 
 def _padded(x: Tensor, coding: Coding) -> Tensor:
@@ -86,70 +154,92 @@ def _padded(x: Tensor, coding: Coding) -> Tensor:
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, coding.block)
 
 
-def _scales(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
-    """Return each block's scale: its 16 bits, and its value [blocks, 1]; rounded up, so that no code is too large."""
-    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(dim=1)  # as integers, NaN is above infinity
-    scale = largest.view(torch.float32) * (1.0 / coding.largest)
-    bits = scale.view(torch.int32).add(0xFFFF).bitwise_right_shift(16)
-    bits = torch.where(largest >= INFINITY_BITS, largest.clamp(max=INFINITY_BITS + 0x400000) >> 16, bits)
-    bits = torch.where(largest < LEAST_BITS, 0, bits)
-    return bits.to(torch.int16), (bits << 16).view(torch.float32).unsqueeze(1)
+def _blocks(x: Tensor, coding: Coding) -> Tensor:
+    return x.view(-1, TILE_BLOCKS, coding.block)
 
 
-def _codes(x: Tensor, steps: Tensor, finite: Tensor, coding: Coding, key: int, first: int) -> Tensor:
-    """Return the codes of `x`, [blocks, block]: int8, or float8 for codes that are floats."""
-    inverse = torch.where(finite & (steps > 0), 1.0 / steps, 0.0)
-    y = x * inverse
+def _scale_bits(tiles: Tensor) -> Tensor:
+    return tiles[:, :SCALES_NBYTES].view(torch.int16)
+
+
+def _steps(tiles: Tensor) -> Tensor:
+    """Return the scales of `tiles`, [tiles, blocks, 1]."""
+    return tiles[:, :SCALES_NBYTES].view(torch.bfloat16).float().unsqueeze(2)
+
+
+def _scales(x: Tensor, coding: Coding) -> _Scales:
+    """Return the scales of blocks `x`."""
+    largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)  # NaN is above infinity
+    least, most = (int(bits) for bits in torch.aminmax(largest))
+    bits = (largest.view(torch.float32) * (1.0 / coding.largest)).view(torch.int32).add_(0xFFFF)
+    bits.bitwise_right_shift_(16)
+    if most >= HUGE_BITS:
+        bits.masked_fill_(largest >= HUGE_BITS, INFINITY_BITS >> 16).masked_fill_(largest > INFINITY_BITS, NAN_SCALE)
+    if least < LEAST_BITS:
+        bits.masked_fill_(largest < LEAST_BITS, 0)
+    steps = (bits << 16).view(torch.float32).unsqueeze(1)
+    infinite = (largest >= HUGE_BITS).unsqueeze(1) if most >= HUGE_BITS else None
+    inverse = steps.reciprocal()
+    if infinite is not None or least < LEAST_BITS:
+        inverse.masked_fill_(~inverse.isfinite(), 0.0)
+    return _Scales(bits, steps, inverse, infinite)
+
+
+def _round(y: Tensor, piece: _Piece, coding: Coding, key: int) -> None:
+    """Round `y`, [blocks, block], to codes that are integers; leaves those that are floats."""
     if coding.rounding == STOCHASTIC:
-        y.add_(uniform(key, first, len(x) // TILE_BLOCKS, coding).view(x.shape).to(x.device)).floor_()
+        y.add_(uniform(key, piece.first, len(piece.tiles), coding).view(y.shape).to(y.device)).floor_()
         y.clamp_(-coding.most, coding.most)
     elif not coding.is_float:
         y.round_()
-    if not bool(finite.all()):
-        y = torch.where(finite, y, 1.0)  # 1 times a scale that is not finite is not finite
-    return y.to(torch.float8_e4m3fn if coding.is_float else torch.int8)
 
 
-def _pack(q: Tensor, target: Tensor, coding: Coding) -> None:
-    """Write codes to `target` [tiles, bytes], plane after plane: the k-th byte of a plane has codes that lie apart."""
-    rows, begin, shift = q.view(torch.uint8).view(len(target), -1), 0, coding.bits
+def _pack(piece: _Piece, coding: Coding) -> None:
+    """Write the codes in `floats`, plane after plane: the k-th byte of a plane has codes that lie apart."""
+    begin, shift = SCALES_NBYTES, coding.bits
+    if coding.bits == 8:
+        piece.tiles[:, begin:].view(torch.float8_e4m3fn if coding.is_float else torch.int8).copy_(piece.floats)
+        return
+    rows = piece.bytes.copy_(piece.floats).view(torch.uint8)
     for width in coding.planes:
         shift -= width
         end = begin + rows.shape[1] * width // 8
-        if width == 8:  # a whole byte
-            target.copy_(rows)
-            return
-        parts = ((rows >> shift) & ((1 << width) - 1)).view(len(rows), 8 // width, -1)
-        plane = target[:, begin:end]
-        plane.copy_(parts[:, 0])
-        for number in range(1, 8 // width):
-            plane |= parts[:, number] << (width * number)
+        parts = rows.view(len(rows), 8 // width, -1)
+        plane = parts[:, -1] >> shift
+        for number in reversed(range(8 // width - 1)):
+            plane <<= width
+            plane |= (parts[:, number] >> shift) & ((1 << width) - 1)
+        piece.tiles[:, begin:end].copy_(plane)
         begin = end
 
 
-def _unpacked(tiles: Tensor, coding: Coding) -> Tensor:
-    """Return the codes of `tiles`, [tiles, tile_numel]: int8, or float8."""
-    source, begin = tiles[:, SCALES_NBYTES:], 0
-    if coding.bits == 8:
-        return source.view(torch.float8_e4m3fn if coding.is_float else torch.int8)
-    bits = torch.zeros(len(tiles), coding.tile_numel, dtype=torch.uint8, device=tiles.device)
+def _unpack(piece: _Piece, coding: Coding) -> None:
+    """Write the codes of `tiles` to `floats`."""
+    if coding.is_float:
+        # In the order of fp16, whose exponent counts 8 more. No code is NaN: what is not finite is so by its scale.
+        halves = (piece.tiles[:, SCALES_NBYTES:].view(torch.int8).to(torch.int16) << 7).bitwise_and_(0xBF80 - (1 << 16))
+        piece.floats.copy_(halves.view(torch.float16)).mul_(256.0)
+    elif coding.bits == 8:
+        piece.floats.copy_(piece.tiles[:, SCALES_NBYTES:].view(torch.int8))
+    else:
+        piece.floats.copy_(_unpack_planes(piece.tiles.view(torch.int8), piece.bytes, coding))
+
+
+def _unpack_planes(tiles: Tensor, codes: Tensor, coding: Coding) -> Tensor:
+    """Write the codes of `tiles` to `codes`, int8 [tiles, tile_numel]; shifts to the right keep the sign."""
+    begin = SCALES_NBYTES
     for width in coding.planes:
         end = begin + coding.tile_numel * width // 8
-        parts = bits.view(len(tiles), 8 // width, -1)
+        plane, parts = tiles[:, begin:end], codes.view(len(codes), 8 // width, -1)
         for number in range(8 // width):
-            parts[:, number] = (parts[:, number] << width) | (
-                (source[:, begin:end] >> (width * number)) & ((1 << width) - 1)
-            )
+            if begin == SCALES_NBYTES:
+                torch.bitwise_right_shift(plane << (8 - width * (number + 1)), 8 - width, out=parts[:, number])
+            else:
+                parts[:, number].bitwise_left_shift_(width).bitwise_or_(
+                    (plane >> (width * number)) & ((1 << width) - 1)
+                )
         begin = end
-    sign = 1 << (coding.bits - 1)
-    return (bits ^ sign).view(torch.int8) - sign
-
-
-def _decoded(tiles: Tensor, coding: Coding) -> Tensor:
-    """Return the values of `tiles`, [numel]."""
-    steps = (tiles[:, :SCALES_NBYTES].view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    values = _unpacked(tiles, coding).to(torch.float32).view(len(tiles), TILE_BLOCKS, coding.block)
-    return values.mul_(steps.unsqueeze(2)).view(-1)
+    return codes
 
 
 def key_of(seed: int, step: int, bucket: int, rank: int) -> int:
@@ -168,19 +258,34 @@ def uniform(key: int, first: int, tiles: int, coding: Coding) -> Tensor:
     A counter gives four numbers, for values that lie a quarter of a tile apart.
     """
     quarter = coding.tile_numel // 4
-    counter = np.arange(first * quarter, (first + tiles) * quarter, dtype=np.uint64).reshape(tiles, 1, quarter)
-    words = np.concatenate(_philox(key, counter), axis=1)  # [tiles, 4, quarter]
-    return torch.from_numpy(((words >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(tiles, -1))
+    numbers = np.empty((tiles, 4, quarter), np.float32)
+    at_once = max(1, PHILOX_COUNTERS // quarter)
+    for begin in range(0, tiles, at_once):
+        part = numbers[begin : begin + at_once]
+        counters = np.arange((first + begin) * quarter, (first + begin + len(part)) * quarter, dtype=np.uint64)
+        for number, words in enumerate(_philox(key, counters)):
+            whole = np.right_shift(words, np.uint64(8), out=words).reshape(len(part), quarter)
+            np.multiply(whole, 2.0**-24, out=part[:, number], casting="unsafe")
+    return torch.from_numpy(numbers.reshape(tiles, -1))
 
 
-def _philox(key: int, counter: np.ndarray) -> list[np.ndarray]:
-    """Return four arrays of 32 random bits each for every `counter` below 2 ** 32."""
-    mask = np.uint64(0xFFFFFFFF)
-    zero = np.zeros_like(counter)
-    words, keys = [counter & mask, zero, zero, zero], [key & 0xFFFFFFFF, key >> 32]
+def _philox(key: int, counters: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return four arrays of 32 random bits each for all `counters`, which count modulo 2 ** 32."""
+    mask, half, keys = np.uint64(0xFFFFFFFF), np.uint64(32), [key & 0xFFFFFFFF, key >> 32]
+    first, second = map(np.uint64, PHILOX_MULTIPLIERS)
+    w0, (w1, w2, w3) = counters & mask, np.zeros((3, len(counters)), np.uint64)
+    a, b = np.empty((2, len(counters)), np.uint64)
     for _ in range(PHILOX_ROUNDS):
-        a, b = words[0] * np.uint64(PHILOX_MULTIPLIERS[0]), words[2] * np.uint64(PHILOX_MULTIPLIERS[1])
         k0, k1 = map(np.uint64, keys)
-        words = [(b >> np.uint64(32)) ^ words[1] ^ k0, b & mask, (a >> np.uint64(32)) ^ words[3] ^ k1, a & mask]
+        np.multiply(w0, first, out=a)
+        np.multiply(w2, second, out=b)
+        np.right_shift(b, half, out=w0)
+        np.right_shift(a, half, out=w2)
+        w0 ^= w1
+        w0 ^= k0
+        w2 ^= w3
+        w2 ^= k1
+        np.bitwise_and(b, mask, out=w1)
+        np.bitwise_and(a, mask, out=w3)
         keys = [(k + bump) & 0xFFFFFFFF for k, bump in zip(keys, PHILOX_KEYS, strict=True)]
-    return words
+    return w0, w1, w2, w3

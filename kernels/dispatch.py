@@ -80,7 +80,12 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 def suits_kernels(out: Tensor) -> bool:
     """Return True if the Triton kernels can add to `out`: by its device, its dtype and its address."""
-    return is_on_gpu(out) and out.dtype in GPU_DTYPES and out.data_ptr() % WIDEST_NBYTES == 0
+    return out.dtype in GPU_DTYPES and suit_kernels(out)
+
+
+def suit_kernels(*buffers: Tensor) -> bool:
+    """Return True if the Triton kernels can work on all `buffers`: by their device and their addresses."""
+    return all(is_on_gpu(buffer) and buffer.data_ptr() % WIDEST_NBYTES == 0 for buffer in buffers)
 
 
 def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
@@ -113,17 +118,32 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
 
 
 def encoding(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
-    """Return a function of a key that codes `values`; see `coding.encode`."""
+    """Return a function of a key that codes `values`; see `codes.encode`."""
+    if suit_kernels(values, codes, *([] if residual is None else [residual])):
+        from commrt.kernels.device.coding_launches import encode_launch  # noqa: PLC0415
+
+        return encode_launch(values, codes, coding, residual)
     return lambda key: encode(values, codes, coding, residual, key)
 
 
 def decoding(codes: Tensor, values: Tensor, coding: Coding) -> Combination:
-    """Return a function that decodes to `values`; see `coding.decode`."""
+    """Return a function that decodes to `values`; see `codes.decode`."""
+    if suit_kernels(values, codes):
+        from commrt.kernels.device.coding_launches import decode_launch  # noqa: PLC0415
+
+        return decode_launch(codes, values, coding)
     return lambda: decode(codes, values, coding)
 
 
 def adding_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Combination:
-    """Return a function that adds what `received` codes stand for; see `coding.add_codes`."""
+    """Return a function that adds what `received` codes stand for; see `codes.add_codes`.
+
+    On a GPU they lie evenly spaced in one buffer.
+    """
+    if suit_kernels(values, *received):
+        from commrt.kernels.device.coding_launches import add_codes_launch  # noqa: PLC0415
+
+        return add_codes_launch(values, received, coding)
     return lambda: add_codes(values, received, coding)
 
 

@@ -15,17 +15,20 @@ import torch
 from interpreter import interpreted_gpu
 
 from commrt.kernels import dispatch
-from commrt.kernels.device import combine, packing
+from commrt.kernels.device import coding_launches, combine, packing
 from commrt.kernels.device.sizes import sizes_for
 from commrt.kernels.layout import layout_of
 from commrt.kernels.tables import WIDEST_NBYTES
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
+import inspect_coding  # noqa: E402
 from inspect_kernels import ARCHS, SHORT, cases, chosen  # noqa: E402
 
 GOLDEN = BENCH / "golden"
 FINDINGS = {path.stem: json.loads(path.read_text())["findings"] for path in GOLDEN.iterdir()}
+GOLDEN_CODING = BENCH / "golden_coding"
+CODING_FINDINGS = [row for path in GOLDEN_CODING.iterdir() for row in json.loads(path.read_text())["findings"]]
 EVERY = 28
 """Every how many-th kernel is compiled here; `make inspect` compiles all, in a quarter of an hour."""
 KERNELS = ("pack", "unpack", "mix", "reduce", "norm")
@@ -141,3 +144,54 @@ def widths(kernel):
 def test_the_kernels_have_instructions_to_spare_beside_memory(kernel, triton):
     (row,) = (row for row in FINDINGS[triton] if row["kernel"] == kernel and row["arch"] == "sm_90a")
     assert row["instructions_per_element"] <= INSTRUCTIONS_PER_ELEMENT[kernel]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_kernels_of_coding_compile_to_what_the_golden_file_says():
+    command = [sys.executable, str(BENCH / "inspect_coding.py"), "--every", "19", "--golden", str(GOLDEN_CODING)]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(BENCH.parent), str(BENCH)])}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, f"{done.stderr}\nif this is meant: bench/inspect_coding.py --write {GOLDEN_CODING}"
+
+
+def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch):
+    launched = set()
+
+    def launch_of(variant, device):
+        launched.add(variant)
+
+    with interpreted_gpu():
+        monkeypatch.setattr(coding_launches, "launch_of", launch_of)
+        for coding in inspect_coding.codings():
+            values, codes = torch.zeros(100), torch.zeros(coding.nbytes(100), dtype=torch.uint8)
+            dispatch.encoding(values, codes, coding, values if coding.feedback else None)
+            dispatch.decoding(codes, values, coding)
+            dispatch.adding_codes(values, [codes], coding)
+    assert launched <= {variant for _, variant in inspect_coding.cases().values()}
+
+
+def test_every_combination_of_kernel_and_architecture_has_been_looked_at():
+    rows = {(row["kernel"], row["arch"]) for row in CODING_FINDINGS}
+    assert rows == {*product(inspect_coding.cases(), ARCHS.values())}
+
+
+@pytest.mark.parametrize("kernel", ["encode", "decode", "add_codes"])
+def test_no_kernel_of_coding_spills_and_values_move_16_bytes_at_a_time(kernel):
+    rows = [row for row in CODING_FINDINGS if row["kernel"].startswith(f"{kernel} ")]
+    assert [row for row in rows if not is_coding_lean(row)] == []
+
+
+def is_coding_lean(row):
+    """Warps wait for each other only to find the largest value of a block that several of them share."""
+    kernel, block, vectors = row["kernel"].split()[0], int(row["kernel"].split()[-1]), row["values"] // 4
+    feedback = "feedback" in row["kernel"]
+    loads, stores = {
+        "encode": (vectors * (1 + feedback), vectors * feedback),
+        "decode": (0, vectors),
+        "add_codes": (vectors, vectors),
+    }[kernel]
+    waits = kernel == "encode" and block > 128
+    is_wide = row["wide_loads"] >= loads and row["wide_stores"] >= stores
+    most = 160 if kernel == "encode" else 96
+    return is_wide and row["spill_bytes"] == 0 and row["registers"] <= most and bool(row["barriers"]) == waits

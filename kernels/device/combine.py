@@ -15,7 +15,7 @@ from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.layout import GRANULE, Layout
 from commrt.kernels.tables import Tables
 
-__all__ = ["add_launch", "mix_launch"]
+__all__ = ["add_launch", "mix_launch", "spacing"]
 
 
 def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
@@ -26,11 +26,11 @@ def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
     require_aligned(out, *received)
     sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))
     launch = launch_of(variants.reduce(out.dtype, len(received), sizes), out.device)
-    arguments = (out.data_ptr(), received[0].data_ptr(), out.data_ptr(), _spacing(received), out.numel())
+    arguments = (out.data_ptr(), received[0].data_ptr(), out.data_ptr(), spacing(received), out.numel())
     return Bound(launch, -(-out.numel() // sizes.tile), arguments, (out, *received))
 
 
-def _spacing(received: Sequence[Tensor]) -> int:
+def spacing(received: Sequence[Tensor]) -> int:
     """Return the distance between two of `received` in granules; raises `ValueError` if it differs."""
     nbytes = GRANULE * received[0].element_size()
     addresses = [part.data_ptr() for part in received]

@@ -16,6 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
 
+from commrt.coding import STOCHASTIC, Coding
+from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
 from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
@@ -24,7 +26,7 @@ from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.tables import WIDEST_NBYTES
 
-__all__ = ["Variant", "compiled", "mix", "norm", "pack", "reduce", "unpack"]
+__all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "mix", "norm", "pack", "reduce", "unpack"]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -108,6 +110,33 @@ def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     types = {"own": kind, "received": kind, "out": kind, "stride": "i64", "count": "i64"}
     constants = {"COUNT": count, "VECTOR": vector(dtype), "TILE": sizes.tile}
     return _variant(reduce_kernel, types, constants, sizes.warps)
+
+
+def encode(coding: Coding, *, feedback: bool) -> Variant:
+    """Return the variant that codes fp32 values; without `feedback`, `residual` may be any address."""
+    types = {"values": "*fp32", "residual": "*fp32", "codes": "*u8", "numel": "i64", "key": "u64"}
+    constants = _codes(coding) | {"FEEDBACK": feedback, "STOCHASTIC": coding.rounding == STOCHASTIC}
+    return _variant(encode_kernel, types, constants, _warps(coding))
+
+
+def decode(coding: Coding) -> Variant:
+    """Return the variant that decodes to fp32 values."""
+    return _variant(decode_kernel, {"codes": "*u8", "values": "*fp32", "numel": "i64"}, _codes(coding), _warps(coding))
+
+
+def add_codes(coding: Coding) -> Variant:
+    """Return the variant that adds what any number of received buffers of codes stand for."""
+    types = {"values": "*fp32", "received": "*u8", "stride": "i64", "rows": "i32", "numel": "i64"}
+    return _variant(add_codes_kernel, types, _codes(coding), _warps(coding))
+
+
+def _codes(coding: Coding) -> dict[str, Any]:
+    return {"BLOCK": coding.block, "BITS": coding.bits, "IS_FLOAT": coding.is_float}
+
+
+def _warps(coding: Coding) -> int:
+    """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has 32 values."""
+    return max(1, coding.block // 128)
 
 
 def norm(tile: int = 4096) -> Variant:

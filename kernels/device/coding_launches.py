@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code, decode and add codes on a GPU: one launch each, with arguments that never change, but for the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from commrt.coding import Coding
+from commrt.kernels.device import variants
+from commrt.kernels.device.combine import spacing
+from commrt.kernels.device.launch import Bound, launch_of, require_aligned
+
+__all__ = ["add_codes_launch", "decode_launch", "encode_launch"]
+
+
+def encode_launch(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
+    """Return a launch, given the key of random numbers, that codes `values` and keeps what is lost in `residual`."""
+    left = values if residual is None else residual  # not touched without feedback
+    require_aligned(values, codes, left)
+    launch = launch_of(variants.encode(coding, feedback=residual is not None), values.device)
+    arguments = (values.data_ptr(), left.data_ptr(), codes.data_ptr(), values.numel())
+    bound = Bound(launch, _tiles(values, coding), arguments, (values, codes, left))
+    return lambda key: bound.launch(bound.programs, *bound.arguments, key)
+
+
+def decode_launch(codes: Tensor, values: Tensor, coding: Coding) -> Bound:
+    """Return a launch that decodes to `values`."""
+    require_aligned(values, codes)
+    launch = launch_of(variants.decode(coding), values.device)
+    arguments = (codes.data_ptr(), values.data_ptr(), values.numel())
+    return Bound(launch, _tiles(values, coding), arguments, (codes, values))
+
+
+def add_codes_launch(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Bound:
+    """Return a launch that adds what `received` codes stand for; they are evenly spaced in memory."""
+    require_aligned(values, *received)
+    launch = launch_of(variants.add_codes(coding), values.device)
+    arguments = (values.data_ptr(), received[0].data_ptr(), spacing(received), len(received), values.numel())
+    return Bound(launch, _tiles(values, coding), arguments, (values, *received))
+
+
+def _tiles(values: Tensor, coding: Coding) -> int:
+    return -(-values.numel() // coding.tile_numel)

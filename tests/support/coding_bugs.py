@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that the tests of the kernels of coding must notice: (text, what is put in its place)."""
+
+__all__ = ["BUGS"]
+
+BUGS = {
+    "plane at another shift": ("part = (code >> (BITS & (WIDTH - 1)))", "part = (code >> (BITS & WIDTH))"),
+    "plane unpacked at another shift": ("return part << (BITS & (WIDTH - 1))", "return part << (BITS & WIDTH)"),
+    "planes in one place": ("codes + BLOCK * (BITS & (16 - 2 * WIDTH))", "codes + BLOCK * (BITS & (16 - WIDTH) & 8)"),
+    "codes of a byte swapped": ("part = tl.sum(tl.reshape(part,", "part = tl.sum(tl.reshape(tl.flip(part, 0),"),
+    "bits of other planes kept": ("(WIDTH - 1))) & ((1 << WIDTH) - 1)\n", "(WIDTH - 1)))\n"),
+    "no sign": ("q = ((code ^ sign) - sign)", "q = code"),
+    "sign of another width": ("sign: tl.constexpr = 1 << (BITS - 1)", "sign: tl.constexpr = 128"),
+    "scale rounded down": ("bitcast=True) + 0xFFFF) >> 16", "bitcast=True)) >> 16"),
+    "scale rounded to nearest": ("+ 0xFFFF) >> 16", "+ 0x7FFF) >> 16"),
+    "scale of the sum": ("largest = tl.max(", "largest = tl.sum("),
+    "largest as signed": ("bitcast=True) & 0x7FFFFFFF, axis=1)", "bitcast=True), axis=1)"),
+    "one code too many": ("1 << (BITS - 1)) - 1)", "1 << (BITS - 1)))"),
+    "infinity not marked": ("bits = tl.where(largest >= HUGE,", "bits = tl.where(largest > INFINITY,"),
+    "NaN as infinity": ("tl.where(largest > INFINITY, 0x7FC0, 0x7F80)", "0x7F80"),
+    "small blocks kept": ("bits = tl.where(largest < LEAST, 0, bits)", "bits = bits"),
+    "ties away": ("1.0) + WHOLE\n", "1.0 if False else tl.where(y < 0, -1, 1) * tl.floor(tl.abs(y) + 0.5)) + WHOLE\n"),
+    "rounded towards zero": ("whole = tl.where(finite[:, None], y,", "whole = tl.where(finite[:, None], y * 0.999,"),
+    "division is approximate": (
+        "tl.div_rn(1.0, tl.where(usable, step, 1.0))",
+        "1.0000001 / tl.where(usable, step, 1.0)",
+    ),
+    "not clamped": (
+        "y = tl.clamp(tl.floor(y + _uniform(key, BLOCK)), -most, most)",
+        "y = tl.floor(y + _uniform(key, BLOCK))",
+    ),
+    "ceil for floor": ("tl.clamp(tl.floor(y", "tl.clamp(tl.ceil(y"),
+    "code of a block that is not finite": (
+        "whole = tl.where(finite[:, None], y, 1.0)",
+        "whole = tl.where(finite[:, None], y, 0.0)",
+    ),
+    "counter off by one": (
+        "counter = tl.program_id(0) * (2 * BLOCK) +",
+        "counter = 1 + tl.program_id(0) * (2 * BLOCK) +",
+    ),
+    "same numbers in each tile": ("counter = tl.program_id(0) * (2 * BLOCK) +", "counter = 0 * BLOCK +"),
+    "words in another order": ("tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))"),
+    "fewer rounds": ("zero, zero, zero)", "zero, zero, zero, 7)"),
+    "half of the key": ("tl.philox(key,", "tl.philox(key & 0xFFFFFFFF,"),
+    "number of 23 bits": ("(words >> 8).to(tl.int32)", "((words >> 9) << 1).to(tl.int32)"),
+    "residual forgotten": ("x += _read(residual + first, count, BLOCK)", "x = x"),
+    "residual of an infinite block": ("tl.where(finite[:, None], x - q * step[:, None], 0.0)", "x - q * step[:, None]"),
+    "residual with the wrong sign": ("x - q * step[:, None]", "q * step[:, None] - x"),
+    "tail of values forgotten": ("tl.where((place >= whole) & (place < whole + VECTOR), tail, x)", "x"),
+    "tail everywhere": ("(place < whole + VECTOR), tail, x)", "(place >= 0), tail, x)"),
+    "tail too long": ("mask=whole + lane < count, other=0.0)", "mask=whole + lane <= count, other=0.0)"),
+    "values without their mask": ("mask=place < whole, other=0.0)", "mask=place <= whole, other=0.0)"),
+    "garbage after the end": ("mask=place < whole, other=0.0)", "mask=place < whole, other=1e9)"),
+    "garbage in the tail": ("lane < count, other=0.0)", "lane < count, other=1e9)"),
+    "written after the end": ("(place >= whole) & (place < count))", "(place >= whole) & (place <= count))"),
+    "written twice": ("mask=(place >= whole) & (place < count))", "mask=place < count)"),
+    "tail not written": ("mask=(place >= whole) & (place < count))", "mask=place < 0)"),
+    "count forgotten": (
+        "tl.minimum(numel - first, BLOCKS * BLOCK)",
+        "(numel - first + BLOCKS * BLOCK - numel + first)",
+    ),
+    "32 bits of a place": (
+        "first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)",
+        "first = tl.program_id(0) * (BLOCKS * BLOCK)",
+    ),
+    "another tile's codes": (
+        "codes + tl.program_id(0).to(tl.int64) * nbytes",
+        "codes + tl.program_id(0).to(tl.int64) * 0",
+    ),
+    "first row again": ("source + number * (stride * GRAIN)", "source + 0 * (stride * GRAIN)"),
+    "last row forgotten": ("while number < rows:", "while number < rows - 1:"),
+    "float: ties away": ("0x7FFFF + ((bits >> 20) & 1)", "0x80000"),
+    "float: subnormals cut off": (
+        "small = (bits.to(tl.float32, bitcast=True) + SUBNORMAL)",
+        "small = (0.0 * y + SUBNORMAL)",
+    ),
+    "float: no sign": ("normal) | ((signed >> 24) & 0x80)", "normal)"),
+    "float: sign lost in decoding": ("((code & 0x7F) << 20) | ((code & 0x80) << 24)", "(code & 0x7F) << 20"),
+    "float: code of a block that is not finite": ("_to_float8(y), 0x38)", "_to_float8(y), 0)"),
+}
