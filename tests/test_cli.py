@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 from time import sleep
@@ -25,6 +26,7 @@ import commrt
 from commrt.cli.app import app
 from commrt.cli.dataset import RECIPES, Feed, Images, batches
 from commrt.errors import CommrtError, UsageError
+from commrt.report.tables import Result, heading
 from commrt.testing.processes import free_port, run_processes
 
 COMMAND = Path(sys.executable).with_name("commrt")
@@ -59,6 +61,16 @@ def test_verify_reports_the_cost_of_a_grid(x, y):
     record = verified("torus2d", "--ranks", str(x * y), "--grid", f"{x}x{y}")
     assert record["steps"] == 2 * (x - 1) + 2 * (y - 1)
     assert record["bytes_per_rank"] == 2 * (x * y - 1) / (x * y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", range(1, 65))
+def test_verify_proves_direct_within_hosts_for_all_ranks_that_fill_them(within):
+    for ranks in range(within, 65, within):
+        record = verified("direct", "--ranks", str(ranks), "--within", str(within))
+        assert record["ok"]
+        assert record["bytes_per_rank"] == pytest.approx(2 * (ranks - 1) / ranks)
+        assert record["steps"] == (2 * (ranks > 1) if within in {1, ranks} else 4)
 
 
 def test_verify_can_show_the_schedule():
@@ -106,6 +118,13 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
         (("train", "--start-timeout-s", "0"), "--start-timeout-s=0.0 is no deadline: give seconds, above 0"),
         (("train", "--recipe", "large-batch", "--batch-size", "1001"), "grows to 4004 with .* give at most 1000"),
         (("train", "--backups", "2"), "torus2d has no backup workers: leave --backups out"),
+        (("train", "--algorithm", "ring", "--wire", "int4"), "cannot carry ring: codes do not add.*direct on the comm"),
+        (("train", "--wire", "int4", "--compare", "ring"), "cannot carry ring"),
+        (("train", "--algorithm", "gossip", "--wire", "int8"), "with gossip: .* use direct"),
+        (("train", "--algorithm", "backup", "--wire", "int2"), "with backup workers: .* use int8 or float8"),
+        (("train", "--algorithm", "ddp", "--wire", "int8"), "--wire int8 is not for ddp: .* --algorithm direct"),
+        (("verify", "direct", "--within", "3"), "4 ranks do not fill hosts of within=3"),
+        (("verify", "torus2d", "--within", "2"), "--within is for gossip and direct, not for torus2d"),
         (("train", "--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
         (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a finite number, 0 or more"),
         (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
@@ -356,6 +375,36 @@ def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happe
     happened = Counter((event["pid"], event["name"]) for event in json.loads(trace.read_text())["traceEvents"])
     once_a_step = ("forward", "backward", "wait", "optimizer", "bucket", "pack", "unpack")
     assert {happened[rank, name] for rank in range(2) for name in once_a_step} == {record["steps"]}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("wire", "nbytes"), [("int4", 120_382 * 4 / 7.88), ("float8", 120_382 * 4 / 3.97)])
+def test_train_takes_direct_for_a_wire_of_codes_and_ddp_takes_fp32(wire, nbytes):
+    args = ["train", "--workers", "3", "--epochs", "1", "--wire", wire, "--compare", "ddp"]
+    result = command(*args, "--compare", "direct", "--json")
+    assert result.returncode == 0, result.stderr
+    assert f"--wire {wire} travels by --algorithm direct" in result.stderr
+    record = json.loads(result.stdout)
+    assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("direct", wire, True)
+    assert record["test_accuracy"] > 0.7
+    assert record["bytes_sent_per_step"] == pytest.approx(2 * nbytes * 2 / 3, rel=0.1)
+    ddp, again = record["compared"]
+    assert (ddp["algorithm"], ddp["wire"]) == ("ddp", "fp32")
+    assert again["fingerprint"] == record["fingerprint"] != ddp["fingerprint"]
+
+
+@pytest.mark.processes
+def test_backup_workers_train_on_a_wire_of_codes():
+    result = command("train", "--workers", "3", "--epochs", "1", "--wire", "int8", "--algorithm", "backup", "--json")
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("backup", "int8", True)
+
+
+def test_a_run_on_another_wire_than_the_first_says_so():
+    first = Result("direct", "plain", 2, "int4", 1, 1, 1.0, 0.0, True, 1.0, 1.0, 0.0, None, None, "", (), {}, 0.0)
+    other = replace(first, algorithm="ddp", wire="fp32")
+    assert [heading(each, first) for each in (first, other)] == ["direct", "ddp, fp32 wire"]
 
 
 @pytest.mark.processes

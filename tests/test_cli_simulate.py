@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -10,7 +11,8 @@ from commands import invoke, refused, told
 
 import commrt
 from commrt.cost.cluster import builtin_clusters
-from commrt.cost.planner import all_reduce_candidates
+from commrt.cost.planner import all_reduce_candidates, coded_candidates
+from commrt.cost.wires import CODINGS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 
@@ -173,3 +175,110 @@ def test_the_table_shows_the_best_first_and_says_why():
 )
 def test_an_option_that_would_be_ignored_is_refused(args, says):
     assert says in refused(*args)
+
+
+SLOW_CODER = """
+gpus_per_node = 2
+reduce_gbytes_per_s = 5
+code_gbytes_per_s = 0.5
+[within]
+latency_us = 10
+gbytes_per_s = 10
+[between]
+latency_us = 50
+gbytes_per_s = 1
+"""
+
+
+@pytest.mark.parametrize("wire", CODINGS)
+def test_codes_cost_their_bytes_and_scales(wire):
+    record = told("simulate", "direct", "--ranks", 8, "--cluster", "ethernet-10g", "--nbytes", 8e6, "--wire", wire)
+    sent = CODINGS[wire].nbytes(2_000_000)
+    chunk = -(-sent // CODINGS[wire].tile_nbytes // 8) * CODINGS[wire].tile_nbytes
+    assert (record["nbytes"], record["wire"], record["coding_seconds"]) == (sent, wire, 0.0)
+    assert record["seconds"] == pytest.approx(2 * (60e-6 + 7 * chunk / 1.15e9))
+
+
+def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(tmp_path):
+    (tmp_path / "slow.toml").write_text(SLOW_CODER)
+    (tmp_path / "fast.toml").write_text(SLOW_CODER.replace("code_gbytes_per_s = 0.5\n", ""))
+    common = ("simulate", "direct", "--ranks", 8, "--nbytes", 8 * 2048 * 4 * 100, "--wire", "int8")
+    slow, fast = (told(*common, "--cluster", str(tmp_path / name)) for name in ("slow.toml", "fast.toml"))
+    values_s = 8 * 2048 * 4 * 100 / 0.5e9
+    assert slow["coding_seconds"] == pytest.approx(2 * values_s)
+    added_s = 7 / 8 * values_s * (1 - 0.5 / 5)  # decoded and added, instead of added alone
+    assert slow["seconds"] - fast["seconds"] == pytest.approx(2 * values_s + added_s)
+    assert "coding is taken to need no time" in invoke(*common, "--cluster", str(tmp_path / "fast.toml")).stdout
+    assert (
+        "ms of it is for turning values into codes" in invoke(*common, "--cluster", str(tmp_path / "slow.toml")).stdout
+    )
+
+
+def test_a_step_on_a_wire_of_codes_is_coded_packed_and_exchanged(tmp_path):
+    (tmp_path / "slow.toml").write_text(SLOW_CODER)
+    record = told("simulate", "direct", "--ranks", 8, "--within", 2, "--cluster", str(tmp_path / "slow.toml"),
+                  "--model", "1e6", "--compute-ms", 100, "--wire", "int4")  # fmt: skip
+    assert record["steps"] == 4
+    after, under = record["exchanges"]
+    assert after["step_seconds"] == pytest.approx(0.1 + record["seconds"])
+    assert 0.1 < under["step_seconds"] < after["step_seconds"]
+
+
+def test_small_buckets_of_codes_travel_in_whole_tiles():
+    common = ("simulate", "direct", "--ranks", 64, "--cluster", "ethernet-10g", "--wire", "int4")
+    assert told(*common, "--nbytes", 4)["seconds"] == told(*common, "--nbytes", 64 * 2048 * 4)["seconds"]
+
+
+@pytest.mark.parametrize("wire", CODINGS)
+def test_a_plan_proposes_codes_only_if_asked_and_says_what_is_known_of_them(wire):
+    common = ("plan", "--ranks", 64, "--cluster", "ethernet-25g", "--model", "resnet50", "--compute-ms", 50)
+    assert {plan["wire"] for plan in told(*common)["plans"]} == {"fp32", "bf16"}
+    asked = told(*common, "--wire", wire)
+    assert {(plan["wire"], plan["algorithm"]) for plan in asked["plans"]} == {
+        (wire, "Direct()"),
+        (wire, "Direct(within=4)"),
+    }
+    assert asked["best"]["algorithm"] == "Direct(within=4)"  # a node has one card
+    assert "fp32 96.9 %" in asked["accuracy"]
+    output = invoke(*common, "--wire", wire).stdout
+    assert f"wire=commrt.{wire.title()}(), bucket_cap_mb=" in output
+    assert "accuracy: " in output
+    assert f"MB of {wire}, all at once: " in output
+    assert eval(f"commrt.{wire.title()}()", {"commrt": commrt}) == CODINGS[wire]  # noqa: S307  # what a user would paste
+
+
+def test_a_plan_of_a_buffer_takes_codes_too():
+    record = told("plan", "--ranks", 8, "--cluster", "ethernet-10g", "--nbytes", "102.2e6", "--wire", "int8")
+    assert [plan["algorithm"] for plan in record["plans"]] == ["Direct()"]
+    assert record["best"]["python"] == "commrt.attach(model, optimizer, commrt.Direct(), wire=commrt.Int8())"
+    assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
+
+
+def test_backup_workers_are_planned_with_codes_that_owe_nothing():
+    step = ("plan", "--ranks", 8, "--cluster", "ethernet-10g", "--model", "resnet50", "--compute-ms", 50)
+    backed = (*step, "--backups", 1, "--law", "slow", "--steps", 200)
+    assert "commrt.BackupWorkers(1, commrt.Direct()), wire=commrt.Int8()" in invoke(*backed, "--wire", "int8").stdout
+    assert "use int8 or float8" in refused(*backed, "--wire", "int4")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["simulate", "ring", "--ranks", 8], "cannot carry ring: codes do not add.*direct on the command line"),
+        (["simulate", "ring", "--ranks", 60_000, "--cluster", "ethernet-10g"], "cannot carry ring"),
+        (["simulate", "torus2d", "--ranks", 16], "cannot carry torus 4x4"),
+        (["simulate", "halving_doubling", "--ranks", 16], "codes do not add"),
+        (["simulate", "gossip", "--ranks", 8], "with gossip: .* use direct"),
+        (["plan", "--ranks", 4097, "--cluster", "ethernet-10g"], "no schedule carries codes between 4,097 ranks"),
+    ],
+)
+def test_schedules_that_cannot_carry_codes_are_refused_by_name(args, says):
+    assert re.search(says, refused(*args, *BUFFER, "--wire", "int4"))
+
+
+def test_every_plan_for_codes_verifies():
+    for ranks in range(2, 65):
+        for per_node in (1, 2, 4, 8):
+            for algorithm in coded_candidates(ranks, per_node):
+                schedule = algorithm.schedule(0, ranks)
+                prove(schedule, all_reduce(ranks, schedule.chunks))

@@ -13,6 +13,7 @@ about = "two machines under a desk"
 nodes = 2
 gpus_per_node = 4
 reduce_gbytes_per_s = 200
+code_gbytes_per_s = 1.5
 [within]
 latency_us = 5
 gbytes_per_s = 10.5
@@ -41,6 +42,8 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
     assert cluster.node_bytes_per_s == 2e9
     assert cluster.rack_bytes_per_s == pytest.approx(2e9 / 3)
     assert cluster.ranks() == 8
+    assert cluster.code_s(3e9) == cluster.add_s(3e9, coded=True) == 2.0
+    assert (cluster.add_s(2e11), cluster.pack_s(1e9)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
         ("gbytes_per_s = 10.5", "gbytes_per_s = 0", "within: gbytes_per_s is 0: it must be a number of at least 1e-09"),
         ("gbytes_per_s = 10.5", "gbytes_per_s = inf", "within: gbytes_per_s is inf"),
         ("gbytes_per_s = 10.5", "bandwidth = 10.5", "desk: within: 'bandwidth' is not known: there are latency_us"),
+        ("per_s = 1.5", "per_s = 0", "desk: code_gbytes_per_s is 0: it must be a number of at least 1e-09"),
         ("nics = 2", "nics_per_rank = 2", "a rank cannot use 2 cards of a node that has 1"),
         ("oversubscription = 3.0", "oversubscription = 0.5", "racks: oversubscription is 0.5"),
         ("[racks]\nnodes = 1\noversubscription = 3.0", "[racks]", "desk: racks: .*missing 1 required"),

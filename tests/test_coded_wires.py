@@ -18,7 +18,7 @@ from commrt.algorithms import direct, halving_doubling, ring
 from commrt.errors import DisagreementError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.runtime.coded import summing_steps
+from commrt.proof.sums import summing_steps
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 

@@ -44,6 +44,12 @@ def test_a_step_is_drawn_with_what_is_not_hidden(tmp_path):
     assert "steps: 31 adding, 33 adding, 33 copying, 31 copying" in comments(path)
 
 
+def test_a_step_on_a_wire_of_codes_is_drawn(tmp_path):
+    path = tmp_path / "step.svg"
+    draw("direct", "--ranks", 64, "--within", 4, "--model", "resnet50", "--wire", "int4", "--out", path)
+    assert "direct 4x16, int4" in str(comments(path))
+
+
 def test_scaling_is_drawn_for_every_algorithm(tmp_path):
     path = tmp_path / "scaling.svg"
     draw("scaling", "--ranks", 64, "--model", "resnet50", "--out", path)

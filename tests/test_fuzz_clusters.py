@@ -27,6 +27,7 @@ KEYS = [
     "racks",
     "reduce_gbytes_per_s",
     "pack_gbytes_per_s",
+    "code_gbytes_per_s",
     "compute",
     "latency_us",
     "gbytes_per_s",

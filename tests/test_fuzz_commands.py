@@ -40,7 +40,7 @@ SHARED = {
     "--ranks": RANKS,
     "--cluster": CLUSTER,
     "--model": mostly("resnet50", "1e6", "1", "100"),
-    "--wire": mostly("bf16", "fp32"),
+    "--wire": mostly("bf16", "fp32", "int4", "int8"),
     "--batch": COUNT,
     "--compute-ms": SIZE,
 }
@@ -91,7 +91,7 @@ OPTIONS = {
             "--lr": SIZE,
             "--recipe": mostly("plain", "large-batch"),
             "--seed": mostly("0", "-1"),
-            "--wire": mostly("bf16"),
+            "--wire": mostly("bf16", "int2", "float8"),
             "--bucket-cap-mb": SIZE,
             "--timeout-s": SIZE,
             "--start-timeout-s": SIZE,

@@ -63,6 +63,7 @@ def test_what_is_measured_is_the_same_on_every_rank_and_can_be_planned_with(monk
     assert (clusters[0].gpus_per_node, clusters[0].nodes) == (4, 1)
     again = Cluster.parsed(clusters[0].text(), "probed")
     assert again == clusters[0]
+    assert 0 < again.code_gbytes_per_s < again.reduce_gbytes_per_s
     assert Pricing(ring_shift([(0, 1)], 4), again).price(1e6).seconds > 0
 
 
@@ -74,7 +75,7 @@ def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):
 
 def test_a_cluster_with_all_it_can_have_is_read_as_it_was_written():
     between, racks = Between(3.0, 4.0, nics=2, nics_per_rank=1), Racks(2, 3.0)
-    whole = Cluster("desk", 'of "cards"', 4, Link(1.5, 2.0, 3.0), between, 7, racks, 5.0, 6.0, {"m": 8.0}, 9.0)
+    whole = Cluster("desk", 'of "cards"', 4, Link(1.5, 2.0, 3.0), between, 7, racks, 5.0, 6.0, {"m": 8.0}, 9.0, 0.7)
     assert Cluster.parsed(whole.text(), "desk") == whole
 
 

@@ -23,7 +23,8 @@ from commrt.errors import UsageError
 from commrt.program import Program, member_program, program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, gossip_mean
-from commrt.runtime.coded import CodeBuffers, CodedProgram, bind_codes, require_short_sums, scratch_nbytes
+from commrt.proof.sums import require_short_sums
+from commrt.runtime.coded import CodeBuffers, CodedProgram, bind_codes, scratch_nbytes
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World

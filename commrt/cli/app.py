@@ -48,8 +48,12 @@ def train(
         int, typer.Option(help="Local worker processes; ignored under torchrun, mpirun, or srun of several tasks.")
     ] = 4,
     algorithm: Annotated[
-        str, typer.Option(help="ring, halving_doubling, torus2d, direct, gossip, backup, or ddp for plain DDP.")
-    ] = "torus2d",
+        str | None,
+        typer.Option(
+            show_default="torus2d; direct for a wire of codes",
+            help="ring, halving_doubling, torus2d, direct, gossip, backup, or ddp for plain DDP.",
+        ),
+    ] = None,
     backups: Annotated[
         int | None,
         typer.Option(min=0, show_default="1", help="For backup: how many workers a step does not wait for."),
@@ -106,6 +110,7 @@ def train(
     from commrt.cli.inject_faults import parse  # noqa: PLC0415
     from commrt.cli.training_job import Job  # noqa: PLC0415
 
+    algorithm = algorithm or command.default_algorithm(wire.value)
     if "backup" not in {algorithm, *(compare or [])}:
         _leave_out(f"{algorithm} has no backup workers", {"--backups": backups})
     lr = RECIPES[recipe.value].lr if lr is None else lr
@@ -225,9 +230,7 @@ def plan(
     cluster: opt.ClusterName = None,
     nbytes: opt.Nbytes = None,
     model: opt.Model = None,
-    wire: Annotated[
-        Wire | None, typer.Option(show_default="fp32 and bf16", help="The dtype that gradients travel in.")
-    ] = None,
+    wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help=opt.WIRE_HELP)] = None,
     batch: opt.Batch = None,
     compute_ms: opt.ComputeMs = None,
     collective: Annotated[
@@ -270,8 +273,9 @@ def plan(
     else:
         backup_options = BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent)
         ranks, waitings = command.waitings(backups, backup_options)
-    options = ExchangeOptions(ranks or 4, cluster, nbytes, model, batch=batch, compute_ms=compute_ms)
-    command.run(options, ["fp32", "bf16"] if wire is None else [wire.value], as_json, waitings)
+    wires = ["fp32", "bf16"] if wire is None else [wire.value]
+    options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
+    command.run(options, wires, as_json, waitings)
 
 
 @app.command(rich_help_panel=PRICE)

@@ -12,9 +12,8 @@ from commrt.algorithms.gossip import Gossip
 from commrt.cli.options import ExchangeOptions, compute_of, workload_of
 from commrt.cli.simulate import CLUSTER, ExchangeEstimate
 from commrt.cost.cluster import Cluster
-from commrt.cost.planner import ITEM_NBYTES
-from commrt.cost.price import Pricing
 from commrt.cost.timeline import blocking_step, overlapped_step
+from commrt.cost.wires import ITEMS
 from commrt.errors import UsageError
 from commrt.report.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
 from commrt.report.files import require_picture, save_picture
@@ -61,10 +60,9 @@ def _simulated_step(algorithm: Algorithm, options: ExchangeOptions, model: str) 
         raise UsageError("gossip exchanges between steps: draw its schedule, or how it scales")
     workload = workload_of(model)
     compute_s, _ = compute_of(options, workload, cluster)
-    itemsize = ITEM_NBYTES[options.wire]
-    nbytes = float(workload.numel * itemsize)
-    pricing = Pricing(algorithm.schedule(0, options.ranks), cluster)
-    buckets = workload.buckets(options.bucket_cap_mb * 2**20, itemsize)
+    estimate = ExchangeEstimate(algorithm, options, cluster)
+    pricing, nbytes = estimate.pricing, estimate.nbytes
+    buckets = workload.buckets(options.bucket_cap_mb * 2**20, ITEMS[options.wire])
     ways = {
         "after the\nbackward pass": blocking_step(pricing, nbytes, compute_s),
         f"under it, buckets\nof {options.bucket_cap_mb:g} MB": overlapped_step(pricing, buckets, compute_s),

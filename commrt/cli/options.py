@@ -8,25 +8,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from math import isfinite
+from math import ceil, isfinite
 from typing import Annotated, NamedTuple
 
 import typer
 
 from commrt.cost.cluster import Cluster
+from commrt.cost.wires import CODINGS, GRADIENT_NBYTES, wire_nbytes
 from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
-    "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName", "ComputeMs", "ExchangeOptions", "Exponent",
-    "Grid", "Json", "Law", "LawName", "Model", "Nbytes", "Parameters", "RecipeName", "Seed", "Steps", "TimesFile",
-    "TopologyName", "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
+    "WIRE_HELP",
+    "BackupOptions",
+    "Batch",
+    "BothWays",
+    "BucketCapMb",
+    "ClusterName",
+    "ComputeMs",
+    "ExchangeOptions",
+    "Exponent",
+    "Grid",
+    "Json",
+    "Law",
+    "LawName",
+    "Model",
+    "Nbytes",
+    "Parameters",
+    "RecipeName",
+    "Seed",
+    "Steps",
+    "TimesFile",
+    "TopologyName",
+    "Wire",
+    "WireDtype",
+    "Within",
+    "compute_of",
+    "json_of",
+    "workload_of",
 ]  # fmt: skip
 
 RESNET50, BATCH = "resnet50", 32
 MOST_PARAMETERS = 10**15
 
-Wire = StrEnum("Wire", ["fp32", "bf16", "fp16"])
+Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
 RecipeName = StrEnum("RecipeName", {"plain": "plain", "large_batch": "large-batch"})
 LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
 
@@ -39,7 +64,9 @@ Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
 ClusterName = Annotated[
     str | None, option(metavar="NAME|FILE", show_default="abci", help="A cluster that commrt ships, or a TOML file.")
 ]
-Nbytes = Annotated[float | None, option(min=0, help="Bytes that each rank contributes.")]
+Nbytes = Annotated[
+    float | None, option(min=0, help="Bytes that each rank contributes; before they are coded, if --wire names codes.")
+]
 Model = Annotated[
     str | None, option(help="Exchange this model's gradients in a training step: resnet50, or a number of parameters.")
 ]
@@ -47,13 +74,14 @@ Batch = Annotated[
     int | None, option(min=1, show_default="32", help="Images per rank, if the cluster's speed is known.")
 ]
 ComputeMs = Annotated[float | None, option(min=0.001, help="How long a step computes, in milliseconds.")]
-WireDtype = Annotated[Wire, option(help="The dtype that gradients travel in.")]
+WIRE_HELP = "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2, float8."
+WireDtype = Annotated[Wire, option(help=WIRE_HELP)]
 BucketCapMb = Annotated[float, option(min=0.001, help="Size of a gradient bucket, in MiB.")]
 
 Grid = Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")]
 BothWays = Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")]
 TopologyName = Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")]
-Within = Annotated[int | None, shape_option(help="For gossip: ranks in a row, such as those of a node.")]
+Within = Annotated[int | None, shape_option(help="For gossip and direct: ranks in a row, such as those of a node.")]
 
 Steps = Annotated[int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")]
 Law = Annotated[
@@ -102,6 +130,13 @@ class ExchangeOptions:
     jitter: float | None = None
     steps: int | None = None
     seed: int = 0
+
+    @property
+    def wire_nbytes(self) -> float:
+        """Return the bytes that --nbytes has on the wire: fewer if they are coded."""
+        coding = CODINGS.get(self.wire)
+        nbytes = self.nbytes or 0.0
+        return nbytes if coding is None else wire_nbytes(ceil(nbytes / GRADIENT_NBYTES), coding)
 
     def check(self) -> None:
         """Raise `UsageError` for options that do not fit together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring
 from commrt.cli.options import BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
-from commrt.cli.simulate import CLUSTER, estimate_backups
+from commrt.cli.simulate import CLUSTER, coding_sentence, estimate_backups
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import BackupCost, Plan, exchange_plans, step_plans
-from commrt.cost.price import all_reduce_bound_s
+from commrt.cost.price import Pricing, all_reduce_bound_s
 from commrt.cost.stragglers import step_time_s
+from commrt.cost.wires import ACCURACY, CODINGS, GRADIENT_NBYTES, require_carried
 from commrt.errors import UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
@@ -66,14 +69,14 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
             "reason": _reason(plans, cluster),
             "lower_bound_seconds": all_reduce_bound_s(cluster, options.ranks, best.nbytes),
             "plans": [_record(plan) for plan in plans],
-        }
+        } | ({"accuracy": ACCURACY[best.wire]} if best.wire in ACCURACY else {})
         print(json_of(record))
         return
     _show(f"{options.ranks:,} ranks of {cluster.name}", plans[:SHOWN])
     print(_reason(plans, cluster))
     if not is_proven:
         print(f"not proven: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify proves fewer")
-    for line in _other_backups(plans):
+    for line in (*_other_backups(plans), *_on_codes(best, options, cluster)):
         print(line)
     print(best.python)
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
@@ -82,8 +85,12 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
 def _plans(
     options: ExchangeOptions, cluster: Cluster, wires: Sequence[str], waitings: Sequence[BackupCost]
 ) -> list[Plan]:
+    cluster.require_room(options.ranks)
+    for backups, wire in product({cost.backups for cost in waitings} - {0}, wires):
+        require_carried(BackupWorkers(backups, Direct()), options.ranks, wire)
     if options.model is None:
-        return exchange_plans(cluster, options.ranks, options.nbytes or 0.0)
+        coded = options.wire if options.wire in CODINGS else None
+        return exchange_plans(cluster, options.ranks, options.wire_nbytes, coded)
     workload = workload_of(options.model)
     compute_s, _ = compute_of(options, workload, cluster)
     if waitings:
@@ -124,7 +131,8 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     alike = [plan for plan in plans[1:] if (plan.wire, plan.backups) == (best.wire, best.backups)]
     others = [plan for plan in alike if plan.algorithm != best.algorithm]
     if not others:
-        return f"{best.name}: nothing else was found for {cluster.name}"
+        what = f"no other schedule carries {best.wire}" if best.wire in CODINGS else "nothing else was found"
+        return f"{best.name}: {what} for {cluster.name}"
     other = next((plan for plan in others if plan.algorithm == Ring()), others[0])
     sides = gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
     hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
@@ -140,6 +148,19 @@ def gains(seconds: float, latency_s: float, digits: int) -> str:
     less_ms = {"latencies": 1e3 * latency_s, "bytes": 1e3 * (seconds - latency_s)}
     sides = [f"{abs(ms):.{digits}f} ms {'less' if ms >= 0 else 'more'} for {what}" for what, ms in less_ms.items()]
     return " and ".join(sides)
+
+
+def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterator[str]:
+    """Yield what a wire of codes gains over fp32, what coding takes, and what is known of its accuracy."""
+    if best.wire not in CODINGS:
+        return
+    nbytes = options.nbytes if options.model is None else workload_of(options.model).numel * GRADIENT_NBYTES
+    plain = exchange_plans(cluster, options.ranks, float(nbytes or 0.0))[0]
+    ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
+    yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
+    schedule = best.algorithm.schedule(0, options.ranks - best.backups)
+    yield coding_sentence(2 * Pricing(schedule, cluster, CODINGS[best.wire]).code_s(best.nbytes), cluster)
+    yield f"accuracy: {ACCURACY[best.wire]}; compare with fp32 on your own model"
 
 
 def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:

@@ -17,7 +17,6 @@ from rich.table import Table
 from commrt.algorithms.gossip import Gossip
 from commrt.cli.options import JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
 from commrt.cost.cluster import Cluster
-from commrt.cost.planner import ITEM_NBYTES
 from commrt.cost.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
 from commrt.cost.stragglers import (
     Exponential,
@@ -34,12 +33,21 @@ from commrt.cost.stragglers import (
     step_time_s,
 )
 from commrt.cost.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
+from commrt.cost.wires import CODINGS, ITEMS, require_carried, wire_nbytes
 from commrt.cost.workload import FORWARD, Workload
 from commrt.errors import UsageError
 from commrt.report.traces import read_times
 from commrt.schedule import Algorithm
 
-__all__ = ["CLUSTER", "BackupEstimate", "ExchangeEstimate", "estimate_backups", "run", "run_backups"]
+__all__ = [
+    "CLUSTER",
+    "BackupEstimate",
+    "ExchangeEstimate",
+    "coding_sentence",
+    "estimate_backups",
+    "run",
+    "run_backups",
+]
 
 CLUSTER = "abci"
 
@@ -54,8 +62,11 @@ class ExchangeEstimate:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """Return the pricing of the first step's schedule."""
-        return Pricing(self.algorithm.schedule(0, self.options.ranks), self.cluster)
+        """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry the wire's codes."""
+        self.cluster.require_room(self.options.ranks)
+        require_carried(self.algorithm, self.options.ranks, self.options.wire)
+        schedule = self.algorithm.schedule(0, self.options.ranks)
+        return Pricing(schedule, self.cluster, CODINGS.get(self.options.wire))
 
     @cached_property
     def workload(self) -> Workload | None:
@@ -64,10 +75,10 @@ class ExchangeEstimate:
 
     @property
     def nbytes(self) -> float:
-        """Return how many bytes each rank contributes."""
+        """Return how many bytes each rank contributes, on the wire."""
         if self.workload is None:
-            return self.options.nbytes or 0.0
-        return float(self.workload.numel * ITEM_NBYTES[self.options.wire])
+            return self.options.wire_nbytes
+        return wire_nbytes(self.workload.numel, ITEMS[self.options.wire])
 
     def price(self) -> Price:
         """Return the price of all bytes at once. Partners of gossip change, so there it is the mean of two periods."""
@@ -93,6 +104,8 @@ class ExchangeEstimate:
             "of_optimal": price.seconds / bound_s if bound_s else None,
             "steps": price.steps,
         }
+        if self.pricing.coding is not None:
+            known |= {"wire": self.options.wire, "coding_seconds": 2 * self.pricing.code_s(self.nbytes)}
         return known if self.workload is None else known | self._step_record(self.workload, price.seconds)
 
     def _step_record(self, workload: Workload, exchange_s: float) -> dict[str, Any]:
@@ -125,7 +138,7 @@ class ExchangeEstimate:
         return {"after the backward pass": after.seconds, "under the backward pass": under.seconds}
 
     def _buckets(self, workload: Workload) -> list[Any]:
-        return workload.buckets(self.options.bucket_cap_mb * 2**20, ITEM_NBYTES[self.options.wire])
+        return workload.buckets(self.options.bucket_cap_mb * 2**20, ITEMS[self.options.wire])
 
     def _jitter_record(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, Any]:
         law = Jitter(compute_s, self.options.jitter or 0.0)
@@ -152,9 +165,18 @@ def run(algorithm: Algorithm, options: ExchangeOptions, as_json: bool) -> None:
         f"{record['steps']:,} steps and {1e3 * record['seconds']:.3f} ms (no schedule is below "
         f"{1e3 * record['lower_bound_seconds']:.3f} ms{optimal})"
     )
+    if "coding_seconds" in record:
+        print(coding_sentence(record["coding_seconds"], cluster))
     if "exchanges" in record:
         _show_steps(record)
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+
+
+def coding_sentence(seconds: float, cluster: Cluster) -> str:
+    """Return what of the price is for turning values into codes and back."""
+    if cluster.code_gbytes_per_s is None:
+        return f"coding is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt probe measures it"
+    return f"{1e3 * seconds:.3f} ms of it is for turning values into codes and back"
 
 
 def _show_steps(record: dict[str, Any]) -> None:

@@ -15,12 +15,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from commrt.algorithms.catalogue import DIRECT
 from commrt.cli import training_job
 from commrt.cli.dataset import load, require_images
 from commrt.cli.doctor_environment import cpus
 from commrt.cli.options import json_of
-from commrt.cli.training_job import Job, work
+from commrt.cli.training_job import DDP, Job, work
 from commrt.cli.workers import run_workers
+from commrt.cost.wires import CODINGS
 from commrt.errors import CommrtError
 from commrt.membership.launcher import chosen_transport, launched
 from commrt.report.files import prepare_report
@@ -28,13 +30,15 @@ from commrt.report.page import environment_facts, page
 from commrt.report.tables import Result, results_table
 from commrt.training.replica import Stats
 
-__all__ = ["run"]
+__all__ = ["default_algorithm", "run"]
+
+TORUS, PLAIN_WIRE = "torus2d", "fp32"
 
 
 def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
     """Train `job`, then the same with each algorithm of `compare`, and print the results."""
     launch = launched()
-    jobs = [job, *(replace(job, algorithm=name, trace=None) for name in compare)]
+    jobs = [job, *(_compared(job, name) for name in compare)]
     for each in jobs:
         each.check(launch.size if launch else workers)
     chosen_transport()
@@ -51,6 +55,22 @@ def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
         _report(results, as_json)
     if path is not None:
         _write_page(path, job.backups, results)
+
+
+def default_algorithm(wire: str) -> str:
+    """Return the algorithm to train with if none is named, and say so if it is due to the wire."""
+    if wire not in CODINGS:
+        return TORUS
+    launch = launched()
+    if launch is None or launch.rank == 0:
+        print(f"commrt: --wire {wire} travels by --algorithm {DIRECT}: codes do not add", file=sys.stderr)
+    return DIRECT
+
+
+def _compared(job: Job, algorithm: str) -> Job:
+    """Return `job` with another algorithm; DDP has no codes, and takes fp32 instead of them."""
+    wire = PLAIN_WIRE if algorithm == DDP and job.wire in CODINGS else job.wire
+    return replace(job, algorithm=algorithm, trace=None, wire=wire)
 
 
 def _work_through(jobs: Sequence[Job]) -> list[Result]:

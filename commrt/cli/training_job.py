@@ -24,9 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, by_name
+from commrt.algorithms.direct import Direct
 from commrt.cli import dataset
 from commrt.cli.dataset import RECIPES, TRAIN_IMAGES, Images, lenet
 from commrt.cli.inject_faults import Fault, Injection, check
+from commrt.coding import Coding
+from commrt.cost.wires import CODINGS, require_carried
 from commrt.errors import UsageError
 from commrt.membership.launcher import require_deadlines
 from commrt.report.files import require_writable
@@ -35,6 +38,7 @@ from commrt.report.tables import Result
 from commrt.runtime.init import init
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
+from commrt.schedule import Algorithm
 from commrt.training.attach import attach
 from commrt.training.hooks import on_gradient
 from commrt.training.large_batch import BatchSizeControl, Rate
@@ -44,7 +48,7 @@ from commrt.training.replica import Replica, Stats, StepReport
 __all__ = ["DDP", "DdpReplica", "Job", "Progress", "ddp_group", "work"]
 
 DDP = "ddp"
-WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIRES: dict[str, torch.dtype | Coding | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16} | CODINGS
 DDP_HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
 Progress = Callable[[int, float, Stats], None]
@@ -93,10 +97,23 @@ class Job:
         dataset.require_fit(self.recipe, self.batch_size, self.epochs)
         if self.algorithm == BACKUP:
             BackupWorkers(self.backups).needed(workers)
+        self._check_wire(workers)
         for fault in self.inject:
             check(fault, workers, self.steps(workers))
         if self.trace is not None:
             require_writable("--trace", self.trace, "trace.json")
+
+    def _check_wire(self, workers: int) -> None:
+        if self.algorithm != DDP:
+            require_carried(self.chosen(), workers, self.wire)
+        elif self.wire in CODINGS:
+            raise UsageError(f"--wire {self.wire} is not for ddp: take fp32, bf16 or fp16, or --algorithm direct")
+
+    def chosen(self) -> Algorithm:
+        """Return the algorithm. Backup workers sum codes by `Direct`."""
+        if self.algorithm != BACKUP:
+            return by_name(self.algorithm)
+        return BackupWorkers(self.backups, Direct()) if self.wire in CODINGS else BackupWorkers(self.backups)
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""
@@ -226,9 +243,8 @@ def _replica(
 ) -> Replica | DdpReplica:
     wire = WIRES[job.wire]
     if job.algorithm == DDP:
-        return DdpReplica(model, optimizer, job.bucket_cap_mb, wire)
-    algorithm = BackupWorkers(job.backups) if job.algorithm == BACKUP else by_name(job.algorithm)
-    return attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb, also=[rate])
+        return DdpReplica(model, optimizer, job.bucket_cap_mb, wire if isinstance(wire, torch.dtype) else None)
+    return attach(model, optimizer, job.chosen(), world=world, wire=wire, bucket_cap_mb=job.bucket_cap_mb, also=[rate])
 
 
 def _result(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ROOTED, by_name, candidates
+from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.torus import Torus2D
 from commrt.cli.options import json_of
@@ -38,7 +39,8 @@ def choose(
     algorithm = by_name(name)
     given = {
         "--grid and --both-ways are for torus2d": (Torus2D, grid is not None or both_ways),
-        "--topology and --within are for gossip": (Gossip, topology is not None or within is not None),
+        "--topology is for gossip": (Gossip, topology is not None),
+        "--within is for gossip and direct": (Gossip | Direct, within is not None),
         "--backups is for backup": (BackupWorkers, backups is not None),
     }
     for rule, (kind, is_given) in given.items():
@@ -51,7 +53,7 @@ def choose(
     if isinstance(algorithm, Gossip):
         chosen = cast("Topology", topology or "dissemination")  # Gossip checks it
         return Gossip(chosen, within=1 if within is None else within)
-    return algorithm
+    return Direct(within) if isinstance(algorithm, Direct) and within is not None else algorithm
 
 
 def _grid(text: str) -> tuple[int, int]:

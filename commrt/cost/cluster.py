@@ -103,6 +103,8 @@ class Cluster:
     """Samples (images, say) per second and GPU, by model."""
     message_us: float = 0.0
     """What a step takes a rank for each further message, if it sends and receives more than one each."""
+    code_gbytes_per_s: float | None = None
+    """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes no time."""
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
@@ -112,7 +114,8 @@ class Cluster:
                 raise UsageError(f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}")
         _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, nodes=self.nodes)
         speeds = {f"compute of {model}": speed for model, speed in self.compute.items()}
-        rates = {"reduce_gbytes_per_s": self.reduce_gbytes_per_s, "pack_gbytes_per_s": self.pack_gbytes_per_s}
+        names = ("reduce_gbytes_per_s", "pack_gbytes_per_s", "code_gbytes_per_s")
+        rates = {name: getattr(self, name) for name in names}
         _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
         _require_numbers(self.name, message_us=self.message_us)
 
@@ -175,7 +178,16 @@ class Cluster:
 
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` takes."""
-        return 0.0 if self.pack_gbytes_per_s is None else nbytes / (self.pack_gbytes_per_s * 1e9)
+        return _seconds(nbytes, self.pack_gbytes_per_s)
+
+    def code_s(self, nbytes: float) -> float:
+        """Return the seconds that coding, or decoding, `nbytes` of fp32 values takes."""
+        return _seconds(nbytes, self.code_gbytes_per_s)
+
+    def add_s(self, nbytes: float, *, coded: bool = False) -> float:
+        """Return the seconds that adding `nbytes` that were received takes; of fp32 values if they came as codes."""
+        is_known = coded and self.code_gbytes_per_s is not None
+        return _seconds(nbytes, self.code_gbytes_per_s if is_known else self.reduce_gbytes_per_s)
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -201,6 +213,10 @@ class Cluster:
 def builtin_clusters() -> list[str]:
     """Return the names of the clusters that need no file."""
     return sorted(each.name.removesuffix(".toml") for each in FOLDER.iterdir() if each.name.endswith(".toml"))
+
+
+def _seconds(nbytes: float, gbytes_per_s: float | None) -> float:
+    return 0.0 if gbytes_per_s is None else nbytes / (gbytes_per_s * 1e9)
 
 
 def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float | None) -> None:

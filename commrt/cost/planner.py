@@ -10,26 +10,36 @@ from typing import NamedTuple
 
 import numpy as np
 
+from commrt.algorithms.direct import MOST_RANKS, Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
+from commrt.coding import Coding
 from commrt.cost.cluster import Cluster
 from commrt.cost.price import Pricing
 from commrt.cost.timeline import overlapped_step
-from commrt.cost.workload import GRADIENT_NBYTES, Workload
+from commrt.cost.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
+from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm
 
-__all__ = ["CAPS_MB", "ITEM_NBYTES", "BackupCost", "Plan", "all_reduce_candidates", "exchange_plans", "step_plans"]
+__all__ = [
+    "CAPS_MB",
+    "BackupCost",
+    "Plan",
+    "all_reduce_candidates",
+    "coded_candidates",
+    "exchange_plans",
+    "step_plans",
+]
 
-ITEM_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a gradient on the wire."""
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 """Bucket sizes that are tried."""
 TRIED_IN_STEPS = 4
 """Algorithms tried in a training step: those that exchange all gradients soonest. Besides these, the one of least
 latency, which may suit small buckets, and the ring, for comparison."""
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+PYTHON_WIRES |= {name: f"commrt.{name.title()}()" for name in CODINGS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,8 @@ class Plan:
     def name(self) -> str:
         """The shortest call that makes the algorithm."""
         algorithm = self.algorithm
+        if algorithm == Direct():
+            return "Direct()"
         if not isinstance(algorithm, Torus2D):
             return str(algorithm)
         given = [] if algorithm.grid is None else [f"grid={algorithm.grid}"]
@@ -79,7 +91,7 @@ class Plan:
         """The call of `commrt.attach` that uses this plan."""
         algorithm = f"commrt.{self.name}"
         given = [f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm]
-        given += [f"wire=torch.{TORCH_DTYPES[self.wire]}"] if self.wire in TORCH_DTYPES else []
+        given += [f"wire={PYTHON_WIRES[self.wire]}"] if self.wire in PYTHON_WIRES else []
         given += [] if self.bucket_cap_mb is None else [f"bucket_cap_mb={self.bucket_cap_mb:g}"]
         return f"commrt.attach(model, optimizer, {', '.join(given)})"
 
@@ -115,6 +127,22 @@ def all_reduce_candidates(ranks: int) -> Iterator[Algorithm]:
         yield Torus2D(grid, both_ways=True)
 
 
+def coded_candidates(ranks: int, per_node: int = 1) -> Iterator[Algorithm]:
+    """Yield all-reduces that carry codes between `ranks` ranks, of which `per_node` share a node; raises `UsageError`.
+
+    >>> [str(each) for each in coded_candidates(8, per_node=4)]
+    ['Direct(within=1)', 'Direct(within=4)']
+    """
+    if ranks <= MOST_RANKS:
+        yield Direct()
+    if 1 < per_node < ranks and ranks % per_node == 0 and max(per_node, ranks // per_node) <= MOST_RANKS:
+        yield Direct(per_node)
+    elif ranks > MOST_RANKS:
+        raise UsageError(
+            f"no schedule carries codes between {ranks:,} ranks: direct takes up to {MOST_RANKS:,} at once"
+        )
+
+
 class _Candidate(NamedTuple):
     algorithm: Algorithm
     pricing: Pricing
@@ -124,17 +152,21 @@ class _Candidate(NamedTuple):
         return Plan(self.algorithm, nbytes, price.seconds, latency.seconds, price.steps)
 
 
-def _candidates(cluster: Cluster, ranks: int, backups: int = 0) -> list[_Candidate]:
+def _candidates(cluster: Cluster, ranks: int, backups: int = 0, coding: Coding | None = None) -> list[_Candidate]:
     """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes."""
     needed = ranks - backups
     members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
-    found = ((each, each.schedule(0, needed)) for each in all_reduce_candidates(needed))
-    return [_Candidate(each, Pricing(s.over(members, ranks) if backups else s, cluster)) for each, s in found]
+    per_node = 1 if backups else cluster.gpus_per_node
+    tried = all_reduce_candidates(needed) if coding is None else coded_candidates(needed, per_node)
+    found = ((each, each.schedule(0, needed)) for each in tried)
+    return [_Candidate(each, Pricing(s.over(members, ranks) if backups else s, cluster, coding)) for each, s in found]
 
 
-def exchange_plans(cluster: Cluster, ranks: int, nbytes: float) -> list[Plan]:
-    """Return the plans to exchange `nbytes` at once, the best first."""
-    return sorted((each.plan(nbytes) for each in _candidates(cluster, ranks)), key=lambda plan: plan.sort_key)
+def exchange_plans(cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None) -> list[Plan]:
+    """Return the plans to exchange `nbytes` on the wire at once, the best first; `wire` names codes, if it is any."""
+    coding = CODINGS.get(wire or "")
+    plans = (each.plan(nbytes) for each in _candidates(cluster, ranks, coding=coding))
+    return sorted((replace(plan, wire=wire) for plan in plans), key=lambda plan: plan.sort_key)
 
 
 def step_plans(
@@ -154,9 +186,10 @@ def step_plans(
         raise UsageError(f"a step that computes for {compute_s:g} s: give a time above 0")
     found = list[Plan]()
     for cost in costs:
-        candidates = _candidates(cluster, ranks, cost.backups)
+        plain = _candidates(cluster, ranks, cost.backups) if {*wires} - CODINGS.keys() else []
         for wire in wires:
-            for candidate in _tried(candidates, float(workload.numel * ITEM_NBYTES[wire])):
+            coded = _candidates(cluster, ranks, cost.backups, CODINGS[wire]) if wire in CODINGS else None
+            for candidate in _tried(coded or plain, wire_nbytes(workload.numel, ITEMS[wire])):
                 plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
                 slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
                 found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))
@@ -173,12 +206,12 @@ def _step_plan(candidate: _Candidate, workload: Workload, compute_s: float, wire
     """Return the plan with the best bucket size, of equal ones the largest."""
 
     def step_s(cap_mb: float) -> float:
-        buckets = workload.buckets(cap_mb * 2**20, ITEM_NBYTES[wire])
+        buckets = workload.buckets(cap_mb * 2**20, ITEMS[wire])
         ready = buckets if overlaps else [each._replace(at=1.0) for each in buckets]
         return round(overlapped_step(candidate.pricing, ready, compute_s).seconds, 9)
 
     caps_mb = CAPS_MB if overlaps else (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
     times_s = {cap_mb: step_s(cap_mb) for cap_mb in sorted(caps_mb, reverse=True)}
     best = min(times_s, key=times_s.__getitem__)
-    plan = candidate.plan(float(workload.numel * ITEM_NBYTES[wire]))
+    plan = candidate.plan(wire_nbytes(workload.numel, ITEMS[wire]))
     return replace(plan, wire=wire, bucket_cap_mb=best, step_s=times_s[best], compute_s=compute_s)

@@ -5,6 +5,9 @@ A transfer begins when both of its ranks have finished the step before. It takes
 the busiest rank's further messages, then as long as the busiest link of the path needs for all bytes of the same step.
 A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
 added.
+
+On a wire of codes, a rank also turns all its values into codes before the first step, and all codes into values after
+the last one. Chunks then are whole tiles.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from commrt.coding import Coding
 from commrt.cost.cluster import Cluster
+from commrt.cost.wires import values_share
 from commrt.errors import UsageError
 from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
@@ -52,15 +57,17 @@ class Phase(NamedTuple):
 
 
 class Pricing:
-    """The prices of one schedule on one cluster, for any number of bytes.
+    """The prices of one schedule on one cluster, for any number of bytes on the wire; with `coding`, of codes.
 
     Cost: O(transfers) once for each different step; then O(ranks) for each step and price.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster) -> None:
+    def __init__(self, schedule: Schedule, cluster: Cluster, coding: Coding | None = None) -> None:
         cluster.require_room(schedule.ranks)
-        self.schedule, self.cluster = schedule, cluster
-        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster), key=id))
+        self.schedule, self.cluster, self.coding = schedule, cluster, coding
+        self._share = values_share(coding)
+        add_s_per_byte = cluster.add_s(1.0, coded=coding is not None) / self._share
+        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
         self._runs = [(run[0], len(run)) for run in runs]
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
@@ -68,9 +75,25 @@ class Pricing:
         if not 0 <= nbytes < inf:
             raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
         clock_s = np.array(np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks))
+        clock_s += self.code_s(nbytes)
         for pattern, times in self._runs:
-            clock_s = pattern.play(clock_s, nbytes / self.schedule.chunks, times)
-        return Price(clock_s, self.steps)
+            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
+        return Price(clock_s + self.code_s(nbytes), self.steps)
+
+    def code_s(self, nbytes: float) -> float:
+        """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
+        is_coded = self.coding is not None and self.steps
+        return self.cluster.code_s(nbytes / self._share) if is_coded else 0.0
+
+    def pack_s(self, nbytes: float) -> float:
+        """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
+        return self.cluster.pack_s(nbytes / self._share)
+
+    def _chunk_nbytes(self, nbytes: float) -> float:
+        """Return the size of a chunk, of codes the largest one."""
+        if self.coding is None:
+            return nbytes / self.schedule.chunks
+        return float(ceil(nbytes / self.coding.tile_nbytes / self.schedule.chunks) * self.coding.tile_nbytes)
 
     @property
     def steps(self) -> int:
@@ -79,9 +102,10 @@ class Pricing:
 
     def phases(self, nbytes: float) -> list[Phase]:
         """Return the phases of the schedule, for ranks that begin together."""
-        clock_s, found, begin_s = np.zeros(self.schedule.ranks), list[Phase](), 0.0
+        begin_s, found = self.code_s(nbytes), list[Phase]()
+        clock_s = np.full(self.schedule.ranks, begin_s)
         for pattern, times in self._runs:
-            clock_s = pattern.play(clock_s, nbytes / self.schedule.chunks, times)
+            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
             found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
             begin_s = found[-1].end_s
         return found
@@ -129,7 +153,7 @@ class _Pattern:
         return after_s + self.adding_s_per_byte * chunk_nbytes
 
 
-def _patterns(schedule: Schedule, cluster: Cluster) -> Iterator[_Pattern]:
+def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> Iterator[_Pattern]:
     """Yield the pattern of each step; equal patterns are the same object."""
     known: dict[tuple[bytes, ...], _Pattern] = {}
     latest: tuple[IntArray, ...] = ()
@@ -139,24 +163,24 @@ def _patterns(schedule: Schedule, cluster: Cluster) -> Iterator[_Pattern]:
         if pattern is None or not all(map(np.array_equal, traits, latest)):  # seldom: most steps equal the last one
             key = tuple(column.tobytes() for column in traits)
             if key not in known:
-                known[key] = _pattern(require_valid(step, schedule), cluster, schedule.ranks)
+                known[key] = _pattern(require_valid(step, schedule), cluster, schedule.ranks, add_s_per_byte)
             latest, pattern = traits, known[key]
         yield pattern
 
 
-def _pattern(step: Step, cluster: Cluster, ranks: int) -> _Pattern:
+def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> _Pattern:
     src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
     added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
-    adds, speed = bool(added.any()), cluster.reduce_gbytes_per_s
+    adds = bool(added.any())
     moves = src != dst
     return _Pattern(
         src=src,
         dst=dst,
         latency_s=np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0),
         s_per_byte=np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0),
-        adding_s_per_byte=1e-9 / speed * added if adds and speed is not None else 0.0,
+        adding_s_per_byte=add_s_per_byte * added if adds and add_s_per_byte else 0.0,
         adds=adds,
         is_one_each=len(np.unique(src)) == len(src) and len(np.unique(dst)) == len(dst),
     )

@@ -75,7 +75,7 @@ def overlapped_step(
     begin_s, compute_s = (_per_rank(values, pricing) for values in (begin_s, compute_s))
     free_s, times = begin_s, list[BucketTimes]()
     for bucket in buckets:
-        ready_s, pack_s = np.maximum(free_s, begin_s + bucket.at * compute_s), pricing.cluster.pack_s(bucket.nbytes)
+        ready_s, pack_s = np.maximum(free_s, begin_s + bucket.at * compute_s), pricing.pack_s(bucket.nbytes)
         exchanged_s = pricing.price(bucket.nbytes, ready_s + pack_s).finish_s
         free_s = exchanged_s + pack_s
         times.append(BucketTimes(bucket.nbytes, ready_s, ready_s + pack_s, exchanged_s, free_s))

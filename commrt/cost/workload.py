@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Self
 
+from commrt.coding import Coding
+from commrt.cost.wires import GRADIENT_NBYTES, Item, wire_nbytes
 from commrt.errors import UsageError
 
-__all__ = ["FORWARD", "GRADIENT_NBYTES", "Layer", "ReadyBucket", "Workload"]
+__all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
 
 FORWARD = 1 / 3
 """Part of a step's computing before the first gradient is ready: the backward pass multiplies twice as much."""
-GRADIENT_NBYTES = 4
 FIRST_NBYTES = 1 << 20
 """Size of the first bucket, which is small so that exchanging begins early."""
 
@@ -66,16 +67,16 @@ class Workload:
         """Number of parameters."""
         return sum(layer.numel for layer in self.layers)
 
-    def buckets(self, cap_nbytes: float, itemsize: int) -> list[ReadyBucket]:
+    def buckets(self, cap_nbytes: float, itemsize: Item) -> list[ReadyBucket]:
         """Return the buckets of the gradients, from the last layer to the first, as `commrt.attach` makes them.
 
         `cap_nbytes` of fp32 gradients fill a bucket, `FIRST_NBYTES` the first one. On the wire each gradient takes
-        `itemsize` bytes.
+        `itemsize` bytes, or is one of these codes.
 
         >>> Workload.even(100, parts=4).buckets(cap_nbytes=200, itemsize=2)
         [ReadyBucket(nbytes=100.0, at=0.6666666666666667), ReadyBucket(nbytes=100.0, at=1.0)]
         """
-        if cap_nbytes <= 0 or itemsize < 1:
+        if cap_nbytes <= 0 or not (isinstance(itemsize, Coding) or itemsize >= 1):
             raise UsageError(f"buckets of {cap_nbytes:g} bytes, {itemsize} per gradient: both must be above 0")
         total, done, filled = sum(layer.work for layer in self.layers), 0.0, 0
         found, room_nbytes = list[ReadyBucket](), min(cap_nbytes, FIRST_NBYTES)
@@ -83,9 +84,9 @@ class Workload:
             done += layer.work
             filled += layer.numel
             if filled * GRADIENT_NBYTES >= room_nbytes:
-                found.append(ReadyBucket(float(filled * itemsize), FORWARD + (1 - FORWARD) * done / total))
+                found.append(ReadyBucket(wire_nbytes(filled, itemsize), FORWARD + (1 - FORWARD) * done / total))
                 filled, room_nbytes = 0, cap_nbytes
-        return [*found, ReadyBucket(float(filled * itemsize), 1.0)] if filled else found
+        return [*found, ReadyBucket(wire_nbytes(filled, itemsize), 1.0)] if filled else found
 
 
 STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))

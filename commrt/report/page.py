@@ -19,7 +19,7 @@ from commrt.report.charts import data_url, draw_curves, draw_members, steps_per_
 from commrt.report.drawing import draw_recorded_step, draw_schedule
 from commrt.report.files import GENERATOR
 from commrt.report.history import MAX_ITERATIONS, Iteration, RankHistory, RunRecord
-from commrt.report.tables import Result, rows, title
+from commrt.report.tables import Result, heading, rows, title
 from commrt.report.traces import spans_of
 
 __all__ = ["environment_facts", "page"]
@@ -58,7 +58,7 @@ def page(results: Sequence[Result], backups: int, facts: Sequence[tuple[str, str
     )
     return environment.get_template("page.html.j2").render(
         generator=GENERATOR,
-        names=[result.algorithm for result in results],
+        names=[heading(result, results[0]) for result in results],
         title=title(results),
         rows=[*rows(results)],
         charts=_curves(results),

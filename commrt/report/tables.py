@@ -11,7 +11,7 @@ from rich.table import Table
 
 from commrt.report.history import RunRecord
 
-__all__ = ["Result", "results_table", "rows", "title"]
+__all__ = ["Result", "heading", "results_table", "rows", "title"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,11 @@ def title(results: Sequence[Result]) -> str:
     return f"{first.workers} worker{'s' * (first.workers > 1)}, {first.steps} steps, {first.wire} wire{recipe}"
 
 
+def heading(result: Result, first: Result) -> str:
+    """Return the algorithm, and the wire if it is not that of the first run."""
+    return result.algorithm if result.wire == first.wire else f"{result.algorithm}, {result.wire} wire"
+
+
 def rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
     """Return the rows of the table: a name, then one cell per run."""
     late_rows = LATE_ROWS if any(any(result.late.values()) for result in results) else ()
@@ -88,7 +93,7 @@ def results_table(results: Sequence[Result]) -> Table:
     """Return the table for the terminal, one column per run."""
     table = Table("", title=title(results))
     for result in results:
-        table.add_column(result.algorithm, justify="right")
+        table.add_column(heading(result, results[0]), justify="right")
     for row in rows(results):
         table.add_row(*row)
     return table

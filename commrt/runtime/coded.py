@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.adaptive import Adaptive
 from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.kernels.codes import key_of
@@ -33,7 +31,7 @@ from commrt.kernels.dispatch import adding_codes, decoding, encoding
 from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.runtime.executor import BoundProgram, only_reads
 from commrt.runtime.recording import Recorder, within_range
-from commrt.schedule import ADD, COPY, Schedule
+from commrt.schedule import ADD, COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 __all__ = [
@@ -42,17 +40,13 @@ __all__ = [
     "bind_codes",
     "check_residual",
     "code_bounds",
-    "require_short_sums",
     "scratch_nbytes",
-    "summing_steps",
     "travels_of",
 ]
 
 Encode = Callable[[int], None]
 """Codes with the random numbers that a key selects."""
 KEYS = 1 << 64
-MOST_SUMMING_STEPS = 2
-"""Steps in which a sum may grow: each codes it again, and the error grows with them."""
 
 
 class CodeBuffers(NamedTuple):
@@ -214,30 +208,6 @@ class _Binder:
     def _codes(self, lo: int, hi: int) -> Tensor:
         begin = self.bounds[lo] // self.coding.tile_numel * self.coding.tile_nbytes
         return self.buffers.codes[begin : begin + self.coding.nbytes(self.bounds[hi] - self.bounds[lo])]
-
-
-def require_short_sums(schedule: Schedule, coding: Coding | Adaptive) -> None:
-    """Raise `UsageError` for a schedule in which a sum of codes would be coded again and again."""
-    if (steps := summing_steps(schedule)) > MOST_SUMMING_STEPS:
-        raise UsageError(
-            f"a wire of {coding} cannot carry {schedule.name}: codes do not add, and its sums grow over {steps} steps, "
-            "each of which would round them again; use algorithm=commrt.Direct(), which sums in one"
-        )
-
-
-def summing_steps(schedule: Schedule) -> int:
-    """Return over how many steps the longest sum of `schedule` grows.
-
-    >>> from commrt.algorithms import direct, ring
-    >>> summing_steps(direct.all_reduce(8)), summing_steps(ring.all_reduce(8))
-    (1, 7)
-    """
-    grown = np.zeros((schedule.ranks, schedule.chunks), dtype=np.int64)
-    for step in schedule.checked_steps():
-        adds, before = step.rows(step.combine == ADD), grown.copy()
-        for src, dst, lo, hi in zip(*(column.tolist() for column in adds.columns[:4]), strict=True):
-            np.maximum(grown[dst, lo:hi], before[src, lo:hi] + 1, out=grown[dst, lo:hi])
-    return int(grown.max(initial=0))
 
 
 def travels_of(tensor: Tensor, wire: torch.dtype | Coding | None) -> torch.dtype | Coding:

@@ -27,12 +27,12 @@ from commrt.kernels.packing import Packing, TorchPacking
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.proof.sums import require_short_sums
 from commrt.runtime.coded import (
     CodeBuffers,
     CodedProgram,
     bind_codes,
     check_residual,
-    require_short_sums,
     scratch_nbytes,
     travels_of,
 )

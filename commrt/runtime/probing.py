@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed import PrefixStore
 
 from commrt.algorithms import direct, halving_doubling
+from commrt.coding import Int4
 from commrt.cost.cluster import Between, Cluster, Link
 from commrt.errors import UsageError
-from commrt.kernels.dispatch import adding
+from commrt.kernels.dispatch import adding, adding_codes, decoding, encoding
 from commrt.membership.agreement import gather
 from commrt.program import program
 from commrt.runtime.executor import bind
@@ -38,6 +40,8 @@ ROUNDS = {1 << 10: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 6, 1 << 20: 3, 1 << 22
 """The number of rounds in a row, by the bytes of a message."""
 SERIES = 5
 """Each series has all sizes, so that a passing disturbance affects all of them alike."""
+TIMED_NUMEL = 1 << 18
+"""Values that are added, and coded, to see how long that takes."""
 Rings = Sequence[Sequence[int]]
 
 
@@ -108,7 +112,9 @@ def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line 
     of_host_bytes_per_s = per_host * shared.bytes_per_s if shared is not None else far.bytes_per_s
     nics = max(round(of_host_bytes_per_s / far.bytes_per_s), 1)
     device = _device(world)
-    add_s_per_byte = sum(all_gather(world, _add_s_per_byte(device))) / world.size
+    add_s_per_byte, code_s_per_byte = (
+        sum(all_gather(world, measure(device))) / world.size for measure in (_add_s_per_byte, _code_s_per_byte)
+    )
     way = "NCCL" if device.type == "cuda" else world.transport.kind
     return Cluster(
         name="probed",
@@ -119,6 +125,7 @@ def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line 
         nodes=1 if world.size == per_host else None,
         message_us=_message_us(world),
         reduce_gbytes_per_s=1e-9 / add_s_per_byte,
+        code_gbytes_per_s=1e-9 / code_s_per_byte,
     )
 
 
@@ -200,14 +207,28 @@ def _device(world: World) -> torch.device:
 
 
 def _add_s_per_byte(device: torch.device) -> float:
-    own, received = (torch.zeros(1 << 18, device=device) for _ in range(2))
-    add, times_s = adding(own, [received]), []
+    own, received = (torch.zeros(TIMED_NUMEL, device=device) for _ in range(2))
+    return _typical_s(adding(own, [received]), own) / received.nbytes
+
+
+def _code_s_per_byte(device: torch.device) -> float:
+    """Return the mean time of coding, adding what codes stand for, and decoding, per byte of fp32 values."""
+    coding, values = Int4(), torch.randn(TIMED_NUMEL, device=device)
+    codes = torch.zeros(coding.nbytes(TIMED_NUMEL), dtype=torch.uint8, device=device)
+    encode = encoding(values, codes, coding, torch.zeros_like(values))
+    passes = (lambda: encode(0)), adding_codes(values, [codes], coding), decoding(codes, values, coding)
+    return sum(_typical_s(each, values) for each in passes) / len(passes) / values.nbytes
+
+
+def _typical_s(work: Callable[[], None], out: Tensor) -> float:
+    """Return the median time of `work`, which writes to `out`."""
+    times_s = []
     for _ in range(10):
         begin_s = perf_counter()
-        add()
-        own[0].item()  # waits for a GPU
+        work()
+        out[0].item()  # waits for a GPU
         times_s.append(perf_counter() - begin_s)
-    return median(times_s) / received.nbytes
+    return median(times_s)
 
 
 def _hosts(world: World) -> list[str]:
