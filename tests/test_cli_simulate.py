@@ -230,7 +230,7 @@ def test_small_buckets_of_codes_travel_in_whole_tiles():
 
 
 @pytest.mark.parametrize("wire", CODINGS)
-def test_a_plan_proposes_codes_only_if_asked_and_says_what_is_known_of_them(wire):
+def test_a_plan_proposes_codes_only_if_asked_and_says_to_compare(wire):
     common = ("plan", "--ranks", 64, "--cluster", "ethernet-25g", "--model", "resnet50", "--compute-ms", 50)
     assert {plan["wire"] for plan in told(*common)["plans"]} == {"fp32", "bf16"}
     asked = told(*common, "--wire", wire)
@@ -239,10 +239,9 @@ def test_a_plan_proposes_codes_only_if_asked_and_says_what_is_known_of_them(wire
         (wire, "Direct(within=4)"),
     }
     assert asked["best"]["algorithm"] == "Direct(within=4)"  # a node has one card
-    assert "fp32 96.9 %" in asked["accuracy"]
     output = invoke(*common, "--wire", wire).stdout
     assert f"wire=commrt.{wire.title()}(), bucket_cap_mb=" in output
-    assert "accuracy: " in output
+    assert "compare the accuracy with fp32" in output
     assert f"MB of {wire}, all at once: " in output
     assert eval(f"commrt.{wire.title()}()", {"commrt": commrt}) == CODINGS[wire]  # noqa: S307  # what a user would paste
 
@@ -258,7 +257,7 @@ def test_backup_workers_are_planned_with_codes_that_owe_nothing():
     step = ("plan", "--ranks", 8, "--cluster", "ethernet-10g", "--model", "resnet50", "--compute-ms", 50)
     backed = (*step, "--backups", 1, "--law", "slow", "--steps", 200)
     assert "commrt.BackupWorkers(1, commrt.Direct()), wire=commrt.Int8()" in invoke(*backed, "--wire", "int8").stdout
-    assert "use int8 or float8" in refused(*backed, "--wire", "int4")
+    assert "such as int8" in refused(*backed, "--wire", "int4")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ def test_backup_workers_are_planned_with_codes_that_owe_nothing():
         (["simulate", "ring", "--ranks", 60_000, "--cluster", "ethernet-10g"], "cannot carry ring"),
         (["simulate", "torus2d", "--ranks", 16], "cannot carry torus 4x4"),
         (["simulate", "halving_doubling", "--ranks", 16], "codes do not add"),
-        (["simulate", "gossip", "--ranks", 8], "with gossip: .* use direct"),
+        (["simulate", "gossip", "--ranks", 8], "with gossip: .* or Direct"),
         (["plan", "--ranks", 4097, "--cluster", "ethernet-10g"], "no schedule carries codes between 4,097 ranks"),
     ],
 )

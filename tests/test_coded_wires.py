@@ -15,10 +15,10 @@ from torch import nn
 import commrt
 from commrt import Adaptive, Direct, Float8, Int2, Int4, Int8, dq
 from commrt.algorithms import direct, halving_doubling, ring
+from commrt.algorithms.carrying import summing_steps
 from commrt.errors import DisagreementError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.proof.sums import summing_steps
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 

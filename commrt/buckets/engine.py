@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
+from commrt.algorithms.carrying import require_short_sums
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.coder import Coder
 from commrt.buckets.gradient_bucket import GradientBucket
@@ -23,7 +24,6 @@ from commrt.errors import UsageError
 from commrt.program import Program, member_program, program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, gossip_mean
-from commrt.proof.sums import require_short_sums
 from commrt.runtime.coded import CodeBuffers, CodedProgram, bind_codes, scratch_nbytes
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range

@@ -19,33 +19,9 @@ from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
-    "WIRE_HELP",
-    "BackupOptions",
-    "Batch",
-    "BothWays",
-    "BucketCapMb",
-    "ClusterName",
-    "ComputeMs",
-    "ExchangeOptions",
-    "Exponent",
-    "Grid",
-    "Json",
-    "Law",
-    "LawName",
-    "Model",
-    "Nbytes",
-    "Parameters",
-    "RecipeName",
-    "Seed",
-    "Steps",
-    "TimesFile",
-    "TopologyName",
-    "Wire",
-    "WireDtype",
-    "Within",
-    "compute_of",
-    "json_of",
-    "workload_of",
+    "WIRE_HELP", "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName", "ComputeMs", "ExchangeOptions",
+    "Exponent", "Grid", "Json", "Law", "LawName", "Model", "Nbytes", "Parameters", "RecipeName", "Seed", "Steps",
+    "TimesFile", "TopologyName", "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
 ]  # fmt: skip
 
 RESNET50, BATCH = "resnet50", 32

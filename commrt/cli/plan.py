@@ -24,7 +24,7 @@ from commrt.cost.cluster import Cluster
 from commrt.cost.planner import BackupCost, Plan, exchange_plans, step_plans
 from commrt.cost.price import Pricing, all_reduce_bound_s
 from commrt.cost.stragglers import step_time_s
-from commrt.cost.wires import ACCURACY, CODINGS, GRADIENT_NBYTES, require_carried
+from commrt.cost.wires import CODINGS, GRADIENT_NBYTES, require_carried
 from commrt.errors import UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
@@ -69,7 +69,7 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
             "reason": _reason(plans, cluster),
             "lower_bound_seconds": all_reduce_bound_s(cluster, options.ranks, best.nbytes),
             "plans": [_record(plan) for plan in plans],
-        } | ({"accuracy": ACCURACY[best.wire]} if best.wire in ACCURACY else {})
+        }
         print(json_of(record))
         return
     _show(f"{options.ranks:,} ranks of {cluster.name}", plans[:SHOWN])
@@ -151,7 +151,7 @@ def gains(seconds: float, latency_s: float, digits: int) -> str:
 
 
 def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterator[str]:
-    """Yield what a wire of codes gains over fp32, what coding takes, and what is known of its accuracy."""
+    """Yield what a wire of codes gains over fp32, and what coding takes."""
     if best.wire not in CODINGS:
         return
     nbytes = options.nbytes if options.model is None else workload_of(options.model).numel * GRADIENT_NBYTES
@@ -160,7 +160,7 @@ def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterato
     yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
     schedule = best.algorithm.schedule(0, options.ranks - best.backups)
     yield coding_sentence(2 * Pricing(schedule, cluster, CODINGS[best.wire]).code_s(best.nbytes), cluster)
-    yield f"accuracy: {ACCURACY[best.wire]}; compare with fp32 on your own model"
+    yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
 def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.carrying import require_short_sums
 from commrt.algorithms.gossip import Gossip
 from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
@@ -27,7 +28,6 @@ from commrt.kernels.packing import Packing, TorchPacking
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.proof.sums import require_short_sums
 from commrt.runtime.coded import (
     CodeBuffers,
     CodedProgram,

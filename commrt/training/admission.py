@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from commrt.adaptive import Adaptive
-from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.carrying import require_carrier
 from commrt.buckets.layout import Named, gradient_dtype
 from commrt.coding import Coding
 from commrt.errors import UsageError
@@ -68,20 +67,7 @@ def _check_coding(wire: torch.dtype | Coding | Adaptive | None, algorithm: objec
     """Raise `UsageError` for what codes cannot do."""
     if not isinstance(wire, Coding | Adaptive):
         return
-    if isinstance(algorithm, Gossip):
-        raise UsageError(
-            f"a wire of {wire} with gossip: what one rank gains its peer would not lose; use torch.bfloat16"
-        )
-    if isinstance(algorithm, BackupWorkers) and wire.feedback:
-        raise UsageError(
-            f"a wire of {wire} with BackupWorkers: a step that is tried again would forget what rounding lost; use one "
-            "without feedback"
-        )
-    if isinstance(algorithm, BackupWorkers) and isinstance(wire, Adaptive):
-        raise UsageError(
-            f"a wire of {wire} with BackupWorkers: a late rank misses the average that the next step's bits follow "
-            "from; use one whose bits do not change, such as commrt.Int8()"
-        )
+    require_carrier(algorithm, wire)
     if graphs is True:
         raise UsageError(f"graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over how many steps the sums of a schedule grow: each of them would round codes again."""
+"""Which algorithms carry codes of few bits: those whose sums grow over few steps, as each rounds them again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from math import inf
 
 import numpy as np
 
+from commrt.adaptive import Adaptive
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.gossip import Gossip
+from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.schedule import ADD, Schedule
 
-__all__ = ["require_short_sums", "summing_steps"]
+__all__ = ["require_carrier", "require_short_sums", "summing_steps"]
 
 MOST_SUMMING_STEPS = 2
 """Steps in which a sum may grow: each codes it again, and the error grows with them."""
@@ -18,7 +22,25 @@ MOST_CELLS = 1 << 24
 """Ranks x chunks that are followed one by one. Beyond, every step that adds counts."""
 
 
-def require_short_sums(schedule: Schedule, wire: object) -> None:
+def require_carrier(algorithm: object, wire: Coding | Adaptive) -> None:
+    """Raise `UsageError` for an algorithm that cannot carry codes, whatever its schedule."""
+    if isinstance(algorithm, Gossip):
+        raise UsageError(
+            f"a wire of {wire} with gossip: what one rank gains its peer would not lose; use bfloat16, or Direct()"
+        )
+    if isinstance(algorithm, BackupWorkers) and wire.feedback:
+        raise UsageError(
+            f"a wire of {wire} with backup workers: a step that is tried again would forget what rounding lost; use "
+            "one without feedback, such as int8, or Direct() without backup workers"
+        )
+    if isinstance(algorithm, BackupWorkers) and isinstance(wire, Adaptive):
+        raise UsageError(
+            f"a wire of {wire} with backup workers: a late rank misses the average that the next step's bits follow "
+            "from; use one whose bits do not change, such as int8"
+        )
+
+
+def require_short_sums(schedule: Schedule, wire: Coding | Adaptive) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be coded again and again."""
     if _adding_steps(schedule) <= MOST_SUMMING_STEPS:
         return
@@ -26,8 +48,8 @@ def require_short_sums(schedule: Schedule, wire: object) -> None:
     if is_large or summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
         raise UsageError(
             f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and its sums grow over more than "
-            f"{MOST_SUMMING_STEPS} steps, each of which would round them again; use algorithm=commrt.Direct() (direct "
-            "on the command line), which sums in one"
+            f"{MOST_SUMMING_STEPS} steps, each of which would round them again; use commrt.Direct(), which sums in "
+            "one (direct on the command line)"
         )
 
 
