@@ -2,7 +2,8 @@
 """Exchanges of the same size by several algorithms, each with its own memory, and the results that they must have.
 
 The right result for buffers of 1, 2, 3, ... times a pattern is replayed from the schedule, and checked before an
-exchange is timed. With a 16-bit wire, commrt packs and unpacks as a bucket does, and Gloo casts.
+exchange is timed. With a 16-bit wire, commrt packs and unpacks as a bucket does, and Gloo casts. Codes travel by
+`World.all_reduce`, from the values to the values.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Algorithm, Schedule
 from commrt.transport.protocol import Tag
 
-__all__ = ["GLOO", "NAMES", "Exchange", "exchanges", "replayed"]
+__all__ = ["GLOO", "Exchange", "exchanges", "replayed"]
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+CODINGS = (commrt.Int8(), commrt.Int4(), commrt.Int2())
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, CODINGS[0]: 1e-2, CODINGS[1]: 0.1, CODINGS[2]: 0.5}
 GLOO = "Gloo all_reduce"
 GOSSIPED = 3
 """Steps of gossip that are measured: partners at all distances."""
@@ -43,10 +45,6 @@ def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
     }
 
 
-NAMES = [f"{name}, {wire}" for wire in WIRES for name in (GLOO, *algorithms(1, 1))]
-"""The names of all exchanges."""
-
-
 @dataclass(frozen=True)
 class Exchange:
     """A way to exchange. Rank r begins with r + 1 times a pattern in `data` [numel], and ends with a multiple of it."""
@@ -56,7 +54,7 @@ class Exchange:
     """Runs one step."""
     factors: Sequence[float]
     """One factor for each step, as partners of gossip change."""
-    dtype: torch.dtype
+    wire: torch.dtype | commrt.Coding
 
     def check(self, name: str, rank: int) -> None:
         """Raise `RuntimeError` if the result is wrong."""
@@ -65,7 +63,7 @@ class Exchange:
             self.data.copy_((rank + 1) * pattern)
             self.run(step)
             error = ((self.data - factor * pattern).norm() / pattern.norm()).item() / factor
-            if not error <= TOLERANCE[self.dtype]:  # also true for NaN
+            if not error <= TOLERANCE[self.wire]:  # also true for NaN
                 raise RuntimeError(f"{name} is off by {error:.1e} on rank {rank}: nothing was measured")
 
     def seconds(self) -> float:
@@ -92,7 +90,19 @@ def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Excha
             schedules = [algorithm.schedule(step, world.size) for step in range(steps)]
             data = world.transport.allocate(numel, torch.float32)  # as wire buffers are
             found[f"{name}, {wire}"] = scheduled(world, schedules, data, dtype)
-    return found
+    return found | {f"direct within, {coding}": coded(world, per_host, numel, coding) for coding in CODINGS}
+
+
+def coded(world: commrt.World, per_host: int, numel: int, coding: commrt.Coding) -> Exchange:
+    """Return the exchange of codes: the ranks of a host sum among themselves first."""
+    data = torch.zeros(numel)
+    residual = torch.zeros(numel) if coding.feedback else None
+    algorithm = commrt.Direct(within=per_host)
+
+    def run(_: int) -> None:
+        world.all_reduce(data, "sum", algorithm=algorithm, wire=coding, residual=residual)
+
+    return Exchange(data, run, [world.size * (world.size + 1) / 2], coding)
 
 
 def gloo(data: Tensor, factor: float, dtype: torch.dtype) -> Exchange:

@@ -33,7 +33,8 @@ __all__ = ["HOST", "PEERS", "Job", "work"]
 
 HOST = "127.0.0.1"
 FP32, BF16 = torch.float32, torch.bfloat16
-TOLERANCE = {FP32: 1e-6, BF16: 1e-2}
+CODINGS = {"direct int8": commrt.Int8(), "direct int4": commrt.Int4(feedback=False)}
+TOLERANCE = {FP32: 1e-6, BF16: 1e-2, CODINGS["direct int8"]: 1e-2, CODINGS["direct int4"]: 0.2}
 """Largest relative L2 error against the average in fp64."""
 
 ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling()}
@@ -49,6 +50,7 @@ PEERS = (
     | {f"{name} fp32": "ddp" for name in (*WAYS, HOOKED)}
     | {"ddp bf16 hook": "ddp"}
     | {f"{name} bf16": "ddp" for name in (*WAYS, HOOKED)}
+    | dict.fromkeys(CODINGS, "ddp")
 )
 """Every variant, and the one it is compared with."""
 
@@ -80,7 +82,7 @@ class Dots(nn.Module):
 class Variant:
     """A way to average. Call `finish` after ``backward()``."""
 
-    wire: torch.dtype | None
+    wire: torch.dtype | commrt.Coding | None
     module: nn.Module
     finish: Callable[[], None] = lambda: None
 
@@ -173,7 +175,9 @@ def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
         f"{name} bf16": attached(dots(), worlds[kind], algorithm, BF16) for name, (algorithm, kind) in WAYS.items()
     }
     ways[f"{HOOKED} bf16"] = hooked(dots(), worlds["shared"], BF16)
-    return ways
+    return ways | {
+        name: attached(dots(), worlds["shared"], commrt.Direct(), coding) for name, coding in CODINGS.items()
+    }
 
 
 def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -184,7 +188,9 @@ def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
     return bf16_compress_hook(group, bucket)
 
 
-def attached(module: nn.Module, world: World, algorithm: commrt.Algorithm, wire: torch.dtype) -> Variant:
+def attached(
+    module: nn.Module, world: World, algorithm: commrt.Algorithm, wire: torch.dtype | commrt.Coding
+) -> Variant:
     """Return the variant of commrt."""
     commrt.attach(module, algorithm=algorithm, world=world, wire=wire)
     return Variant(wire, module)

@@ -14,11 +14,12 @@ import pytest
 from interleaved import Clock, Times, record, table
 from model_gradients import resnet50
 from records import append, bus_bandwidth, made
-from step_worker import HOST, PEERS, Job, work
+from step_worker import CODINGS, HOST, PEERS, Job, work
 from torch.multiprocessing import spawn
 
 CLOCK = Clock()
 HOOKED = "ddp bf16 hook"
+TORUS = "torus2d bf16"
 NBYTES = 4 * 25_557_032
 
 
@@ -48,8 +49,13 @@ def times(request: pytest.FixtureRequest) -> Times:
         request.config.getoption("--records"),
         made("step", f"{job.ranks} processes, against DDP's bf16 hook", measured, narrow, figures, nbytes=NBYTES),
     )
+    append(
+        request.config.getoption("--records"),
+        made("step", f"{job.ranks} processes, codes against 16 bits", measured, dict.fromkeys(CODINGS, TORUS), figures),
+    )
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\nResNet-50's gradients, {job.ranks} processes, {job.rounds} rounds\n{table(measured, PEERS)}")
+        print(table(measured, {TORUS: TORUS, **dict.fromkeys(CODINGS, TORUS)}))
     return measured
 
 
