@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise.
+"""Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise. Numba codes on CPUs, if it is there.
 
 Plain torch also adds and mixes tensors on a GPU whose dtype Triton does not offer (integers, fp64), and those that do
 not begin at a multiple of 16 bytes.
@@ -8,6 +8,10 @@ not begin at a multiple of 16 bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -117,12 +121,30 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
     return lambda: mix_into(out, received, weight)
 
 
+def suits_numba(values: Tensor) -> bool:
+    """Return True if Numba can work on `values`: by their device."""
+    return values.device.type == "cpu"
+
+
+@cache
+def compiled_codes() -> ModuleType | None:
+    """Return `cpu_codes`, or None without Numba, and where Numba finds no folder for what it compiles."""
+    if find_spec("numba") is None:
+        return None
+    try:
+        return import_module("commrt.kernels.cpu_codes")
+    except RuntimeError:
+        return None
+
+
 def encoding(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
     """Return a function of a key that codes `values`; see `codes.encode`."""
     if suit_kernels(values, codes, *([] if residual is None else [residual])):
         from commrt.kernels.device.coding_launches import encode_launch  # noqa: PLC0415
 
         return encode_launch(values, codes, coding, residual)
+    if suits_numba(values) and (numba := compiled_codes()):
+        return cast("Callable[[int], None]", numba.encode_call(values, codes, coding, residual))
     return lambda key: encode(values, codes, coding, residual, key)
 
 
@@ -132,6 +154,8 @@ def decoding(codes: Tensor, values: Tensor, coding: Coding) -> Combination:
         from commrt.kernels.device.coding_launches import decode_launch  # noqa: PLC0415
 
         return decode_launch(codes, values, coding)
+    if suits_numba(values) and (numba := compiled_codes()):
+        return cast("Combination", numba.decode_call(codes, values, coding))
     return lambda: decode(codes, values, coding)
 
 
@@ -144,6 +168,8 @@ def adding_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> 
         from commrt.kernels.device.coding_launches import add_codes_launch  # noqa: PLC0415
 
         return add_codes_launch(values, received, coding)
+    if suits_numba(values) and (numba := compiled_codes()):
+        return cast("Combination", numba.add_codes_call(values, received, coding))
     return lambda: add_codes(values, received, coding)
 
 

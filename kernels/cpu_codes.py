@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes on CPUs, compiled by Numba: the same bits as `commrt.kernels.codes`, in one pass over memory.
+
+A tile fits a core's nearest cache, so it is loaded, scaled, rounded and packed there. Functions run without Python's
+lock. The compiler may not fuse or reorder operations on floats here, so each is rounded as the definition says. It can
+use wide registers only in loops whose index cannot be negative: hence the many functions of whole slices. Importing
+this raises `RuntimeError` where Numba may write no cache: compiling takes 6 seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit, uint32, uint64
+from torch import Tensor
+
+from commrt.coding import STOCHASTIC, TILE_BLOCKS, Coding
+from commrt.kernels.codes import (
+    HUGE_BITS,
+    INFINITY_BITS,
+    LEAST_BITS,
+    NAN_SCALE,
+    PHILOX_KEYS,
+    PHILOX_MULTIPLIERS,
+    PHILOX_ROUNDS,
+    SCALES_NBYTES,
+)
+
+__all__ = ["add_codes_call", "decode_call", "encode_call"]
+
+Array = Any
+"""What Numba compiles has no useful annotations."""
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+MULTIPLIER_0, MULTIPLIER_1 = (np.uint64(each) for each in PHILOX_MULTIPLIERS)
+BUMP_0, BUMP_1 = (np.uint32(each) for each in PHILOX_KEYS)
+PIECE_NUMEL = 1 << 16
+"""Values that all rows are added to before the next ones: they stay in a core's cache."""
+ABSOLUTE = np.int32(0x7FFFFFFF)
+LEAST_NORMAL = np.int32(0x3C800000)
+"""2 ** -6, the least of e4m3 with all its bits, as fp32."""
+WHOLE = np.float32(1.5 * 2**23)
+"""Added to a small number, and subtracted again, it leaves the nearest integer."""
+EXPONENTS = np.int32(120 << 23)
+"""What exponents of fp32 count more than those of e4m3."""
+
+
+def encode_call(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
+    """Return a function of a key that codes `values`; see `codes.encode`."""
+    tiles, x, is_stochastic = _tiles(codes, coding), values.numpy(), coding.rounding == STOCHASTIC
+    left = np.empty(0, np.float32) if residual is None else residual.numpy()
+    kind = coding.block, coding.bits, np.float32(coding.largest), coding.is_float, is_stochastic
+    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), *kind)  # compiles it, before anybody waits for this rank
+    return lambda key: _encode(x, left, tiles, np.uint64(key), *kind)
+
+
+def decode_call(codes: Tensor, values: Tensor, coding: Coding) -> Callable[[], None]:
+    """Return a function that decodes to `values`; see `codes.decode`."""
+    return _sum_call([codes], values, coding, is_added=False)
+
+
+def add_codes_call(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Callable[[], None]:
+    """Return a function that adds what `received` codes stand for; see `codes.add_codes`."""
+    return _sum_call(received, values, coding, is_added=True)
+
+
+def _sum_call(received: Sequence[Tensor], values: Tensor, coding: Coding, *, is_added: bool) -> Callable[[], None]:
+    rows, out = tuple(_tiles(each, coding) for each in received), values.numpy()
+    kind = coding.block, coding.bits, coding.is_float, is_added
+    _sum(out[:0], rows[0][:0], *kind)
+    return lambda: _sum_rows(out, rows, kind)
+
+
+def _sum_rows(out: Array, rows: Sequence[Array], kind: tuple[Any, ...]) -> None:
+    tile_numel = TILE_BLOCKS * kind[0]
+    at_once = PIECE_NUMEL // tile_numel
+    for first in range(0, len(rows[0]), at_once):
+        piece = out[first * tile_numel : (first + at_once) * tile_numel]
+        for tiles in rows:
+            _sum(piece, tiles[first : first + at_once], *kind)
+
+
+def _tiles(codes: Tensor, coding: Coding) -> Array:
+    return codes.view(-1, coding.tile_nbytes).numpy()
+
+
+@compiled
+def _encode(values, residual, tiles, key, block, bits, largest, is_float, is_stochastic):  # type: ignore[no-untyped-def]
+    numel = TILE_BLOCKS * block
+    x, y, numbers = np.zeros(numel, np.float32), np.empty(numel, np.float32), np.empty(numel, np.float32)
+    q, most, steps = np.empty(numel, np.uint8), np.empty(TILE_BLOCKS, np.int32), np.empty(TILE_BLOCKS, np.float32)
+    for tile in range(len(tiles)):
+        begin, end = tile * numel, min((tile + 1) * numel, len(values))
+        _load(x, values[begin:end], residual[begin:end])
+        _set_scales(tiles[tile], x, block, largest, most, steps)
+        if is_stochastic:
+            _uniform(numbers, key, tile)
+        for each in range(TILE_BLOCKS):
+            part = slice(each * block, (each + 1) * block)
+            inverse = _inverse(steps[each])
+            if is_float:
+                _round_floats(x[part], inverse, q[part], y[part])
+            elif is_stochastic:
+                _round_at_random(x[part], inverse, numbers[part], largest, q[part], y[part])
+            else:
+                _round(x[part], inverse, q[part], y[part])
+            if most[each] >= HUGE_BITS:
+                q[part] = np.uint8(0x38) if is_float else np.uint8(1)  # 1 times a scale that is not finite
+        _pack(tiles[tile], q, bits)
+        if len(residual):
+            _owe(residual[begin:end], x, y, steps, most, block)
+
+
+@compiled
+def _load(x, values, residual):  # type: ignore[no-untyped-def]
+    for i in range(len(values)):
+        x[i] = values[i]
+    for i in range(len(residual)):
+        x[i] += residual[i]
+    x[len(values) :] = 0
+
+
+@compiled
+def _set_scales(tile, x, block, largest, most, steps):  # type: ignore[no-untyped-def]
+    """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest value in `most`."""
+    magnitudes = x.view(np.int32)
+    for each in range(TILE_BLOCKS):
+        most[each] = _largest(magnitudes[each * block : (each + 1) * block])
+    share = np.float32(1.0 / largest)
+    scales, kept = tile[:SCALES_NBYTES].view(np.uint16), steps.view(np.int32)
+    for each in range(TILE_BLOCKS):
+        steps[each] = most.view(np.float32)[each] * share
+        bits = (kept[each] + 0xFFFF) >> 16
+        if most[each] >= HUGE_BITS:
+            bits = NAN_SCALE if most[each] > INFINITY_BITS else INFINITY_BITS >> 16
+        if most[each] < LEAST_BITS:
+            bits = 0
+        scales[each] = bits
+        kept[each] = bits << 16
+
+
+@compiled
+def _largest(signed):  # type: ignore[no-untyped-def]
+    top = np.int32(0)
+    for i in range(len(signed)):
+        top = max(top, np.int32(signed[i] & ABSOLUTE))  # NaN is above infinity
+    return top
+
+
+@compiled
+def _inverse(step):  # type: ignore[no-untyped-def]
+    inverse = np.float32(1) / step
+    return inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
+
+
+@compiled
+def _round(x, inverse, q, y):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        y[i] = np.rint(x[i] * inverse)
+        q[i] = np.uint8(np.int32(y[i]))
+
+
+@compiled
+def _round_at_random(x, inverse, numbers, largest, q, y):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        y[i] = min(max(np.floor(x[i] * inverse + numbers[i]), -largest), largest)
+        q[i] = np.uint8(np.int32(y[i]))
+
+
+@compiled
+def _round_floats(x, inverse, q, y):  # type: ignore[no-untyped-def]
+    """Round to e4m3 by integers: to nearest, ties to even."""
+    for i in range(len(x)):
+        y[i] = x[i] * inverse
+    bits = y.view(np.int32)
+    for i in range(len(x)):
+        size = np.int32(bits[i] & ABSOLUTE)
+        normal = np.int32(size - EXPONENTS + 0x7FFFF + ((size >> 20) & 1)) >> 20
+        small = np.int32(np.abs(y[i]) * np.float32(512) + WHOLE - WHOLE)
+        code = small if size < LEAST_NORMAL else normal
+        q[i] = np.uint8(code | ((bits[i] >> 24) & 0x80))
+    _floats(q, y)
+
+
+@compiled
+def _floats(q, y):  # type: ignore[no-untyped-def]
+    """Write the values of e4m3 codes. No code is NaN: what is not finite is so by its scale."""
+    bits = y.view(np.int32)
+    for i in range(len(q)):
+        bits[i] = ((np.int32(q[i]) & 0x7F) << 20) | ((np.int32(q[i]) & 0x80) << 24)
+    for i in range(len(q)):
+        y[i] *= np.float32(2.0**120)
+
+
+@compiled
+def _owe(residual, x, y, steps, most, block):  # type: ignore[no-untyped-def]
+    """Write what coding lost; a block that is not finite leaves nothing."""
+    for each in range(TILE_BLOCKS):
+        part = slice(each * block, min((each + 1) * block, len(residual)))
+        if most[each] >= HUGE_BITS:
+            residual[part] = 0
+        else:
+            _subtract(residual[part], x[part], y[part], steps[each])
+
+
+@compiled
+def _subtract(residual, x, y, step):  # type: ignore[no-untyped-def]
+    for i in range(len(residual)):
+        residual[i] = x[i] - y[i] * step
+
+
+@compiled
+def _sum(values, tiles, block, bits, is_float, is_added):  # type: ignore[no-untyped-def]
+    """Write what `tiles` stand for to `values`, or add it."""
+    numel = TILE_BLOCKS * block
+    q, y, steps = np.empty(numel, np.uint8), np.empty(numel, np.float32), np.empty(TILE_BLOCKS, np.float32)
+    share = np.float32(2.0 ** (bits - 8))  # exact: codes are in the highest bits
+    for tile in range(len(tiles)):
+        out, scales = values[tile * numel : (tile + 1) * numel], tiles[tile][:SCALES_NBYTES].view(np.uint16)
+        _unpack(tiles[tile], q, bits)
+        if is_float:
+            _floats(q, y)
+        else:
+            _integers(q, y)
+        for each in range(TILE_BLOCKS):
+            steps.view(np.uint32)[each] = np.uint32(scales[each]) << np.uint32(16)
+            step = steps[each] * share
+            begin, end = each * block, min((each + 1) * block, len(out))
+            if is_added:
+                _add_scaled(out[begin:end], y[begin:end], step)
+            else:
+                _scale(out[begin:end], y[begin:end], step)
+
+
+@compiled
+def _integers(q, y):  # type: ignore[no-untyped-def]
+    signed = q.view(np.int8)
+    for i in range(len(q)):
+        y[i] = np.float32(signed[i])
+
+
+@compiled
+def _scale(out, y, step):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = y[i] * step
+
+
+@compiled
+def _add_scaled(out, y, step):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] += y[i] * step  # exact products: rounded once
+
+
+@compiled
+def _pack(tile, q, bits):  # type: ignore[no-untyped-def]
+    """Write the lowest `bits` of each code, plane after plane: the k-th byte of a plane has codes that lie apart.
+
+    Eight codes are moved at once, as the bytes of a word.
+    """
+    begin, shift = SCALES_NBYTES, bits
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            shift -= width
+            plane = tile[begin : begin + len(q) * width // 8]
+            begin += len(plane)
+            plane[:] = 0
+            for number in range(8 // width):
+                part = q[number * len(plane) : (number + 1) * len(plane)]
+                _move(part.view(np.uint64), plane.view(np.uint64), width, shift, width * number)
+
+
+@compiled
+def _unpack(tile, q, bits):  # type: ignore[no-untyped-def]
+    """Write the codes of a tile to the highest bits of `q`, so that their signs are where int8 has them."""
+    q[:] = 0
+    begin, shift = SCALES_NBYTES, 8
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            shift -= width
+            plane = tile[begin : begin + len(q) * width // 8]
+            begin += len(plane)
+            for number in range(8 // width):
+                part = q[number * len(plane) : (number + 1) * len(plane)]
+                _move(plane.view(np.uint64), part.view(np.uint64), width, width * number, shift)
+
+
+@compiled
+def _move(source, target, width, down, up):  # type: ignore[no-untyped-def]
+    """Add to each byte of `target` the `width` bits that lie `down` bits up in `source`, `up` bits up."""
+    mask = uint64(0x0101010101010101) * uint64((1 << width) - 1)
+    low, high = uint64(down), uint64(up)
+    for k in range(len(source)):
+        target[k] |= ((source[k] >> low) & mask) << high
+
+
+@compiled
+def _uniform(numbers, key, tile):  # type: ignore[no-untyped-def]
+    """Write numbers from [0, 1); see `codes.uniform`."""
+    quarter = len(numbers) // 4
+    for k in range(quarter):
+        w0, w1, w2, w3 = _philox(uint32(uint64(tile) * uint64(quarter) + uint64(k)), key)
+        numbers[k] = np.float32(w0 >> uint32(8)) * np.float32(2.0**-24)
+        numbers[quarter + k] = np.float32(w1 >> uint32(8)) * np.float32(2.0**-24)
+        numbers[2 * quarter + k] = np.float32(w2 >> uint32(8)) * np.float32(2.0**-24)
+        numbers[3 * quarter + k] = np.float32(w3 >> uint32(8)) * np.float32(2.0**-24)
+
+
+@compiled
+def _philox(counter, key):  # type: ignore[no-untyped-def]
+    k0, k1 = uint32(key), uint32(key >> uint64(32))
+    w0, w1, w2, w3 = counter, uint32(0), uint32(0), uint32(0)
+    for _ in range(PHILOX_ROUNDS):
+        a, b = uint64(w0) * MULTIPLIER_0, uint64(w2) * MULTIPLIER_1
+        w0, w2 = uint32(b >> uint64(32)) ^ w1 ^ k0, uint32(a >> uint64(32)) ^ w3 ^ k1
+        w1, w3 = uint32(b), uint32(a)
+        k0, k1 = uint32(k0 + BUMP_0), uint32(k1 + BUMP_1)
+    return w0, w1, w2, w3
