@@ -66,19 +66,18 @@ def add_codes_call(values: Tensor, received: Sequence[Tensor], coding: Coding) -
 
 
 def _sum_call(received: Sequence[Tensor], values: Tensor, coding: Coding, *, is_added: bool) -> Callable[[], None]:
-    rows, out = tuple(_tiles(each, coding) for each in received), values.numpy()
-    kind = coding.block, coding.bits, coding.is_float, is_added
-    _sum(out[:0], rows[0][:0], *kind)
-    return lambda: _sum_rows(out, rows, kind)
+    out, kind = values.numpy(), (coding.block, coding.bits, coding.is_float, is_added)
+    _sum(out[:0], _tiles(received[0], coding)[:0], *kind)
+    at_once = PIECE_NUMEL // coding.tile_numel
 
+    def run() -> None:
+        rows = [_tiles(each, coding) for each in received]  # not kept: a transport may lend the senders' memory
+        for first in range(0, len(rows[0]), at_once):
+            piece = out[first * coding.tile_numel : (first + at_once) * coding.tile_numel]
+            for tiles in rows:
+                _sum(piece, tiles[first : first + at_once], *kind)
 
-def _sum_rows(out: Array, rows: Sequence[Array], kind: tuple[Any, ...]) -> None:
-    tile_numel = TILE_BLOCKS * kind[0]
-    at_once = PIECE_NUMEL // tile_numel
-    for first in range(0, len(rows[0]), at_once):
-        piece = out[first * tile_numel : (first + at_once) * tile_numel]
-        for tiles in rows:
-            _sum(piece, tiles[first : first + at_once], *kind)
+    return run
 
 
 def _tiles(codes: Tensor, coding: Coding) -> Array:
@@ -86,7 +85,7 @@ def _tiles(codes: Tensor, coding: Coding) -> Array:
 
 
 @compiled
-def _encode(values, residual, tiles, key, block, bits, largest, is_float, is_stochastic):  # type: ignore[no-untyped-def]
+def _encode(values, residual, tiles, key, block, bits, largest, is_float, is_stochastic):
     numel = TILE_BLOCKS * block
     x, y, numbers = np.zeros(numel, np.float32), np.empty(numel, np.float32), np.empty(numel, np.float32)
     q, most, steps = np.empty(numel, np.uint8), np.empty(TILE_BLOCKS, np.int32), np.empty(TILE_BLOCKS, np.float32)
@@ -113,7 +112,7 @@ def _encode(values, residual, tiles, key, block, bits, largest, is_float, is_sto
 
 
 @compiled
-def _load(x, values, residual):  # type: ignore[no-untyped-def]
+def _load(x, values, residual):
     for i in range(len(values)):
         x[i] = values[i]
     for i in range(len(residual)):
@@ -122,7 +121,7 @@ def _load(x, values, residual):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _set_scales(tile, x, block, largest, most, steps):  # type: ignore[no-untyped-def]
+def _set_scales(tile, x, block, largest, most, steps):
     """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest value in `most`."""
     magnitudes = x.view(np.int32)
     for each in range(TILE_BLOCKS):
@@ -141,7 +140,7 @@ def _set_scales(tile, x, block, largest, most, steps):  # type: ignore[no-untype
 
 
 @compiled
-def _largest(signed):  # type: ignore[no-untyped-def]
+def _largest(signed):
     top = np.int32(0)
     for i in range(len(signed)):
         top = max(top, np.int32(signed[i] & ABSOLUTE))  # NaN is above infinity
@@ -149,27 +148,27 @@ def _largest(signed):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _inverse(step):  # type: ignore[no-untyped-def]
+def _inverse(step):
     inverse = np.float32(1) / step
     return inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
 
 
 @compiled
-def _round(x, inverse, q, y):  # type: ignore[no-untyped-def]
+def _round(x, inverse, q, y):
     for i in range(len(x)):
         y[i] = np.rint(x[i] * inverse)
         q[i] = np.uint8(np.int32(y[i]))
 
 
 @compiled
-def _round_at_random(x, inverse, numbers, largest, q, y):  # type: ignore[no-untyped-def]
+def _round_at_random(x, inverse, numbers, largest, q, y):
     for i in range(len(x)):
         y[i] = min(max(np.floor(x[i] * inverse + numbers[i]), -largest), largest)
         q[i] = np.uint8(np.int32(y[i]))
 
 
 @compiled
-def _round_floats(x, inverse, q, y):  # type: ignore[no-untyped-def]
+def _round_floats(x, inverse, q, y):
     """Round to e4m3 by integers: to nearest, ties to even."""
     for i in range(len(x)):
         y[i] = x[i] * inverse
@@ -184,7 +183,7 @@ def _round_floats(x, inverse, q, y):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _floats(q, y):  # type: ignore[no-untyped-def]
+def _floats(q, y):
     """Write the values of e4m3 codes. No code is NaN: what is not finite is so by its scale."""
     bits = y.view(np.int32)
     for i in range(len(q)):
@@ -194,7 +193,7 @@ def _floats(q, y):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _owe(residual, x, y, steps, most, block):  # type: ignore[no-untyped-def]
+def _owe(residual, x, y, steps, most, block):
     """Write what coding lost; a block that is not finite leaves nothing."""
     for each in range(TILE_BLOCKS):
         part = slice(each * block, min((each + 1) * block, len(residual)))
@@ -205,13 +204,13 @@ def _owe(residual, x, y, steps, most, block):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _subtract(residual, x, y, step):  # type: ignore[no-untyped-def]
+def _subtract(residual, x, y, step):
     for i in range(len(residual)):
         residual[i] = x[i] - y[i] * step
 
 
 @compiled
-def _sum(values, tiles, block, bits, is_float, is_added):  # type: ignore[no-untyped-def]
+def _sum(values, tiles, block, bits, is_float, is_added):
     """Write what `tiles` stand for to `values`, or add it."""
     numel = TILE_BLOCKS * block
     q, y, steps = np.empty(numel, np.uint8), np.empty(numel, np.float32), np.empty(TILE_BLOCKS, np.float32)
@@ -234,26 +233,26 @@ def _sum(values, tiles, block, bits, is_float, is_added):  # type: ignore[no-unt
 
 
 @compiled
-def _integers(q, y):  # type: ignore[no-untyped-def]
+def _integers(q, y):
     signed = q.view(np.int8)
     for i in range(len(q)):
         y[i] = np.float32(signed[i])
 
 
 @compiled
-def _scale(out, y, step):  # type: ignore[no-untyped-def]
+def _scale(out, y, step):
     for i in range(len(out)):
         out[i] = y[i] * step
 
 
 @compiled
-def _add_scaled(out, y, step):  # type: ignore[no-untyped-def]
+def _add_scaled(out, y, step):
     for i in range(len(out)):
         out[i] += y[i] * step  # exact products: rounded once
 
 
 @compiled
-def _pack(tile, q, bits):  # type: ignore[no-untyped-def]
+def _pack(tile, q, bits):
     """Write the lowest `bits` of each code, plane after plane: the k-th byte of a plane has codes that lie apart.
 
     Eight codes are moved at once, as the bytes of a word.
@@ -271,7 +270,7 @@ def _pack(tile, q, bits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _unpack(tile, q, bits):  # type: ignore[no-untyped-def]
+def _unpack(tile, q, bits):
     """Write the codes of a tile to the highest bits of `q`, so that their signs are where int8 has them."""
     q[:] = 0
     begin, shift = SCALES_NBYTES, 8
@@ -286,7 +285,7 @@ def _unpack(tile, q, bits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _move(source, target, width, down, up):  # type: ignore[no-untyped-def]
+def _move(source, target, width, down, up):
     """Add to each byte of `target` the `width` bits that lie `down` bits up in `source`, `up` bits up."""
     mask = uint64(0x0101010101010101) * uint64((1 << width) - 1)
     low, high = uint64(down), uint64(up)
@@ -295,7 +294,7 @@ def _move(source, target, width, down, up):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _uniform(numbers, key, tile):  # type: ignore[no-untyped-def]
+def _uniform(numbers, key, tile):
     """Write numbers from [0, 1); see `codes.uniform`."""
     quarter = len(numbers) // 4
     for k in range(quarter):
@@ -307,7 +306,7 @@ def _uniform(numbers, key, tile):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _philox(counter, key):  # type: ignore[no-untyped-def]
+def _philox(counter, key):
     k0, k1 = uint32(key), uint32(key >> uint64(32))
     w0, w1, w2, w3 = counter, uint32(0), uint32(0), uint32(0)
     for _ in range(PHILOX_ROUNDS):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise. Numba codes on CPUs, if it is there.
+"""Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise.
 
 Plain torch also adds and mixes tensors on a GPU whose dtype Triton does not offer (integers, fp64), and those that do
-not begin at a multiple of 16 bytes.
+not begin at a multiple of 16 bytes. On CPUs Numba codes, where it is installed.
 """
 
 from __future__ import annotations

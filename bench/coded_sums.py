@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay sums of codes in one process, and compare their errors by schedule: for ``bench/coded_learning.py``.
+
+Each schedule is replayed as the runtime would run it. A rank codes a chunk again whenever the chunk has changed since
+it was coded last. What is copied is passed on as the same codes. At the end each rank decodes the codes that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import mean, stdev
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import commrt
+from commrt.algorithms.carrying import require_short_sums
+from commrt.errors import UsageError
+from commrt.kernels.codes import add_codes, encode
+from commrt.kernels.codes import decode as decode_codes
+from commrt.proof.symbols import select
+from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
+
+__all__ = ["print_errors", "relative_error", "replayed", "replayed_error"]
+
+WORLDS, DRAWS, TILES = (4, 8, 16, 32, 64), 6, 64
+"""`TILES` is the number of tiles of the buffer of each rank: chunks of many ranks have one tile."""
+WIRES = (commrt.Int8(), commrt.Int4(feedback=False))
+ALGORITHMS: dict[str, Algorithm] = {
+    "Direct()": commrt.Direct(),
+    "Direct(within=4)": commrt.Direct(within=4),
+    "HalvingDoubling()": commrt.HalvingDoubling(),
+    "Ring()": commrt.Ring(),
+}
+
+
+class _Cells:
+    """Values and codes of all (rank, chunk) pairs, numbered ``rank * chunks + chunk``."""
+
+    def __init__(self, values: Tensor, coding: commrt.Coding) -> None:
+        ranks, self.chunks, numel = values.shape
+        self.values, self.coding = values.reshape(-1, numel).clone(), coding
+        self.codes = torch.zeros(ranks * self.chunks, coding.nbytes(numel), dtype=torch.uint8)
+        self.is_coded = np.zeros(ranks * self.chunks, dtype=bool)
+
+    def play(self, step: Step) -> None:
+        """Play one step; all transfers read the codes from before it."""
+        cells = select(step, 0, self.chunks)
+        self._code(np.unique(cells.src))
+        received, adds = self.codes[cells.src], cells.combine == ADD
+        for wave in _waves(cells.dst, adds):
+            self._add(cells.dst[wave], received[wave])
+        self.codes[cells.dst[~adds]] = received[~adds]
+        self.is_coded[cells.dst] = ~adds
+
+    def _code(self, sent: IntArray) -> None:
+        """Code those of the cells `sent` that have changed."""
+        stale = sent[~self.is_coded[sent]]
+        if len(stale):
+            codes = torch.empty_like(self.codes[stale])
+            encode(self.values[stale].flatten(), codes.view(-1), self.coding)
+            self.codes[stale], self.is_coded[stale] = codes, True
+
+    def _add(self, cells: IntArray, received: Tensor) -> None:
+        sums = self.values[cells].flatten()
+        add_codes(sums, [received.contiguous().view(-1)], self.coding)
+        self.values[cells] = sums.view(len(cells), -1)
+
+    def decoded(self) -> Tensor:
+        """Return what the codes stand for, as all ranks must end with codes in each chunk."""
+        if not self.is_coded.all():
+            raise RuntimeError("a rank ends with a chunk that it has never coded")
+        found = torch.empty_like(self.values)
+        decode_codes(self.codes.view(-1), found.view(-1), self.coding)
+        return found
+
+
+def _waves(dst: IntArray, adds: np.ndarray) -> Iterator[IntArray]:
+    """Yield rows that add, in order of sender, so that no wave names a cell twice."""
+    rest = np.flatnonzero(adds)
+    while len(rest):
+        _, first = np.unique(dst[rest], return_index=True)
+        yield rest[first]
+        rest = np.delete(rest, first)
+
+
+def replayed(schedule: Schedule, values: Tensor, coding: commrt.Coding) -> Tensor:
+    """Return what all ranks end with, [ranks, chunks, n], for `values` in fp32 of that shape; n in whole tiles."""
+    if values.shape[2] % coding.tile_numel:
+        raise ValueError(f"chunks of {values.shape[2]} values: give a multiple of {coding.tile_numel}")
+    cells = _Cells(values, coding)
+    for step in schedule.checked_steps():
+        cells.play(step)
+    return cells.decoded().view(values.shape)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Return the squared error relative to the square of `exact`, fp64."""
+    return float((found.double() - exact).square().sum() / exact.square().sum())
+
+
+def replayed_error(algorithm: Algorithm, ranks: int, coding: commrt.Coding, seed: int) -> float:
+    """Return the error of one sum of independent normal gradients; raise `RuntimeError` if ranks differ."""
+    schedule = algorithm.schedule(0, ranks)
+    numel = coding.tile_numel * max(1, TILES // schedule.chunks)
+    values = torch.randn(ranks, schedule.chunks, numel, generator=torch.Generator().manual_seed(seed))
+    found = replayed(schedule, values, coding)
+    if not (found == found[0]).all():
+        raise RuntimeError(f"{schedule.name}: ranks end with different sums")
+    return relative_error(found[0], values.double().sum(0))
+
+
+def is_refused(algorithm: Algorithm, ranks: int, coding: commrt.Coding) -> bool:
+    """Return True if attach refuses this schedule for codes."""
+    try:
+        require_short_sums(algorithm.schedule(0, ranks), coding)
+    except UsageError:
+        return True
+    return False
+
+
+def print_errors() -> None:
+    """Print a table for each wire."""
+    print(f"relative squared error of one sum of independent normal gradients, mean of {DRAWS} draws, replayed")
+    print("in brackets: the ratio to 4 ranks; * attach refuses this schedule for codes, so it is only replayed here")
+    for coding in WIRES:
+        spreads: list[float] = []
+        print(f"\n{coding!s:<8}", *(f"{name:>22}" for name in ALGORITHMS), flush=True)
+        fewest: dict[str, float] = {}
+        for ranks in WORLDS:
+            row = [_cell(name, ranks, coding, fewest, spreads) for name in ALGORITHMS]
+            print(f"{ranks:>2} ranks", *(f"{cell:>22}" for cell in row), flush=True)
+        print(f"largest standard error of a mean: {100 * max(spreads):.2f} %")
+
+
+def _cell(name: str, ranks: int, coding: commrt.Coding, fewest: dict[str, float], spreads: list[float]) -> str:
+    """Return a cell's text; keeps the value for the fewest ranks, and the relative standard error."""
+    errors = [replayed_error(ALGORITHMS[name], ranks, coding, 1000 * ranks + draw) for draw in range(DRAWS)]
+    error = mean(errors)
+    spreads.append(stdev(errors) / error / DRAWS**0.5)
+    star = "*" if is_refused(ALGORITHMS[name], ranks, coding) else " "
+    return f"{error:.3e} ({error / fewest.setdefault(name, error):5.2f}){star}"
