@@ -103,7 +103,7 @@ def test_replicas_stay_equal(wire, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [5, 8])
+@pytest.mark.parametrize("ranks", [5, 7, 8])
 @pytest.mark.parametrize("wire", WIRES[:4], ids=str)
 def test_replicas_are_equal_after_two_hundred_steps(wire, ranks):
     def body(world):
