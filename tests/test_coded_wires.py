@@ -91,6 +91,23 @@ def test_all_ranks_get_the_same_bits_near_the_sum(wire):
     assert 0 < (coded - exact).square().sum() / exact.square().sum() < LOSS[wire.bits] * (10 if wire.is_float else 1)
 
 
+@pytest.mark.parametrize(("wire", "times"), [(Int8(), 3.9), (Float8(), 3.9), (Int4(), 7.8), (Int2(), 15.0)], ids=str)
+def test_a_step_of_a_million_parameters_sends_so_many_times_fewer_bytes(wire, times):
+    def body(world):
+        sent = []
+        for travels in (None, wire):
+            layer = nn.Linear(1000, 1000)
+            replica = commrt.attach(layer, algorithm=Direct(), world=world, wire=travels)
+            layer(torch.ones(1, 1000)).sum().backward()
+            sent.append(replica.last.nbytes_sent)
+            replica.detach()
+        return sent
+
+    (plain, coded), *_ = run_ranks(4, body)
+    assert plain == pytest.approx(2 * 3 / 4 * 4_004_000, rel=1e-3)
+    assert plain > times * coded
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("wire", [*WIRES, Adaptive(dq(30.0, 20))], ids=str)
 def test_replicas_stay_equal(wire, ranks):

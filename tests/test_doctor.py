@@ -40,6 +40,7 @@ def only(findings):
 
 
 GOOD = {
+    "numba": "0.60.0",
     "commrt": "0.1",
     "torch": "2.14.1",
     "triton": "3.7.0",
@@ -77,7 +78,10 @@ def test_a_cupy_for_another_cuda_than_torchs_is_a_problem():
     assert "cupy-cuda12x" not in {each.name for each in packages({"cupy-cuda12x": "14.2.0"}, None)}
 
 
-@pytest.mark.parametrize(("name", "old"), [("torch", "2.5.1"), ("triton", "3.2.0"), ("cupy-cuda12x", "13.6.0")])
+OLD = [("torch", "2.5.1"), ("triton", "3.2.0"), ("numba", "0.59.1"), ("cupy-cuda12x", "13.6.0")]
+
+
+@pytest.mark.parametrize(("name", "old"), OLD)
 def test_a_version_that_is_too_old_is_a_problem(name, old):
     row = {"cupy-cuda12x": "cupy"}.get(name, name)
     finding = next(each for each in packages({name: old}, None) if each.name == row)
@@ -94,7 +98,8 @@ def test_what_is_not_installed_is_absent_but_torch_and_numpy_are_problems():
 def test_the_tables_say_what_the_project_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = dict(line.split(">=") for line in (*project["dependencies"], *extras["cuda12"], *extras["cuda13"]))
+    lines = (*project["dependencies"], *extras["cuda12"], *extras["cuda13"], *extras["cpu"])
+    asked = dict(line.split(">=") for line in lines)
     assert AT_LEAST["triton"] == TRITON_AT_LEAST
     assert {name: AT_LEAST[name] for name in asked.keys() & AT_LEAST} == {
         name: version for name, version in asked.items() if name in AT_LEAST

