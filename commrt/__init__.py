@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from commrt.algorithms.direct import Direct
     from commrt.algorithms.gossip import Gossip
     from commrt.algorithms.halving_doubling import HalvingDoubling
+    from commrt.algorithms.local import LocalSGD, Mix, cocod, dasgd, diloco, noloco, streaming_diloco
+    from commrt.algorithms.outer import HeavyBall, Nesterov, Outer, SlowMomentum
     from commrt.algorithms.ring import Ring
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
@@ -58,6 +60,8 @@ _HOMES = {
     "commrt.algorithms.direct": ("Direct",),
     "commrt.algorithms.gossip": ("Gossip",),
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
+    "commrt.algorithms.local": ("LocalSGD", "Mix", "cocod", "dasgd", "diloco", "noloco", "streaming_diloco"),
+    "commrt.algorithms.outer": ("HeavyBall", "Nesterov", "Outer", "SlowMomentum"),
     "commrt.algorithms.ring": ("Ring",),
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
@@ -106,10 +110,15 @@ __all__ = [
     "Float8",
     "Gossip",
     "HalvingDoubling",
+    "HeavyBall",
     "Int2",
     "Int4",
     "Int8",
+    "LocalSGD",
     "Loss",
+    "Mix",
+    "Nesterov",
+    "Outer",
     "PeerLost",
     "Progress",
     "QuorumLost",
@@ -119,6 +128,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Sliced",
+    "SlowMomentum",
     "Stats",
     "Step",
     "StepReport",
@@ -131,11 +141,16 @@ __all__ = [
     "adaquant",
     "attach",
     "beside",
+    "cocod",
+    "dasgd",
     "ddp_hook",
+    "diloco",
     "dq",
     "init",
+    "noloco",
     "prove",
     "reissued",
+    "streaming_diloco",
     "verify",
 ]
 

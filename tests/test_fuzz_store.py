@@ -24,7 +24,7 @@ from commrt.membership.quorum import parse_announcements
 from commrt.runtime import connection
 from commrt.testing.ranks import run_ranks
 from commrt.training.catch_up import request_state
-from commrt.training.gossip_exchange import Progress
+from commrt.training.join_progress import Progress
 from commrt.transport import channel, nccl_communicator
 from commrt.transport.nccl_communicator import ShutdownNotices
 

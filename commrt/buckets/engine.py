@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
@@ -117,6 +117,15 @@ class Engine:
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, {}))
         self.coder = Coder(self.buckets[0].coding if self.buckets else None)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what this rank still owes to the average of each parameter; empty without feedback."""
+        return {name: part for bucket in self.buckets for name, part in bucket.residuals().items()}
+
+    def owe(self, residuals: Mapping[str, Tensor]) -> None:
+        """Owe `residuals` from now on, and nothing where they have nothing."""
+        for name, part in self.residuals().items():
+            part.copy_(residuals[name]) if name in residuals else part.zero_()
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight; nothing more can be carried."""

@@ -287,17 +287,18 @@ def build_buckets(
     cap_nbytes: int,
     model: int = 0,
     allocate: Allocate = zeros,
+    first: int = 0,
 ) -> list[GradientBucket]:
-    """Return buckets for `params`, given in ready order; `allocate` makes their wire buffers."""
+    """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers."""
     dtypes = [gradient_dtype(param) for _, param in params]
     units = [
         Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
     ]
     overlaps, buckets = OverlapCheck(), []
     coding = wire if isinstance(wire, Coding | Adaptive) else None
-    for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes))):
-        members, first = [params[i] for i in places], places[0]
+    for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes)), first):
+        members, dtype = [params[i] for i in places], dtypes[places[0]]
         layout = layout_of([param.numel() for _, param in members])
-        buffer = allocate(layout.numel, wire_dtype(dtypes[first], wire), members[0][1].device)
+        buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)
         buckets.append(GradientBucket(index, members, layout, buffer, model, overlaps, coding))
     return buckets

@@ -32,12 +32,17 @@ class TensorSlot(NamedTuple):
     key: str
     is_buffer: bool
 
-    def tensor(self) -> Tensor:
-        """Return what lies there now, to be read and written without autograd."""
+    def held(self) -> Tensor:
+        """Return what lies there now."""
         places = self.module._buffers if self.is_buffer else self.module._parameters  # noqa: SLF001
         tensor = places[self.key]
         if tensor is None:
             raise UsageError(f"{self.name} is gone: detach() and attach() again after changing the model")
+        return tensor
+
+    def tensor(self) -> Tensor:
+        """Return what lies there now, to be read and written without autograd."""
+        tensor = self.held()
         # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need not notice the write.
         is_unread = self.is_buffer and isinstance(self.module, _BatchNorm) and self.module.training
         return tensor.data if is_unread else tensor.detach()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -17,10 +18,12 @@ from torch.optim import Optimizer
 
 from commrt.adaptive import Adaptive
 from commrt.algorithms.carrying import require_carrier
+from commrt.algorithms.local import LocalSGD
 from commrt.buckets.layout import Named, gradient_dtype
 from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.runtime.collectives import WIRES, check_algorithm, check_wire, is_expanded
+from commrt.schedule import Algorithm
 from commrt.training.model_state import Stateful
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 MOST_MB = 1e9
+_log = logging.getLogger("commrt")
 GRADIENTS = (torch.float64, *WIRES)
 
 
@@ -51,6 +55,8 @@ def check_attach(
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
     check_algorithm(algorithm)
+    if isinstance(algorithm, LocalSGD):
+        wire, algorithm = _checked_local(wire, algorithm, graphs=flags.get("graphs"))
     check_wire(None if isinstance(wire, Adaptive) else wire)
     _check_coding(wire, algorithm, graphs=flags.get("graphs"))
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
@@ -61,6 +67,24 @@ def check_attach(
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     _check_model(model, params)
     return params, _checked_optimizers(optimizer, params)
+
+
+def _checked_local(
+    wire: torch.dtype | Coding | Adaptive | None, algorithm: LocalSGD, *, graphs: object
+) -> tuple[Any, Algorithm]:
+    """Return what travels for `algorithm`, and the algorithm that carries it."""
+    if None not in (wire, algorithm.wire) and wire != algorithm.wire:
+        raise UsageError(f"wire={wire} here and wire={algorithm.wire} in LocalSGD: give it once")
+    chosen = wire if algorithm.wire is None else algorithm.wire
+    if graphs is True:
+        raise UsageError("graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out")
+    if algorithm.is_gossip and chosen is not None:
+        raise UsageError(f"wire={chosen} with LocalSGD(inner=Gossip()): weights travel there, and would be rounded")
+    if isinstance(chosen, Adaptive):
+        raise UsageError(f"a wire of {chosen} with LocalSGD: its bits follow gradients; use Int4() or Int8()")
+    for sentence in algorithm.unwise():
+        _log.warning("commrt: %s", sentence)
+    return chosen, algorithm.inner
 
 
 def _check_coding(wire: torch.dtype | Coding | Adaptive | None, algorithm: object, *, graphs: object) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from commrt.adaptive import Adaptive
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.local import LocalSGD
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.engine import Engine
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
@@ -40,8 +41,11 @@ from commrt.training.admission import (
 )
 from commrt.training.backup_workers import BackupWorkersReplica
 from commrt.training.broadcast_state import Broadcaster, WorldBroadcaster, overwrite_states
+from commrt.training.fragment import cut_fragments
+from commrt.training.fragment_exchange import FragmentExchange
 from commrt.training.gossip import GossipReplica
 from commrt.training.gossip_exchange import GossipExchange
+from commrt.training.local import LocalReplica
 from commrt.training.model_state import Stateful, dump, flatten, load
 from commrt.training.replica import Replica, attached, attached_to
 from commrt.training.synchronous import SynchronousReplica
@@ -123,6 +127,8 @@ def attach(  # noqa: PLR0913  # each has its default
     if isinstance(algorithm, Gossip) and algorithm.payload == "weights":
         return _gossiping(request, algorithm)
     _require_nobody_lost(world)
+    if isinstance(algorithm, LocalSGD):
+        return _locally(request, algorithm)
     return _synchronous(request, algorithm, broadcast_buffers and not isinstance(algorithm, Gossip), graphs)
 
 
@@ -220,6 +226,27 @@ def _gossiping(request: _Request, algorithm: Gossip) -> Replica:
         request.model, request.params, request.optimizers, rounds, buckets, world.attached, alone=alone
     )
     return request.begin(replica, rounds)
+
+
+def _locally(request: _Request, algorithm: LocalSGD) -> Replica:
+    world, number, wire = (
+        request.world,
+        request.world.attached,
+        request.wire if algorithm.wire is None else algorithm.wire,
+    )
+    fragments = cut_fragments(exchanged_tensors(request.model), algorithm)
+
+    def build(parcels: Sequence[Named], first: int) -> list[GradientBucket]:
+        return build_buckets(parcels, wire, request.cap_nbytes, number, world.transport.allocate, first)
+
+    exchange = FragmentExchange(world, algorithm, fragments, build, number)
+    engine = exchange.engine
+    request.agree(request.claim(algorithm, engine.schedule(0), engine.buckets))
+    alone = world.all_equal(
+        "models that train alone", "0" if not world.elastic.others() else f"more on rank {world.rank}"
+    )
+    replica = LocalReplica(request.model, request.params, request.optimizers, exchange, number, alone=alone)
+    return request.begin(replica, exchange, lambda: engine.submit_preparation(0).result())
 
 
 def _with_backup_workers(

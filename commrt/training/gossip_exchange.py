@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from threading import Event
-from time import monotonic, perf_counter
+from time import perf_counter
 
 import torch
-from torch.distributed import Store
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import explain_mismatch
 from commrt.buckets.weight_bucket import Message
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
+from commrt.errors import DisagreementError
 from commrt.kernels.layout import HEADER_NUMEL
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, require
 from commrt.program import Program, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import gossip_mean
@@ -30,7 +26,7 @@ from commrt.threads.future import Future
 from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
-__all__ = ["GossipExchange", "Progress"]
+__all__ = ["GossipExchange"]
 
 KEPT = 64
 """How many programs and bound exchanges are kept, of those used last."""
@@ -132,79 +128,3 @@ def _require_same_header(message: Message, bucket: int) -> None:
         raise DisagreementError(
             f"gossip: bucket {bucket} does not match what the partner sent: {explain_mismatch(ours + theirs)}"
         )
-
-
-LOOK_S = 0.005
-"""Between two reads of the store."""
-RUNNING = "running"
-
-
-class Progress:
-    """Steps of all `members`, each of which trains until its data ends. Collective; needs a store prefix of its own."""
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Callable[[], Sequence[int]],
-        timeout_s: float,
-        are_gone: Callable[[list[int]], bool],
-    ) -> None:
-        self._store, self._rank, self._members, self._timeout_s = store, rank, members, timeout_s
-        self._are_gone = are_gone
-        self._set("ended", RUNNING)
-
-    def begin(self, steps: int) -> None:
-        """Record that this rank has begun `steps` steps; costs one store operation."""
-        self._set("begun", str(steps))
-
-    def outlast(self, steps: int) -> Iterator[int]:
-        """Record that this rank has ended after `steps` steps, then yield each further step as another rank begins it.
-
-        Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the ranks that began no
-        step within the timeout, `PeerLost` if one is gone.
-        """
-        self._set("ended", str(steps))
-        heard_s, before = monotonic(), {0: ""}
-        while True:
-            ends, begun = self._all("ended"), self._all("begun")
-            running = [rank for rank, end in ends.items() if end == RUNNING]
-            done = [int(end) for end in ends.values() if end != RUNNING]
-            if max([*done, *(int(begun[rank]) for rank in running if rank in begun)]) > steps:
-                yield steps
-                steps += 1
-            elif not running:
-                return
-            if begun != before:
-                heard_s, before = monotonic(), begun
-            self._wait(running, heard_s)
-
-    def last(self) -> int:
-        """Return the lowest rank of those that did most steps; call it once all have ended."""
-        ends = {rank: int(end) for rank, end in self._all("ended").items()}
-        return max(ends, key=lambda rank: (ends[rank], -rank))
-
-    def _wait(self, running: list[int], heard_s: float) -> None:
-        if running and self._are_gone(running):
-            raise PeerLost("a rank that had not ended is gone: look at its output", Place(self._rank))
-        if monotonic() - heard_s > self._timeout_s:
-            what = (
-                f"ranks {running} began no step within {self._timeout_s:g} s, and have not ended: look at their output"
-            )
-            raise DeadlineExceeded(what, Place(self._rank, next(iter(running), None)))
-        Event().wait(LOOK_S)
-
-    def _set(self, what: str, value: str) -> None:
-        call_store(lambda: self._store.set(f"{what}/{self._rank}", value), self._timeout_s + STORE_ANSWER_S, self._rank)
-
-    def _all(self, what: str) -> dict[int, str]:
-        keys = {rank: f"{what}/{rank}" for rank in self._members()}
-        limit_s = self._timeout_s + STORE_ANSWER_S
-        said = call_store(lambda: {rank: self._store.get(key) for rank, key in keys.items()}, limit_s, self._rank)
-        return {rank: parse(keys[rank], word, _word) for rank, word in said.items()}
-
-
-def _word(said: bytes) -> str:
-    word = said.decode()
-    require(word == RUNNING or int(word) >= 0)
-    return word

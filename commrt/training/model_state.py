@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pickle import PicklingError, UnpicklingError
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,7 +20,18 @@ from torch.optim import Optimizer
 from commrt.errors import UsageError
 from commrt.membership.store_client import MALFORMED
 
-__all__ = ["Stateful", "batches", "dump", "fingerprint", "flatten", "load", "restore", "unread_buffers"]
+__all__ = [
+    "Stateful",
+    "batches",
+    "digest",
+    "dump",
+    "fingerprint",
+    "flatten",
+    "load",
+    "own_residuals",
+    "restore",
+    "unread_buffers",
+]
 
 PLAIN = (bool, int, float, complex, str, Tensor, type(None))
 
@@ -171,6 +182,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def own_residuals(state: object, rank: int) -> Mapping[str, Tensor]:
+    """Return what `rank` owes by a replica's `state`; raises `UsageError` if another rank saved it."""
+    residuals = state.get("residuals", {}) if isinstance(state, Mapping) else {}
+    if residuals and isinstance(state, Mapping) and state.get("rank") != rank:
+        raise UsageError(
+            f"the state of rank {state.get('rank')} on rank {rank}: with feedback each rank keeps what rounding lost "
+            "there; save state_dict() on every rank, and load each rank's own"
+        )
+    return cast("Mapping[str, Tensor]", residuals)
+
+
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
     """Yield `tensors` in order, in lists that end when they reach `nbytes`."""
     batch: list[Tensor] = []
@@ -183,6 +205,14 @@ def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
             batch, room = [], nbytes
     if batch:
         yield batch
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """Return the SHA-256 over the bytes of `tensors`."""
+    seen = hashlib.sha256()
+    for tensor in tensors:
+        seen.update(flatten([tensor]).cpu().numpy().tobytes())
+    return seen.hexdigest()
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -24,7 +24,7 @@ from commrt.threads.future import Future
 from commrt.training.admission import ParameterList, check_stateful, describe_buffers
 from commrt.training.broadcast_state import overwrite_model, overwrite_states
 from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, unread_buffers
+from commrt.training.model_state import Stateful, own_residuals, unread_buffers
 from commrt.training.replica import Replica, StepReport
 from commrt.training.step_guard import StepGuard
 
@@ -178,9 +178,9 @@ class SynchronousReplica(Replica):
         self._order_is_observed = True
         if [*places] != sorted(places):
             self._params = [self._params[i] for i in places]
-            before = self._residuals()
+            before = self._engine.residuals()
             self._engine.replace_buckets(self._build_buckets(self._params))
-            self._owe(before)
+            self._engine.owe(before)
             self._engine.submit_preparation(self._step).result()
             self._order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
 
@@ -224,14 +224,6 @@ class SynchronousReplica(Replica):
         overwrite_states(self._engine, [*self._optimizers, *also], self._step)
         self._guard.steps = 0
 
-    def _residuals(self) -> dict[str, Tensor]:
-        """Return what this rank still owes to the average of each parameter; empty without feedback."""
-        return {name: part for bucket in self._engine.buckets for name, part in bucket.residuals().items()}
-
-    def _owe(self, residuals: Mapping[str, Tensor]) -> None:
-        for name, part in self._residuals().items():
-            part.copy_(residuals[name]) if name in residuals else part.zero_()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
         state, (first, *_) = super().state_dict(), self._engine.buckets
@@ -239,20 +231,15 @@ class SynchronousReplica(Replica):
             return state
         order = [name for name, _ in self._params] if self._order_is_observed else None
         coded = {"order": order, "norm": self._engine.coder.norm, "rank": self._world.rank}
-        return state | coded | {"residuals": {name: part.clone() for name, part in self._residuals().items()}}
+        return state | coded | {"residuals": {name: part.clone() for name, part in self._engine.residuals().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; see `Replica.load_state_dict`."""
-        residuals = state.get("residuals", {}) if isinstance(state, Mapping) else {}
-        if residuals and state.get("rank") != self._world.rank:
-            raise UsageError(
-                f"the state of rank {state.get('rank')} on rank {self._world.rank}: with feedback each rank keeps what "
-                "rounding lost there; save state_dict() on every rank, and load each rank's own"
-            )
+        residuals = own_residuals(state, self._world.rank)
         super().load_state_dict(state)
         if self._engine.buckets[0].coding is not None:
             self._restore_order(state.get("order"))
-            self._owe(residuals)
+            self._engine.owe(residuals)
             self._engine.coder.resume(state.get("norm"))
 
     def _restore_order(self, names: Sequence[str] | None) -> None:

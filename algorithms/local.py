@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD: ranks train alone for a period, then average their weights; the average may arrive some steps later.
+
+One mechanism with few settings is DaSGD, CoCoD-SGD, DiLoCo, Streaming DiLoCo and NoLoCo; see the functions below.
+
+All ranks keep the same *anchor*, the latest agreed weights. When a period ends, each sends the anchor minus its
+weights, and goes on training. When the average of these differences arrives, `delay` steps later, the outer optimizer
+moves the anchor, and the rank merges it with the weights that it has by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi, sin
+from typing import Any, Final, Literal
+
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.direct import Direct
+from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.outer import HeavyBall, Nesterov, Outer
+from commrt.algorithms.torus import Torus2D
+from commrt.coding import Int4
+from commrt.errors import UsageError
+from commrt.schedule import Algorithm, Schedule
+
+__all__ = ["CORRECT", "LocalSGD", "Mix", "cocod", "dasgd", "diloco", "noloco", "streaming_diloco"]
+
+CORRECT: Final = "correct"
+OUTER_STEPS = 10
+"""So many times 1 / (1 - momentum) outer steps are needed before their momentum helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Merge by mixing: keep the share `local` of a rank's own weights, and take the rest from the anchor."""
+
+    local: float = 0.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.local, bool) or not isinstance(self.local, int | float) or not 0 <= self.local < 1:
+            raise UsageError(f"Mix({self.local!r:.80}): the share of local weights must be from 0 on and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """Train alone for `period` steps, then average; merge the average `delay` steps later.
+
+    - `delay`: steps of training that hide an exchange, from 0 to `period`. An exchange is hidden if it takes no longer
+      than so many steps.
+    - `merge`: "correct" adds what a rank has learned since its weights left to the new anchor. ``Mix(share)`` keeps a
+      share of the local weights, and loses a part of what was learned meanwhile.
+    - `outer`: how the anchor follows the average: `Nesterov`, `HeavyBall`, `SlowMomentum`, or a rule of your own
+      (`commrt.algorithms.outer`). None makes the average the anchor.
+    - `fragments`: so many parts of the model leave one after the other within a period, each with its own period.
+    - `warmup`: so many steps at first in which weights are averaged in each step, at once and without `outer`.
+    - `inner`: the all-reduce that averages, or `Gossip`, which averages with one partner.
+    - `wire`: what differences become when they travel, such as ``torch.bfloat16`` or ``commrt.Int4()``; None for the
+      `wire` of `attach`.
+    - `anchor`: "cpu" keeps anchor and momentum in the host's memory.
+
+    A step is a backward pass outside of `no_sync`. Cost per period: one all-reduce of the weights.
+    """
+
+    period: int = 16
+    delay: int = 0
+    merge: Literal["correct"] | Mix = CORRECT
+    outer: Outer | None = None
+    fragments: int = 1
+    warmup: int = 0
+    inner: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
+    wire: Any = None
+    anchor: Literal["device", "cpu"] = "device"
+
+    def __post_init__(self) -> None:
+        _require_whole("period", self.period, 1)
+        _require_whole("delay", self.delay, 0)
+        _require_whole("fragments", self.fragments, 1)
+        _require_whole("warmup", self.warmup, 0)
+        if self.merge != CORRECT and not isinstance(self.merge, Mix):
+            raise UsageError(f'merge={self.merge!r:.80}: use "correct", or Mix(0.5) to keep half of the local weights')
+        if self.outer is not None and (isinstance(self.outer, type) or not callable(getattr(self.outer, "step", None))):
+            raise UsageError(f"outer={self.outer!r:.80} has no step(): use Nesterov(0.7, 0.9), HeavyBall() or None")
+        if self.anchor not in ("device", "cpu"):
+            raise UsageError(f'anchor={self.anchor!r:.80}: use "device" or "cpu"')
+        self._require_one_in_flight()
+        self._require_inner()
+
+    def _require_one_in_flight(self) -> None:
+        if self.fragments > self.period:
+            raise UsageError(
+                f"fragments={self.fragments} in a period of {self.period} steps: at most one may leave per step"
+            )
+        if self.delay > self.period:
+            later = (self.delay - 1) // self.period
+            raise UsageError(
+                f"delay={self.delay} is longer than period={self.period}: {later} later exchanges would leave before "
+                f"one is merged. The ranks' weights then swing apart unless a merge closes less than "
+                f"{stable_gain(later):.3g} of their distance, and this one closes {self.gain:g}; use a delay of at "
+                "most the period"
+            )
+
+    def _require_inner(self) -> None:
+        inner = self.inner
+        if isinstance(inner, type) or not callable(getattr(inner, "schedule", None)):
+            raise UsageError(f"inner={inner!r:.80} makes no schedules: pass an object, such as commrt.Torus2D()")
+        if isinstance(inner, BackupWorkers | LocalSGD):
+            raise UsageError(f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()")
+        if isinstance(inner, Gossip) and inner.staleness:
+            raise UsageError("inner=Gossip(staleness=1): here `delay` says how late messages are; leave staleness out")
+        if isinstance(inner, Gossip) and self.wire is not None:
+            raise UsageError(
+                f"wire={self.wire} with inner=Gossip(): weights travel there, not small differences, and would be "
+                "rounded; leave wire out, or use an all-reduce"
+            )
+
+    @property
+    def gain(self) -> float:
+        """The share of a rank's distance from the anchor that a merge closes."""
+        return 1 - self.merge.local if isinstance(self.merge, Mix) else 1.0
+
+    @property
+    def is_gossip(self) -> bool:
+        """True if ranks average with one partner, so that each has an anchor of its own."""
+        return isinstance(self.inner, Gossip)
+
+    def leaves(self, fragment: int, step: int) -> bool:
+        """Return True if the weights of `fragment` leave after `step`, which counts from 1.
+
+        >>> algorithm = LocalSGD(period=8, fragments=2)
+        >>> [step for step in range(1, 21) if algorithm.leaves(0, step)]
+        [8, 16]
+        >>> [step for step in range(1, 21) if algorithm.leaves(1, step)]
+        [4, 12, 20]
+        """
+        if step <= self.warmup:
+            return True
+        return (step - self.warmup - self.period * fragment // self.fragments) % self.period == 0
+
+    def delay_at(self, step: int) -> int:
+        """Return how many steps after `step` the weights that leave then are merged."""
+        return self.delay if step > self.warmup else 0
+
+    def among(self, ranks: int) -> Algorithm:
+        """Return the algorithm that averages over `ranks` ranks, after ranks were lost."""
+        return self.inner.among(ranks) if isinstance(self.inner, Gossip) else self.inner
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """Return the schedule of a fragment's exchange number `step`."""
+        return self.inner.schedule(step, ranks)
+
+    def unwise(self, steps: int | None = None) -> list[str]:
+        """Return what speaks against these settings, in sentences; `steps` is how long training will last, if known.
+
+        >>> LocalSGD(period=16, outer=Nesterov(0.7, 0.9)).unwise(steps=480)
+        ['30 outer steps are few for a momentum of 0.9, which needs about 100: use a shorter period, or less momentum']
+        """
+        found = []
+        if isinstance(self.merge, Mix) and self.merge.local == 0 and 2 * self.delay > self.period:
+            found.append(
+                f"Mix(0) with a delay of {self.delay} throws away what ranks learn in {self.delay} of {self.period} "
+                'steps: use merge="correct", or Mix(0.5)'
+            )
+        momentum = getattr(self.outer, "momentum", 0.0)
+        if steps is not None and momentum and (taken := steps // self.period) < (need := OUTER_STEPS / (1 - momentum)):
+            found.append(
+                f"{taken} outer steps are few for a momentum of {momentum:g}, which needs about {need:.0f}: use a "
+                "shorter period, or less momentum"
+            )
+        return found
+
+
+def stable_gain(later: int) -> float:
+    """Return below which gain ranks stay together if `later` exchanges leave before one is merged.
+
+    The disagreement e obeys e(t+1) = e(t) - gain e(t - later).
+
+    >>> [round(stable_gain(later), 3) for later in (0, 1, 4)]
+    [2.0, 1.0, 0.347]
+    """
+    return 2 * sin(pi / (4 * later + 2))
+
+
+def dasgd(period: int = 16, delay: int = 4, local: float = 0.5, *, inner: Algorithm = Torus2D()) -> LocalSGD:  # noqa: B008
+    """Return DaSGD: averages that arrive `delay` steps late are mixed with local weights.
+
+    Zhou et al., 2020 (arXiv 2006.00441). The abstract has local steps, late averages, and a rate of O(1 / sqrt(K)). The
+    paper's share of local weights could not be confirmed, so `local` is ours.
+    """
+    return LocalSGD(period, delay, Mix(local), inner=inner)
+
+
+def cocod(period: int = 16, *, inner: Algorithm = Torus2D()) -> LocalSGD:  # noqa: B008
+    """Return CoCoD-SGD: an average is a whole period late, and what was learned meanwhile is added to it.
+
+    Shen et al., "Faster Distributed Deep Net Training", 2019; the rule is that of its published code.
+    """
+    return LocalSGD(period, period, inner=inner)
+
+
+def diloco(
+    period: int = 500,
+    outer: Outer = Nesterov(0.7, 0.9),  # noqa: B008  # a frozen value, as below
+    *,
+    inner: Algorithm = Torus2D(),  # noqa: B008
+    wire: Any = None,
+) -> LocalSGD:
+    """Return DiLoCo: long periods of AdamW, whose state stays local, and Nesterov momentum for the anchor.
+
+    Douillard et al., 2023. The outer rate and momentum are those of its published code. They are made for hundreds of
+    inner steps of AdamW; public trainers use outer rates from 0.3 to 0.9, lower ones with a higher inner rate.
+    """
+    return LocalSGD(period, outer=outer, inner=inner, wire=wire)
+
+
+def streaming_diloco(
+    fragments: int = 4,
+    period: int = 100,
+    delay: int = 5,
+    *,
+    merge: Literal["correct"] | Mix = Mix(0.5),  # a frozen value, as below
+    outer: Outer = Nesterov(0.7, 0.9),  # noqa: B008
+    inner: Algorithm = Direct(),  # noqa: B008
+    wire: Any = Int4(),  # noqa: B008
+) -> LocalSGD:
+    """Return Streaming DiLoCo: DiLoCo whose fragments leave one after the other, are merged late, and travel in 4 bits.
+
+    Douillard et al., 2025 (arXiv 2501.18512). The paper tried shares of 0 and 0.5 of local weights, and found delays
+    below 5 harmless. It sends floats of 4 bits; here they are integers with a scale per block, and feedback. Fragments
+    are modules, dealt out so that all fragments have about equally many bytes. Its outer rate could not be confirmed.
+    """
+    return LocalSGD(period, delay, merge, outer, fragments, inner=inner, wire=wire)
+
+
+def noloco(period: int = 100, rate: float = 0.7, momentum: float = 0.3, *, inner: Gossip = Gossip()) -> LocalSGD:  # noqa: B008
+    """Return NoLoCo: in each period a rank averages with one partner only, so ranks keep anchors of their own.
+
+    Kolehmainen et al., 2025 (arXiv 2506.10911); rule, rates and period are those of its published code, which draws
+    pairs at random. Here partners follow from `inner`, which meets all ranks in turn; ``Gossip("hypercube")`` makes
+    pairs. It drops the paper's random routing between pipeline stages.
+    """
+    return LocalSGD(period, outer=HeavyBall(rate, momentum), inner=inner)
+
+
+def _require_whole(what: str, given: object, least: int) -> None:
+    if type(given) is not int or given < least:
+        raise UsageError(f"{what}={given!r:.80}: give a whole number from {least} on")

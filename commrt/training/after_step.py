@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that exchange after the optimizers' steps, not in the backward pass; between exchanges they may differ."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.distributed import PrefixStore
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from commrt.buckets.layout import Named
+from commrt.errors import UsageError
+from commrt.runtime.elastic import LOST
+from commrt.schedule import Algorithm
+from commrt.training.admission import ParameterList, check_stateful
+from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
+from commrt.training.hooks import current_pass, on_gradient
+from commrt.training.join_progress import Progress
+from commrt.training.model_state import Stateful
+from commrt.training.replica import Replica
+
+__all__ = ["AfterStepReplica"]
+
+
+class AfterStepReplica(Replica):
+    """A replica whose step is a backward pass outside of `no_sync`, and ends when all optimizers have stepped after it.
+
+    A `GradScaler` that meets an infinity leaves the optimizer's step out. The step then ends with the next one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Named],
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        broadcaster: WorldBroadcaster,
+        number: int,
+        *,
+        alone: bool,
+    ) -> None:
+        super().__init__(model, params, algorithm, broadcaster)
+        self._optimizers, self._number, self._members_broadcaster = optimizers, number, broadcaster
+        self._parameters = ParameterList(model)
+        self._passes_due = 0  # backward passes whose step has not ended
+        self._pass: int | None = None  # the latest
+        self._waiting_for: set[int] = set()  # optimizers that have not stepped since the first of them
+        self._progress: Progress | None = None  # inside join()
+        self._joins = 0
+        broadcaster.world.elastic.begin(self, number, alone=alone)
+
+    @abstractmethod
+    def _end_step(self) -> None:
+        """Exchange what is due after `_passes_due` backward passes, and set that to 0."""
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        """Register on gradients and optimizers."""
+        end_of_pass = self._weakly(self._end_of_pass)
+        yield from (on_gradient(param, end_of_pass) for _, param in self._params)
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step)
+            yield optimizer.register_step_post_hook(self._after_step)
+
+    def _weakly(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return `call` without a reference to this replica, which a hook would keep alive for ever."""
+        weakly, function = ref(self), call.__func__  # type: ignore[attr-defined]
+
+        def called(*args: Any) -> None:
+            if (replica := weakly()) is not None:
+                function(replica, *args)
+
+        return called
+
+    def _end_of_pass(self, *_: Any) -> None:
+        """Note that a step is due once the optimizers have stepped; called for each gradient."""
+        if self._is_synchronous and (number := current_pass()) != self._pass:
+            self._pass = number
+            if not self._passes_due:
+                self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
+            self._passes_due += 1
+
+    def _before_step(self, *_: Any) -> None:
+        if failure := self._world.unraised_failure:
+            raise failure
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._waiting_for.discard(id(optimizer))
+        if self._passes_due and not self._waiting_for:
+            self._end_step()
+
+    def average(self) -> None:
+        """End a step without a backward pass; see `Replica.average`."""
+        if self._is_synchronous:
+            self._passes_due += 1
+            self._end_step()
+
+    def _end_period(self) -> None:
+        """Exchange what would be exchanged later, so that `consolidate` loses nothing; collective."""
+
+    @contextmanager
+    def join(self, *also: Stateful) -> Iterator[None]:
+        """Let ranks run out of data at different times; collective, around the whole loop.
+
+        A rank that runs out early goes on exchanging, without training, until all ranks have run out. Then all replicas
+        become equal, as by `consolidate`. They take the state of the optimizers and of `also` from a rank that
+        trained to the end. This costs one store operation per step. Raises `UsageError` inside another ``join()``.
+        """
+        world = self._world
+        if world.joined is not None:
+            raise UsageError("join() inside join(): join one model of a world at a time, around its loop")
+        check_stateful(also)
+        self._progress = progress = self._begin_join(also)
+        world.joined = self
+        try:
+            yield
+            if self._passes_due:
+                self._end_step()
+            self._exchange_until_all_end(progress)
+            self._end_period()
+            world.joined = None
+            with world.collective("the end of join()"):
+                self.consolidate()
+                world.elastic.together(lambda: self._take_states(progress.last(), also))
+        finally:
+            self._progress, world.joined = None, None
+
+    def _begin_join(self, also: Sequence[Stateful]) -> Progress:
+        world = self._world
+        self._joins += 1
+        prefix = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
+        progress = Progress(prefix, world.rank, lambda: world.members, world.timeout_s, world.elastic.any_gone)
+        progress.begin(self._step)
+        world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
+        return progress
+
+    def _exchange_until_all_end(self, progress: Progress) -> None:
+        while True:
+            try:
+                for _ in progress.outlast(self._step):
+                    self.average()
+            except LOST as failure:
+                self._world.elastic.recover_now(failure)
+            else:
+                return
+
+    def _take_states(self, source: int, also: Sequence[Stateful]) -> None:
+        broadcaster = self._members_broadcaster
+        broadcaster.source = source
+        try:
+            overwrite_states(broadcaster, [*self._optimizers, *also], self._step)
+        finally:
+            broadcaster.source = None
+
+    def detach(self) -> None:
+        """Remove all hooks, and drop exchanges that are in flight; not collective."""
+        super().detach()
+        self._world.elastic.end(self)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average the fragments of local SGD in the background; no rank uses an average that another one can never get.
+
+Where the world goes on without lost ranks, all members vote on each average before it is used. If a rank was lost
+meanwhile, the others average what they have sent again, in the order in which they merge. Until then what leaves is
+held back: the ranks learn of the loss at different times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from commrt.algorithms.local import LocalSGD
+from commrt.buckets.engine import Engine, Span
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.layout import Header, Named
+from commrt.errors import PeerLost, Place
+from commrt.runtime.world import World
+from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.future import Future
+from commrt.training.broadcast_state import WorldBroadcaster
+from commrt.training.fragment import Flight, Fragment
+
+__all__ = ["BuildFragmentBuckets", "FragmentExchange"]
+
+BuildFragmentBuckets = Callable[[Sequence[Named], int], list[GradientBucket]]
+"""Makes buckets of named differences, numbered from a first index on."""
+
+
+class FragmentExchange(WorldBroadcaster):
+    """Carries fragments over the communication thread, in the order in which they leave."""
+
+    def __init__(
+        self, world: World, algorithm: LocalSGD, fragments: Sequence[Fragment], build: BuildFragmentBuckets, number: int
+    ) -> None:
+        super().__init__(world)
+        self.algorithm, self.fragments = algorithm, fragments
+        self._build, self._number = build, number
+        self._agreed = world.elastic.generation.number  # the generation of the latest average that all ranks have
+        self._buckets = self._new_buckets()
+        self._memory_epoch = world.elastic.memory_epoch
+        self.engine = Engine(world, algorithm.inner, self._flat())
+
+    def _new_buckets(self) -> list[list[GradientBucket]]:
+        found: list[list[GradientBucket]] = []
+        for fragment in self.fragments:
+            found.append(self._build(fragment.parcels, sum(map(len, found))))
+        return found
+
+    def _flat(self) -> list[GradientBucket]:
+        return [bucket for buckets in self._buckets for bucket in buckets]
+
+    def buckets(self, fragment: Fragment) -> Sequence[GradientBucket]:
+        """Return the buckets of `fragment`."""
+        return self._buckets[fragment.index]
+
+    def send(self, fragment: Fragment, flight: Flight) -> None:
+        """Let `fragment` leave with its differences; returns at once."""
+        fragment.leave(flight)
+        self.send_again(fragment, flight)
+
+    def send_again(self, fragment: Fragment, flight: Flight) -> None:
+        """Let leave what `fragment` holds as its differences."""
+        if self.world.elastic.generation.number == self._agreed:
+            self._submit(fragment, flight, self._agreed)
+
+    def _submit(self, fragment: Fragment, flight: Flight, generation: int) -> None:
+        for bucket in self.buckets(fragment):
+            header = Header(0, self._number, 0, flight.step, bucket.index, flight.settings)
+            bucket.take(header, lambda _: True)
+        flight.generation = generation
+        number = fragment.exchanges - 1
+        flight.answers = [self._average(bucket, number, generation) for bucket in self.buckets(fragment)]
+
+    def _average(self, bucket: GradientBucket, number: int, generation: int) -> Future[Span]:
+        elastic = self.world.elastic
+
+        def average() -> Span:
+            if elastic.generation.number != generation:
+                raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
+            return self.engine.reduce_now(bucket, number)
+
+        return elastic.submit(average)
+
+    def receive(self, fragment: Fragment, flight: Flight) -> tuple[Span, ...]:
+        """Wait until all ranks have the average of `fragment`, and return what it cost. Collective.
+
+        The average is then on the wire of `buckets`.
+        """
+        elastic = self.world.elastic
+        with elastic.collective(f"merging what left after step {flight.step}"):
+            spans, self._agreed = elastic.together(lambda: self._attempt(fragment, flight))
+        return spans
+
+    def _attempt(self, fragment: Fragment, flight: Flight) -> tuple[tuple[Span, ...], int]:
+        generation = self.world.elastic.generation.number
+        if flight.generation != generation:
+            self._renew()
+            self._submit(fragment, flight, generation)
+        return tuple(answer.result() for answer in flight.answers), generation
+
+    def _renew(self) -> None:
+        """Average over the ranks that are left, with memory that no lost rank reads."""
+        members = tuple(self.world.members)
+        self.engine.members, self.engine.algorithm = members, self.algorithm.among(len(members))
+        if self._memory_epoch != self.world.elastic.memory_epoch:
+            self._memory_epoch = self.world.elastic.memory_epoch
+            self._buckets = self._new_buckets()
+            self.engine.replace_buckets(self._flat())
+
+    def release(self) -> None:
+        """Free all memory; call it when no exchange is in flight."""
+        self.engine.release()

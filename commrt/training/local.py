@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train by local SGD: ranks train alone for a period, and average what they have learned while they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from commrt.algorithms.local import Mix
+from commrt.buckets.engine import Span
+from commrt.buckets.layout import WIDTHS, Named
+from commrt.errors import UsageError
+from commrt.runtime.recording import within_range
+from commrt.training.after_step import AfterStepReplica
+from commrt.training.broadcast_state import overwrite_buffers
+from commrt.training.fragment import Flight, Fragment
+from commrt.training.fragment_exchange import FragmentExchange
+from commrt.training.model_state import digest, own_residuals
+from commrt.training.replica import StepReport
+from commrt.training.step_guard import settings_digest
+
+__all__ = ["LocalReplica"]
+
+
+class LocalReplica(AfterStepReplica):
+    """Trains alone, and merges averages at steps that all ranks know; in between it waits for nobody."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Named],
+        optimizers: Sequence[Optimizer],
+        exchange: FragmentExchange,
+        number: int,
+        *,
+        alone: bool,
+    ) -> None:
+        super().__init__(model, params, optimizers, exchange.algorithm, exchange, number, alone=alone)
+        self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
+        self._exposed_s = 0.0
+        self._spans: list[Span] = []
+        self._live([*self._hooks()])
+
+    def _end_step(self) -> None:
+        due, self._passes_due = self._passes_due, 0
+        self._parameters.require_unchanged()
+        for _ in range(due):
+            self._advance()
+
+    def _advance(self) -> None:
+        """Count a step, merge what is due after it, and let leave what is due: in this order, see `LocalSGD`."""
+        self._step += 1
+        if self._progress is not None:
+            self._progress.begin(self._step)
+        for fragment in self._fragments:
+            if fragment.flight is not None and self._is_back(fragment.flight):
+                self._merge(fragment)
+            if self._local.leaves(fragment.index, self._step):
+                self._leave(fragment)
+                if not self._local.delay_at(self._step):
+                    self._merge(fragment)
+        self._report()
+
+    def _is_back(self, flight: Flight) -> bool:
+        return self._step - flight.step >= self._local.delay_at(flight.step)
+
+    def _leave(self, fragment: Fragment) -> None:
+        rates = {
+            id(param): float(group["lr"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        settings = settings_digest(self._optimizers, self._step % (1 << WIDTHS.step))
+        self._exchange.send(fragment, Flight(self._step, settings, fragment.rates(rates)))
+
+    def _merge(self, fragment: Fragment) -> None:
+        """Wait for the average of `fragment`, and merge it."""
+        flight, begin_s = fragment.flight, perf_counter()
+        assert flight is not None  # noqa: S101  # for mypy
+        with within_range(self._world.recorder, "wait", number=fragment.index):
+            self._spans += self._exchange.receive(fragment, flight)
+        is_fresh = self._step == flight.step or isinstance(self._local.merge, Mix)
+        learned = None if is_fresh else fragment.learned()
+        for bucket in self._exchange.buckets(fragment):
+            bucket.unpack()
+            bucket.release()
+        fragment.merge(learned, self._local.outer if flight.step > self._local.warmup else None)
+        self._exposed_s += perf_counter() - begin_s
+
+    def _report(self) -> None:
+        self.last = StepReport(self._step - 1, self._exchange.members, self._exposed_s, tuple(self._spans))
+        self._stats = self._stats.plus(self.last)
+        self._spans, self._exposed_s = [], 0.0
+
+    def drain(self) -> None:
+        """Merge all averages that are under way, before they are due; collective."""
+        if self._passes_due:  # no optimizer has stepped
+            self._end_step()
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                self._merge(fragment)
+
+    def _end_period(self) -> None:
+        """Average what was learned since weights last left, and merge it at once."""
+        self.drain()
+        for fragment in self._fragments:
+            if fragment.left != self._step:
+                self._leave(fragment)
+                self._merge(fragment)
+
+    def consolidate(self) -> None:
+        """End the period, and set the weights to the anchor, bitwise equal on all ranks; collective.
+
+        What ranks have learned since their weights last left is averaged first. Where ranks gossip, weights and anchor
+        become the mean of all ranks' weights. Buffers of integers become those of rank 0.
+        """
+        self._end_period()
+        if self._local.is_gossip:
+            super().consolidate()
+            for fragment in self._fragments:
+                fragment.settle()
+            return
+        with self._world.collective("consolidate()"):
+            for fragment in self._fragments:
+                fragment.land()
+            self._world.elastic.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+
+    def overwrite_with_first(self) -> None:
+        """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not inside `join`."""
+        super().overwrite_with_first()
+        for fragment in self._fragments:
+            fragment.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides model and optimizer. Not collective; each rank saves its own.
+
+        What is under way is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost.
+        """
+        return super().state_dict() | {
+            "due": self._passes_due,
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+            "residuals": {name: part.clone() for name, part in self._exchange.engine.residuals().items()},
+            "rank": self._world.rank,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the step of `state`; load the model first. Collective.
+
+        A state that another algorithm saved has no anchor. Training then begins anew from the model's weights, which
+        must be equal on all ranks. Raises `UsageError` if `state` does not fit, `DisagreementError` if ranks load
+        different steps or anchors.
+        """
+        step, residuals = self._step_in(state), own_residuals(state, self._world.rank)
+        saved = state.get("fragments")
+        if saved is not None:
+            self._check(saved)
+        for i, fragment in enumerate(self._fragments):
+            fragment.restart() if saved is None else fragment.load_state_dict(saved[i])
+        self._restart_at_step(step)
+        self._passes_due = 0 if saved is None else state["due"]
+        self._agree_on_state()
+        self._exchange.engine.owe(residuals)
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                self._exchange.send_again(fragment, fragment.flight)
+
+    def _check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        if len(saved) != len(self._fragments):
+            raise UsageError(
+                f"the state has {len(saved)} fragments and the model was attached with {len(self._fragments)}: attach "
+                "it with the algorithm of the run that saved it"
+            )
+        for fragment, state in zip(self._fragments, saved, strict=True):
+            fragment.check_state(state)
+
+    def _agree_on_state(self) -> None:
+        """Raise `DisagreementError` if ranks have loaded what does not belong together."""
+        due = f"{self._step + self._passes_due}"
+        flights = ", ".join(
+            f"{part.index} after step {part.left}" for part in self._fragments if part.flight is not None
+        )
+        anchors = "its own" if self._local.is_gossip else digest(
+            [anchor for fragment in self._fragments for anchor in fragment.anchors]
+        )  # fmt: skip
+        self._world.agree("load_state_dict", step=due, under_way=flights, anchors=anchors)
+
+    def detach(self) -> None:
+        """Remove all hooks, and drop what is under way; not collective."""
+        super().detach()
+        for fragment in self._fragments:
+            fragment.drop_flight()
+        self._exchange.release()

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD: each published rule against a few lines of numpy in fp64, and what its settings refuse."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import commrt
+from commrt import (
+    Gossip,
+    HeavyBall,
+    LocalSGD,
+    Mix,
+    Nesterov,
+    SlowMomentum,
+    cocod,
+    dasgd,
+    diloco,
+    noloco,
+    streaming_diloco,
+)
+from commrt.algorithms.local import stable_gain
+from commrt.errors import UsageError
+from commrt.testing.ranks import run_ranks
+
+RANKS = [1, 2, 3, 4, 5, 7]
+STEPS, RATE, NUMEL = 23, 0.1, 6
+
+
+def problem(ranks):
+    """Return curvatures and minima, [ranks, numel] each, and where all ranks begin, [numel]."""
+    random = np.random.default_rng(ranks)
+    return random.uniform(0.5, 2.0, (ranks, NUMEL)), random.normal(size=(ranks, NUMEL)), random.normal(size=NUMEL)
+
+
+class Bowl(nn.Module):
+    """Quadratic loss with a minimum; one parameter per part."""
+
+    def __init__(self, curvature, minimum, start, parts=1):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Module() for _ in range(parts))
+        for part, values in zip(self.parts, torch.tensor(start).chunk(parts), strict=True):
+            part.weight = nn.Parameter(values.clone())
+        self.curvature, self.minimum = torch.tensor(curvature), torch.tensor(minimum)
+
+    def weights(self):
+        return torch.cat([part.weight for part in self.parts])
+
+    def forward(self):
+        return (self.curvature * (self.weights() - self.minimum).square()).sum() / 2
+
+
+def trained(algorithm, ranks, parts=1, rate=lambda step: RATE, inner=torch.optim.SGD):
+    """Return the weights and anchors of all ranks, [ranks, numel], after each step."""
+    curvature, minimum, start = problem(ranks)
+
+    def body(world):
+        model = Bowl(curvature[world.rank], minimum[world.rank], start, parts)
+        optimizer = inner(model.parameters(), lr=RATE)
+        replica = commrt.attach(model, optimizer, algorithm, world=world)
+        path = []
+        for step in range(1, STEPS + 1):
+            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            anchors = [part["anchors"] for part in replica.state_dict()["fragments"]]
+            named = {name: tensor for part in anchors for name, tensor in part.items()}
+            path.append((model.weights().detach(), torch.cat([named[name] for name, _ in model.named_parameters()])))
+        return path
+
+    paths = run_ranks(ranks, body)
+    return [[torch.stack([path[step][which] for path in paths]).numpy() for which in (0, 1)] for step in range(STEPS)]
+
+
+def require_equal(found, expected):
+    for step, ((weights, anchors), (x, anchor)) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(weights, x, rtol=0, atol=1e-12, err_msg=f"weights after step {step + 1}")
+        np.testing.assert_allclose(anchors, np.broadcast_to(anchor, x.shape), rtol=0, atol=1e-12)
+
+
+def by_hand(ranks, algorithm, outer=None, rate=lambda step: RATE):
+    """Yield weights and anchor after each step: local SGD in one list of what is under way."""
+    h, c, start = problem(ranks)
+    x, anchor, velocity, under_way = np.tile(start, (ranks, 1)), start.copy(), np.zeros(NUMEL), None
+    for step in range(1, STEPS + 1):
+        x = x - rate(step) * h * (x - c)
+        for event in ("merge", "leave", "merge"):  # the second merge is for a delay of 0
+            if event == "leave" and step % algorithm.period == 0:
+                under_way = step, x.copy()
+            if event == "merge" and under_way and step == under_way[0] + algorithm.delay:
+                (left, snapshot), under_way = under_way, None
+                difference = anchor - snapshot.mean(0)
+                move, velocity = (difference, 0) if outer is None else outer(difference, velocity, rate(left))
+                anchor = anchor - move
+                if isinstance(algorithm.merge, Mix):
+                    x = algorithm.merge.local * x + (1 - algorithm.merge.local) * anchor
+                else:
+                    x = anchor + (x - snapshot)
+        yield x, anchor
+
+
+LATE = [(period, delay) for period in (1, 4) for delay in range(period + 1)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("period", "delay"), LATE)
+def test_dasgd_is_its_rule(ranks, period, delay):
+    algorithm = dasgd(period, delay, 0.25)
+    require_equal(trained(algorithm, ranks), by_hand(ranks, algorithm))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("period", "delay"), LATE)
+def test_what_was_learned_since_the_weights_left_is_added_to_a_late_average(ranks, period, delay):
+    algorithm = LocalSGD(period, delay)
+    require_equal(trained(algorithm, ranks), by_hand(ranks, algorithm))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_cocod_is_its_rule(ranks, period):
+    """As published: x <- mean of snapshots + x - own snapshot, then the next snapshot."""
+    h, c, start = problem(ranks)
+    x, found = np.tile(start, (ranks, 1)), trained(cocod(period), ranks)
+    mean, snapshot = start, x.copy()
+    for step in range(1, STEPS + 1):
+        x = x - RATE * h * (x - c)
+        if step % period == 0:
+            x = mean + x - snapshot if step > period else x
+            mean, snapshot = x.mean(0), x.copy()
+        np.testing.assert_allclose(found[step - 1][0], x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_diloco_is_adamw_inside_and_nesterov_outside(ranks):
+    curvature, minimum, start = problem(ranks)
+    models = [Bowl(curvature[rank], minimum[rank], start) for rank in range(ranks)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=RATE) for model in models]
+    anchor = nn.Parameter(torch.tensor(start))
+    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+    expected = []
+    for step in range(1, STEPS + 1):
+        for model, optimizer in zip(models, inner, strict=True):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        if step % 4 == 0:
+            anchor.grad = anchor.detach() - torch.stack([model.weights().detach() for model in models]).mean(0)
+            outer.step()
+            for model in models:
+                model.parts[0].weight.data.copy_(anchor.data)
+        weights = [model.weights().detach().numpy() for model in models]
+        expected.append((np.stack(weights), anchor.detach().numpy().copy()))
+    require_equal(trained(diloco(4), ranks, inner=torch.optim.AdamW), expected)
+
+
+def heavy_ball(difference, velocity, rate):
+    velocity = 0.3 * velocity + difference
+    return 0.7 * velocity, velocity
+
+
+def nesterov(difference, velocity, rate):
+    velocity = 0.9 * velocity + difference
+    return 0.7 * (difference + 0.9 * velocity), velocity
+
+
+def slow_momentum(difference, velocity, rate):
+    velocity = 0.5 * velocity + difference / rate
+    return 0.8 * rate * velocity, velocity
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("rule", "outer"),
+    [(HeavyBall(), heavy_ball), (Nesterov(), nesterov), (SlowMomentum(0.8, 0.5), slow_momentum)],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_the_anchor_follows_the_outer_optimizer(rule, outer, delay):
+    def rate(step):
+        return RATE / step  # SlowMo counts momentum in gradients
+
+    algorithm = LocalSGD(3, delay, outer=rule)
+    require_equal(trained(algorithm, 3, rate=rate), by_hand(3, algorithm, outer, rate))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("delay", range(5))
+def test_streaming_is_diloco_of_each_fragment_at_its_own_time(ranks, delay):
+    h, c, start = problem(ranks)
+    x, anchor, velocity = np.tile(start, (ranks, 1)), start.copy(), np.zeros(NUMEL)
+    cuts, under_way, expected = [slice(0, 3), slice(3, 6)], [None, None], []
+    for step in range(1, STEPS + 1):
+        x = x - RATE * h * (x - c)
+        for part, cut in enumerate(cuts):
+            for event in ("merge", "leave", "merge"):
+                if event == "leave" and step % 4 == (0, 2)[part]:
+                    under_way[part] = step, x[:, cut].copy()
+                if event == "merge" and under_way[part] and step == under_way[part][0] + delay:
+                    difference = anchor[cut] - under_way[part][1].mean(0)
+                    velocity[cut] = 0.6 * velocity[cut] + difference
+                    anchor[cut] -= 0.7 * (difference + 0.6 * velocity[cut])
+                    x[:, cut] = 0.5 * x[:, cut] + 0.5 * anchor[cut]
+                    under_way[part] = None
+        expected.append((x.copy(), anchor.copy()))
+    algorithm = streaming_diloco(2, 4, delay, outer=Nesterov(0.7, 0.6), wire=None)
+    require_equal(trained(algorithm, ranks, parts=2), expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("delay", [0, 2])
+def test_noloco_averages_with_the_partner_of_its_period(ranks, delay):
+    """As published: v <- momentum v + rate (the pair's mean - own anchor), anchor <- anchor + v."""
+    h, c, start = problem(ranks)
+    x = np.tile(start, (ranks, 1))
+    anchor, velocity, under_way, expected = x.copy(), np.zeros_like(x), None, []
+    algorithm, gossip = noloco(3), Gossip()
+    for step in range(1, STEPS + 1):
+        x = x - RATE * h * (x - c)
+        for event in ("merge", "leave", "merge"):
+            if event == "leave" and step % 3 == 0:
+                under_way = step, x.copy()
+            if event == "merge" and under_way and step == under_way[0] + delay:
+                (left, snapshot), under_way = under_way, None
+                schedule = gossip.schedule(left // 3 - 1, ranks)
+                pairs = [pair for one in schedule.steps() for pair in zip(one.src, one.dst, strict=True)]
+                mean = snapshot.copy()
+                for source, target in pairs:
+                    mean[target] = (snapshot[source] + snapshot[target]) / 2
+                velocity = 0.3 * velocity + 0.7 * (mean - anchor)
+                anchor = anchor + velocity
+                x = anchor + (x - snapshot)
+        expected.append((x, anchor))
+    require_equal(trained(replace(algorithm, delay=delay), ranks), expected)
+
+
+def test_warmup_is_synchronous_training():
+    h, c, start = problem(3)
+    found = trained(LocalSGD(5, 2, outer=Nesterov(), warmup=8), 3)
+    x = start
+    for step in range(8):
+        x = x - (RATE * h * (x - c)).mean(0)
+        np.testing.assert_allclose(found[step][0], np.tile(x, (3, 1)), rtol=0, atol=1e-12)
+    assert not np.allclose(found[9][0][0], found[9][0][1])
+
+
+def test_one_period_of_local_sgd_is_synchronous_sgd():
+    h, c, start = problem(4)
+    x = start
+    for weights, _ in trained(LocalSGD(1), 4):
+        x = x - (RATE * h * (x - c)).mean(0)
+        np.testing.assert_allclose(weights, np.tile(x, (4, 1)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [0, 1, 2, 4])
+def test_the_bound_of_the_gain_is_where_disagreement_grows(later):
+    def left(gain):
+        e = [1.0] * (later + 1)
+        for _ in range(4000):
+            e.append(e[-1] - gain * e[-1 - later])
+        return max(map(abs, e[-10 * (later + 1) :]))
+
+    bound = stable_gain(later)
+    assert left(0.98 * bound) < 0.5
+    assert left(1.02 * bound) > 2
+
+
+@pytest.mark.parametrize("rule", [HeavyBall, Nesterov, SlowMomentum])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_the_bound_of_the_outer_rate_is_where_the_anchor_swings_ever_more(rule, momentum):
+    with pytest.raises(UsageError, match=r"below (\S+), or") as refused:
+        rule(10.0, momentum)
+    bound = float(re.search(r"below (\S+), or", str(refused.value))[1])
+
+    def left(rate):
+        anchor, velocity = np.ones(1), np.zeros(1)
+        for _ in range(500):
+            object.__setattr__(own := rule(0.1, momentum), "rate", rate)
+            own.step(anchor, anchor.copy(), velocity, 0.5)
+        return abs(float(anchor[0]))
+
+    assert left(0.97 * bound) < 0.9
+    assert left(1.03 * bound) > 10
+
+
+REFUSED = [
+    (lambda: LocalSGD(period=0), "whole number from 1"),
+    (lambda: LocalSGD(delay=-1), "whole number from 0"),
+    (lambda: LocalSGD(period=True), "whole number"),
+    (lambda: LocalSGD(period=4, delay=5), r"less than 1 of their distance, and this one closes 1"),
+    (lambda: LocalSGD(period=4, delay=17), r"4 later exchanges .* less than 0\.347 "),
+    (lambda: LocalSGD(period=4, fragments=5), "at most one may leave per step"),
+    (lambda: LocalSGD(merge="mix"), "Mix\\(0.5\\)"),
+    (lambda: LocalSGD(outer=Nesterov), "has no step"),
+    (lambda: LocalSGD(outer=0.7), "has no step"),
+    (lambda: LocalSGD(inner=commrt.BackupWorkers()), "all-reduce"),
+    (lambda: LocalSGD(inner=LocalSGD()), "all-reduce"),
+    (lambda: LocalSGD(inner=commrt.Ring), "pass an object"),
+    (lambda: LocalSGD(inner=Gossip(staleness=1)), "leave staleness out"),
+    (lambda: LocalSGD(inner=Gossip(), wire=torch.bfloat16), "would be rounded"),
+    (lambda: LocalSGD(anchor="gpu"), '"device" or "cpu"'),
+    (lambda: Mix(1.0), "below 1"),
+    (lambda: Nesterov(momentum=1.0), "below 1"),
+    (lambda: HeavyBall(rate="1"), "give a number"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_settings_that_cannot_work_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_unwise_settings_are_said():
+    assert LocalSGD(16, 4, outer=Nesterov()).unwise(2000) == []
+    assert "30 outer steps are few" in LocalSGD(16, outer=Nesterov()).unwise(480)[0]
+    assert "throws away" in dasgd(16, 15, 0.0).unwise()[0]
