@@ -6,9 +6,10 @@ A rule sees the same numbers on all ranks, so all choose the same bits, and noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil, isfinite, log2, sqrt
+from math import ceil, inf, isfinite, log2, sqrt
 from typing import NamedTuple
 
 from commrt.coding import BITS, NEAREST, Coding
@@ -38,13 +39,15 @@ class Adaptive:
     not finite, and the first one after ``join()``. The other fields are those of `Coding`. Raises `UsageError`.
     """
 
-    rule: Rule = field(repr=False)  # ranks compare all else
+    rule: Rule = field(repr=False)
     least: int = 2
     most: int = 8
     block: int = 256
     feedback: bool = False
     rounding: str = NEAREST
     seed: int = 0
+    said: str = field(init=False)
+    """The rule as text, which ranks compare."""
     _codings: dict[int, Coding] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +57,7 @@ class Adaptive:
             raise UsageError(f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}")
         made = {bits: self._coding(bits) for bits in range(self.least, self.most + 1)}
         object.__setattr__(self, "_codings", made)
+        object.__setattr__(self, "said", re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule)))  # places differ between ranks
 
     def _coding(self, bits: int) -> Coding:
         return Coding(bits, self.block, self.feedback, self.rounding, self.seed)
@@ -75,6 +79,20 @@ class Adaptive:
         return f"int{self.least}..{self.most} adaptive"
 
 
+@dataclass(frozen=True, slots=True)
+class _Dq:
+    target: float
+    steps: int
+    decay: float
+
+    def __post_init__(self) -> None:
+        _require_positive(target=self.target, steps=self.steps, decay=self.decay)
+
+    def __call__(self, progress: Progress) -> float:
+        left = max(self.steps - progress.step, 0)
+        return self.target * float(self.decay ** (left / 2)) * progress.norm
+
+
 def dq(target: float, steps: int, decay: float = 0.99) -> Rule:
     """Return DQ-SGD's rule: more bits for large gradients, and more towards the end of `steps`.
 
@@ -82,24 +100,35 @@ def dq(target: float, steps: int, decay: float = 0.99) -> Rule:
     error of a step weighs less by `decay` for each step that follows. Derived from what the abstract of 2107.14575
     names (the error allowed, the steps that remain, the norm), not copied from its text.
     """
-    _require_positive(target=target, steps=steps, decay=decay)
-    return lambda progress: target * float(decay ** (max(steps - progress.step, 0) / 2)) * progress.norm
+    return _Dq(target, steps, decay)
 
 
-def adaquant(levels: float, loss: Callable[[], float]) -> Rule:
+@dataclass(slots=True)
+class _AdaQuant:
+    levels: float
+    loss: Callable[[], float] = field(repr=False)
+    first: float | None = field(repr=False)
+
+    def __post_init__(self) -> None:
+        _require_positive(levels=self.levels)
+
+    def __call__(self, _: Progress) -> float:
+        now = self.loss()
+        if not (isfinite(now) and now > 0):
+            return inf
+        if self.first is None:
+            self.first = now
+        return self.levels * sqrt(self.first / now)
+
+
+def adaquant(levels: float, loss: Callable[[], float], first: float | None = None) -> Rule:
     """Return AdaQuantFL's rule: ``levels * sqrt(F_0 / F_k)``, so more bits as the loss falls.
 
     `loss` returns the latest loss, and must return the same on all ranks: average it with ``world.all_reduce``.
+    `first` is F_0, by default the first loss that `loss` returns. A checkpoint does not hold it: save it yourself, and
+    pass it when you resume.
     """
-    _require_positive(levels=levels)
-    first: list[float] = []
-
-    def rule(_: Progress) -> float:
-        now = loss()
-        first.extend([now] * (not first))
-        return levels * sqrt(first[0] / now) if now > 0 else float("inf")
-
-    return rule
+    return _AdaQuant(levels, loss, first)
 
 
 def _require_positive(**numbers: float) -> None:

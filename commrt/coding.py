@@ -50,9 +50,15 @@ class Coding:
     """The codes are floats with 4 bits of exponent and 3 of mantissa (e4m3)."""
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS or self.block not in BLOCKS:
+        whole = all(type(each) is int for each in (self.bits, self.block, self.seed))
+        if not whole or self.bits not in BITS or self.block not in BLOCKS:
             offered = f"bits from {BITS[0]} to {BITS[-1]} and blocks of {', '.join(map(str, BLOCKS))} values"
-            raise UsageError(f"codes of bits={self.bits!r:.40} in blocks of block={self.block!r:.40}: use {offered}")
+            raise UsageError(
+                f"codes of bits={self.bits!r:.40} in blocks of block={self.block!r:.40}, seed={self.seed!r:.40}: "
+                f"use {offered}, all whole numbers"
+            )
+        if not isinstance(self.feedback, bool):
+            raise UsageError(f"feedback={self.feedback!r:.40}: give True or False")
         if self.rounding not in (NEAREST, STOCHASTIC):
             raise UsageError(f'rounding={self.rounding!r:.40}: use "{NEAREST}" or "{STOCHASTIC}"')
         if self.is_float and (self.bits != 8 or self.rounding != NEAREST):

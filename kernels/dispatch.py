@@ -128,12 +128,12 @@ def suits_numba(values: Tensor) -> bool:
 
 @cache
 def compiled_codes() -> ModuleType | None:
-    """Return `cpu_codes`, or None without Numba, and where Numba finds no folder for what it compiles."""
+    """Return `cpu_codes`, or None without one that works, and where Numba finds no folder for what it compiles."""
     if find_spec("numba") is None:
         return None
     try:
         return import_module("commrt.kernels.cpu_codes")
-    except RuntimeError:
+    except (ImportError, RuntimeError):  # a Numba that does not fit this NumPy, for one
         return None
 
 

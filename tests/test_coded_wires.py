@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt import Adaptive, Direct, Float8, Int2, Int4, Int8, dq
+from commrt import Adaptive, Coding, Direct, Float8, Int2, Int4, Int8, adaquant, dq
 from commrt.algorithms import direct, halving_doubling, ring
 from commrt.algorithms.carrying import summing_steps
 from commrt.errors import DisagreementError, UsageError
@@ -201,7 +201,7 @@ def test_a_rank_refuses_what_another_rank_owes():
         training.step(2)
         state = training.replica.state_dict()
         training.replica.load_state_dict(state)
-        with pytest.raises(UsageError, match=r"save state_dict.* on every rank, and load each rank's own"):
+        with pytest.raises(UsageError, match=r"Save state_dict.* on every rank, and load each rank's own"):
             training.replica.load_state_dict(state | {"rank": world.rank + 1})
 
     run_ranks(2, body)
@@ -300,6 +300,12 @@ def test_the_hook_of_ddp_keeps_replicas_equal_with_feedback():
     assert rows[0] == rows[1]
 
 
+@pytest.mark.processes
+def test_the_hook_of_ddp_still_owes_after_ddp_has_made_other_buckets():
+    first, second = (torch.tensor(outcome.value) for outcome in run_processes(2, coded_ddp.accounts, Int2()))
+    torch.testing.assert_close((first[0] + second[0]) / 2, first[1] + first[2] + second[2], rtol=1e-4, atol=1e-3)
+
+
 REFUSED = {
     "ring": ({"algorithm": commrt.Ring(), "wire": Int4()}, "cannot carry ring: codes do not add.*commrt.Direct()"),
     "gossip": ({"algorithm": commrt.Gossip(), "wire": Int8()}, "with gossip"),
@@ -374,3 +380,148 @@ def test_bits_follow_the_loss():
     losses = iter([4.0, 1.0, 0.0])
     wire = Adaptive(commrt.adaquant(1.0, lambda: next(losses)))
     assert [wire.coding(commrt.Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
+
+
+class Branches(nn.Module):
+    """Two layers of which each pass uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 50, bias=False) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+@pytest.mark.parametrize("wire", [Int4(), Int2()], ids=str)
+def test_what_is_owed_to_a_gradient_that_no_rank_had_is_still_owed(wire):
+    def body(world):
+        network, told, true = Branches(), [0.0, 0.0], [0.0, 0.0]
+        replica = commrt.attach(network, algorithm=Direct(), world=world, wire=wire)
+        source = torch.Generator().manual_seed(world.rank)
+        for step in range(12):
+            x, weight = torch.randn(3, 40, generator=source), network.layers[step % 2].weight
+            network.zero_grad()
+            network(x, step % 2).square().sum().backward()
+            told[step % 2] += weight.grad
+            own = weight.detach().clone().requires_grad_()
+            nn.functional.linear(x, own).square().sum().backward()
+            true[step % 2] += own.grad
+        return told, replica.state_dict()["residuals"], true
+
+    found = run_ranks(3, body)
+    for which in range(2):
+        told = found[0][0][which]
+        owed = sum(residuals[f"layers.{which}.weight"].view(50, 40) for _, residuals, _ in found)
+        true = sum(each[which] for _, _, each in found) / 3
+        torch.testing.assert_close(told + owed, true, rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_can_be_saved_after_the_replica_was_detached():
+    def body(world):
+        training = Training(world, Int4())
+        training.step()
+        training.replica.detach()
+        return training.replica.state_dict()["step"]
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+def test_one_state_serves_all_ranks_where_nothing_is_owed_or_it_is_forgotten():
+    def body(world):
+        training = Training(world, Int4())
+        training.step(2)
+        return training.replica.state_dict()
+
+    state = run_ranks(2, body)[0]
+
+    def without_feedback(world):
+        training = Training(world, None, commrt.Ring())
+        training.replica.load_state_dict(state)
+        return training.replica.step
+
+    def forget(world):
+        training = Training(world, Int4())
+        training.replica.load_state_dict({**state, "residuals": {}})
+        return training.replica.step
+
+    assert run_ranks(3, forget) == run_ranks(3, without_feedback) == [2, 2, 2]
+
+
+def test_a_residual_of_another_shape_is_refused_before_anything_changes():
+    def body(world):
+        training = Training(world, Int4())
+        training.step()
+        state = training.replica.state_dict()
+        name = next(iter(state["residuals"]))
+        state["residuals"][name] = torch.zeros(1)
+        with pytest.raises(UsageError, match=f"residual of {name} has 1 values"):
+            training.replica.load_state_dict({**state, "step": 7})
+        return training.replica.step
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+def test_stochastic_rounding_is_right_in_the_mean_of_many_calls():
+    def body(world):
+        x = torch.randn(3000, generator=torch.Generator().manual_seed(world.rank))
+        exact, total = x.clone(), torch.zeros(3000)
+        world.all_reduce(exact, algorithm=Direct())
+        for _ in range(100):
+            coded = x.clone()
+            world.all_reduce(coded, algorithm=Direct(), wire=Int2(feedback=False, rounding="stochastic"))
+            total += coded / 100
+        return (total - exact).norm() / exact.norm()
+
+    assert max(run_ranks(2, body)) < 0.25  # one call: 1.4
+
+
+@pytest.mark.parametrize("other", [Int4(feedback=False), Int8(block=128), Int8(seed=1), None], ids=str)
+def test_ranks_that_sum_with_other_codings_are_told_and_go_on(other):
+    def body(world):
+        x = torch.ones(5000)
+        with pytest.raises(DisagreementError):
+            world.all_reduce(x, algorithm=Direct(), wire=Int8() if world.rank else other)
+        world.all_reduce(x, algorithm=Direct())
+        return x.sum().item()
+
+    assert run_ranks(2, body) == [5000, 5000]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [(dq(30.0, 20), dq(30.0, 21)), (dq(30.0, 20), lambda progress: 3.0), (dq(30.0, 20), adaquant(3, lambda: 1.0))],
+)
+def test_ranks_with_other_rules_are_told(rules):
+    def body(world):
+        with pytest.raises(DisagreementError):
+            Training(world, Adaptive(rules[world.rank]))
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_the_first_loss_of_a_rule_can_be_given():
+    losses = [float("nan"), 4.0, 1.0]
+    rule = adaquant(3.0, lambda: losses.pop(0))
+    assert [rule(None) for _ in range(3)] == [float("inf"), 3.0, 6.0]
+    assert adaquant(3.0, lambda: 1.0, first=4.0)(None) == 6.0
+
+
+def test_residuals_that_are_no_tensors_of_their_own_are_refused():
+    def body(world):
+        x = torch.ones(10)
+        for residual in ([0.0] * 10, x):
+            with pytest.raises(UsageError, match="a tensor of its own"):
+                world.all_reduce(x, algorithm=Direct(), wire=Int4(), residual=residual)
+        return True
+
+    assert run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("bits", "options"), [(4.0, {}), (4, {"block": 256.0}), (4, {"seed": 1.5}), (4, {"feedback": "no"})]
+)
+def test_codings_take_numbers_of_the_right_kind(bits, options):
+    with pytest.raises(UsageError):
+        Coding(bits, **options)

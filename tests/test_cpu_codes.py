@@ -98,9 +98,10 @@ def test_memory_that_a_transport_lends_after_binding_is_read():
     assert torch.equal(got, want)
 
 
-def test_plain_torch_codes_where_numba_may_write_no_cache(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("cannot cache function"), ImportError("Numba needs NumPy 2.3 or less")])
+def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
     def refuse(_):
-        raise RuntimeError("cannot cache function")
+        raise error
 
     monkeypatch.setattr(dispatch, "import_module", refuse)
     dispatch.compiled_codes.cache_clear()

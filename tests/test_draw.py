@@ -57,6 +57,13 @@ def test_scaling_is_drawn_for_every_algorithm(tmp_path):
     assert "128" not in comments(path)
 
 
+def test_scaling_of_a_wire_of_codes_is_drawn_for_what_carries_it(tmp_path):
+    path = tmp_path / "scaling.svg"
+    draw("scaling", "--ranks", 64, "--model", "resnet50", "--wire", "int8", "--out", path)
+    assert "direct" in comments(path)
+    assert "ring" not in comments(path)
+
+
 def trace_of(path, ranks=2, steps=6):
     """Each step computes for 4 ms, waits for 2 of them, and steps the optimizer; all begin together."""
     events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0"}}]

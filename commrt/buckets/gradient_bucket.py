@@ -109,6 +109,7 @@ class GradientBucket:
         self._packing = packing(wire, layout, self._like)
         self.repeatable = repeatable(self._packing)
         """Launches that a device graph can hold; None on a CPU."""
+        self._scale = 1.0  # of the gradients on the wire
         self._word = 0  # the header that the wire must show after the reduction
         self._grads: list[Tensor | None] = []  # on their way
         self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
@@ -146,6 +147,7 @@ class GradientBucket:
     def pack(self, scale: float) -> None:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
         self._require_unchanged()
+        self._scale = scale
         self._packing.pack(self._grads, scale, self._word)
 
     def unpack(self) -> None:
@@ -192,6 +194,14 @@ class GradientBucket:
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
         elsewhere = self._packing.present() if missing else []
         self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
+        self._owe_again([i for i in missing if not elsewhere[i]])
+
+    def _owe_again(self, dropped: Sequence[int]) -> None:
+        """Share out among the ranks what they have paid for gradients that nobody had, as nobody will use it."""
+        if self.residual is not None:
+            for place, count in ((self.layout.places[i], self.layout.counts[i]) for i in dropped):
+                paid = self.wire[place : place + count]
+                self.residual[place - self.head_numel :][:count].add_(paid, alpha=self._scale)
 
     def _end_unpack(self) -> None:
         self._require_agreement()

@@ -13,7 +13,7 @@ from commrt.cli.options import ExchangeOptions, compute_of, workload_of
 from commrt.cli.simulate import CLUSTER, ExchangeEstimate
 from commrt.cost.cluster import Cluster
 from commrt.cost.timeline import blocking_step, overlapped_step
-from commrt.cost.wires import ITEMS
+from commrt.cost.wires import CODINGS, ITEMS
 from commrt.errors import UsageError
 from commrt.report.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
 from commrt.report.files import require_picture, save_picture
@@ -83,7 +83,8 @@ def _scaling(options: ExchangeOptions) -> Figure:
     if len(counts) < 2:
         raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     efficiencies = {}
-    for name in (each for each in (*ALGORITHMS, GOSSIP) if each != DIRECT):
+    plain = [name for name in (*ALGORITHMS, GOSSIP) if name != DIRECT]
+    for name in [DIRECT] if options.wire in CODINGS else plain:
         scaled = [replace(options, ranks=ranks) for ranks in counts]
         exchange_s = [ExchangeEstimate(by_name(name), each, cluster).price().seconds for each in scaled]
         efficiencies[name] = [compute_s / (compute_s + seconds) for seconds in exchange_s]

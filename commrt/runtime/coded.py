@@ -95,9 +95,12 @@ class CodedProgram:
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
 
-    def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread; see `BoundProgram.run`."""
-        key = key_of(self.coding.seed, tag.step, _number(tag.bucket), self.rank)
+    def run(self, tag: Tag, recorder: Recorder | None = None, call: int = 0) -> None:
+        """Run all hops in order on the calling thread; see `BoundProgram.run`.
+
+        Stochastic rounding takes other random numbers for each step and bucket of `tag`, and for each `call`.
+        """
+        key = key_of(self.coding.seed, tag.step, _number(tag.bucket) + (call << 32), self.rank)
         self.head.run(tag, recorder)
         for hop in self.hops:
             with within_range(recorder, "coded hop", number=hop.number):
@@ -228,6 +231,8 @@ def check_residual(residual: Tensor | None, travels: torch.dtype | Coding, tenso
         )
     if residual is None:
         return
+    if not isinstance(residual, Tensor) or residual.data_ptr() == tensor.data_ptr() != 0:
+        raise UsageError("residual= needs a tensor of its own, of zeros at first: pass the same one in each call")
     right = (torch.float32, (tensor.numel(),), tensor.device, True)
     if (residual.dtype, residual.shape, residual.device, residual.is_contiguous()) != right:
         raise UsageError(f"residual= needs torch.zeros({tensor.numel()}, device={str(tensor.device)!r}), made once")

@@ -221,24 +221,32 @@ class Collectives:
         self._transport, self._comm_thread = transport, comm_thread
         self._elastic, self._consistency = elastic, consistency
         self._proven = lru_cache(KEPT)(_prove)
+        self._coded_calls = 0  # so that random numbers of untagged calls differ
         self._start_again()
 
     def all_reduce(self, call: AllReduce, recorder: Recorder | None) -> None:
         """Return when the tensor holds the result, of the ranks that are left if one is lost. Collective."""
         self._schedule(call, len(self._elastic.generation.ranks))  # its errors end nothing here
-        refusal, total = self._elastic.together(lambda: self._attempt(call, recorder))
+        before = call.residual.clone() if self._elastic.is_elastic and call.residual is not None else None
+        refusal, total = self._elastic.together(lambda: self._attempt(call, recorder, before))
         if refusal is not None:
             raise refusal
         if total is not call.tensor:
             with torch.no_grad():
                 call.tensor.copy_(total)
 
-    def _attempt(self, call: AllReduce, recorder: Recorder | None) -> tuple[DisagreementError | None, Tensor]:
+    def _attempt(
+        self, call: AllReduce, recorder: Recorder | None, before: Tensor | None
+    ) -> tuple[DisagreementError | None, Tensor]:
         """Reduce the tensor, or a copy where ranks may be lost: all may have to start again when a rank has the sum.
+
+        They then owe again what they owed `before`.
 
         Return (None, the sum) or (the error that all ranks found before anything was sent, the tensor).
         """
         own = call
+        if before is not None and call.residual is not None:
+            call.residual.copy_(before)
         if self._elastic.is_elastic:
             with torch.no_grad():
                 own = replace(call, tensor=call.layout.empty(call.layout.device).copy_(call.tensor))
@@ -295,7 +303,7 @@ class Collectives:
         try:
             schedule = self._schedule(call, len(members))
             numel = layout_of([call.tensor.numel()]).numel  # other sizes on other ranks would end the world
-            self._consistency.require_same_buffers_now(schedule, members, numel, _buffer_dtype(call.layout))
+            self._consistency.require_same_buffers_now(schedule, members, numel, _travels(call.layout.wire))
         except (UsageError, ScheduleError, DisagreementError) as refusal:  # nothing was sent
             raise RecoveredError(refusal) from refusal
         tag = call.tag
@@ -321,7 +329,11 @@ class Collectives:
         dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
         self.require_no_dispute()
         own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, header)
-        own.program.run(call.tag, recorder)
+        if isinstance(own.program, CodedProgram):
+            self._coded_calls += 1
+            own.program.run(call.tag, recorder, self._coded_calls)
+        else:
+            own.program.run(call.tag, recorder)
         own.packing.unpack([dense], header)
         if own.packing.disputed:
             raise _dispute(call)
@@ -375,6 +387,11 @@ class Collectives:
 def _buffer_dtype(layout: TensorLayout) -> torch.dtype:
     """Return the dtype of the wire buffer: values that become codes are added in fp32."""
     return torch.float32 if isinstance(layout.wire, Coding) else layout.wire
+
+
+def _travels(wire: torch.dtype | Coding) -> str:
+    """Return `wire` as a short text that ranks compare."""
+    return f"{wire} {zlib.crc32(repr(wire).encode()):08x}" if isinstance(wire, Coding) else str(wire)
 
 
 def _prove(schedule: Schedule) -> Schedule:

@@ -105,11 +105,9 @@ class ConsistencyCheck:
                 "with schedule.over(world.members, world=world.size)"
             )
 
-    def require_same_buffers_now(
-        self, schedule: Schedule, players: tuple[int, ...], numel: int, dtype: torch.dtype
-    ) -> None:
+    def require_same_buffers_now(self, schedule: Schedule, players: tuple[int, ...], numel: int, travels: str) -> None:
         """Raise `DisagreementError` on all `players` if they differ. On the communication thread."""
-        claim = f"{self.digest(schedule)} {numel} {dtype}"
+        claim = f"{self.digest(schedule)} {numel} {travels}"
         self._compare_once(self._compared_now, players, claim, lambda: self._gather(claim, players))
 
     def require_same_schedule_now(self, digest: str, players: Sequence[int], step: int) -> None:

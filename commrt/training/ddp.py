@@ -39,8 +39,9 @@ class DDPState:
 
     `algorithm` and `wire` are as for `attach`; for gossip and backup workers use `attach`, as they need more than
     gradients. `world` is by default the one that is open when gradients leave, or `init`'s, through DDP's own group.
-    DDP must span all of its ranks, and each model needs a state of its own. Raises `UsageError` for what cannot work,
-    some of it in the first ``backward()``.
+    DDP must span all of its ranks, and each model needs a state of its own. What a `wire` with feedback has lost in
+    rounding is not saved with the model. Raises `UsageError` for what cannot work, some of it in the first
+    ``backward()``.
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
@@ -52,8 +53,10 @@ class DDPState:
     """Of the model, among those attached to the world."""
     _used: World | None = field(default=None, init=False, repr=False)
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
-    _residuals: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """By bucket, what this rank still owes to the averages; DDP's second step begins anew, with other buckets."""
+    _residuals: dict[int, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """For each bucket, its parameters by id, and what this rank still owes to their averages."""
+    _debts: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """The same for each parameter, as views: DDP's second step has other buckets."""
 
     def __post_init__(self) -> None:
         check_all_reduce(self.algorithm)
@@ -77,10 +80,15 @@ class DDPState:
     def _residual(self, bucket: GradBucket) -> Tensor | None:
         if not (isinstance(self.wire, Coding) and self.wire.feedback):
             return None
-        row, known = bucket.buffer(), self._residuals.get(bucket.index())
-        if known is None or known.numel() != row.numel():
-            known = self._residuals[bucket.index()] = torch.zeros(row.numel(), device=row.device)
-        return known
+        params, owned = bucket.parameters(), self._residuals.get(bucket.index())
+        ids = tuple(map(id, params))
+        if owned is None or owned[0] != ids:
+            parts = [
+                self._debts.get(id(param), param.new_zeros(param.numel(), dtype=torch.float32)) for param in params
+            ]
+            owned = self._residuals[bucket.index()] = ids, torch.cat([part.detach() for part in parts])
+            self._debts |= zip(ids, torch.split(owned[1], [param.numel() for param in params]), strict=True)
+        return owned[1]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return a fresh state, for a copy of DDP's model."""
@@ -96,6 +104,7 @@ class DDPState:
             "_used": None,
             "_params": frozenset(),
             "_residuals": {},
+            "_debts": {},
         }
 
     def _open(self, param: Tensor) -> World:

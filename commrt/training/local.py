@@ -155,7 +155,10 @@ class LocalReplica(AfterStepReplica):
         must be equal on all ranks. Raises `UsageError` if `state` does not fit, `DisagreementError` if ranks load
         different steps or anchors.
         """
-        step, residuals = self._step_in(state), own_residuals(state, self._world.rank)
+        step, residuals = (
+            self._step_in(state),
+            own_residuals(state, self._world.rank, self._exchange.engine.residuals()),
+        )
         saved = state.get("fragments")
         if saved is not None:
             self._check(saved)

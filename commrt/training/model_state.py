@@ -182,15 +182,27 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def own_residuals(state: object, rank: int) -> Mapping[str, Tensor]:
-    """Return what `rank` owes by a replica's `state`; raises `UsageError` if another rank saved it."""
-    residuals = state.get("residuals", {}) if isinstance(state, Mapping) else {}
-    if residuals and isinstance(state, Mapping) and state.get("rank") != rank:
+def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what `rank` owes by a replica's `state`, for the `wanted` parameters of a wire with feedback.
+
+    Raises `UsageError` if another rank saved it, or another model.
+    """
+    found = state.get("residuals") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or not found or not wanted:
+        return {}
+    if state.get("rank") != rank:
         raise UsageError(
             f"the state of rank {state.get('rank')} on rank {rank}: with feedback each rank keeps what rounding lost "
-            "there; save state_dict() on every rank, and load each rank's own"
+            "there. Save state_dict() on every rank, and load each rank's own; or set its 'residuals' to {} to forget "
+            "what was lost"
         )
-    return cast("Mapping[str, Tensor]", residuals)
+    for name, part in wanted.items():
+        if (tensor := found.get(name)) is not None and tensor.numel() != part.numel():
+            raise UsageError(
+                f"the state's residual of {name} has {tensor.numel()} values and the parameter {part.numel()}: load a "
+                "state that was saved with the same model"
+            )
+    return cast("Mapping[str, Tensor]", found)
 
 
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:

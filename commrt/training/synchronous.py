@@ -224,10 +224,14 @@ class SynchronousReplica(Replica):
         overwrite_states(self._engine, [*self._optimizers, *also], self._step)
         self._guard.steps = 0
 
+    @property
+    def _has_codes(self) -> bool:
+        return any(bucket.coding is not None for bucket in self._engine.buckets)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
-        state, (first, *_) = super().state_dict(), self._engine.buckets
-        if first.coding is None:
+        state = super().state_dict()
+        if not self._has_codes:
             return state
         order = [name for name, _ in self._params] if self._order_is_observed else None
         coded = {"order": order, "norm": self._engine.coder.norm, "rank": self._world.rank}
@@ -235,9 +239,9 @@ class SynchronousReplica(Replica):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; see `Replica.load_state_dict`."""
-        residuals = own_residuals(state, self._world.rank)
+        residuals = own_residuals(state, self._world.rank, self._engine.residuals())
         super().load_state_dict(state)
-        if self._engine.buckets[0].coding is not None:
+        if self._has_codes:
             self._restore_order(state.get("order"))
             self._engine.owe(residuals)
             self._engine.coder.resume(state.get("norm"))
