@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from typing import Any
@@ -16,7 +17,7 @@ from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import TensorSlot
-from commrt.errors import UsageError
+from commrt.errors import CommrtError, UsageError
 from commrt.threads.future import Future
 
 __all__ = ["Flight", "Fragment", "cut_fragments"]
@@ -35,6 +36,14 @@ class Flight:
     generation: int | None = None
     """The generation of ranks that averages; None before it was sent."""
     answers: Sequence[Future[Span]] = field(default_factory=list)
+    owed: Mapping[str, Tensor] | None = None
+    """What this rank owed when the weights left; None before they were sent."""
+
+    def wait(self) -> None:
+        """Wait for the end of the exchange, in whatever it ends."""
+        for answer in self.answers:
+            with suppress(CommrtError):
+                answer.result()
 
 
 class Fragment:

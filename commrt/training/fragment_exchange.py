@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from commrt.algorithms.local import LocalSGD
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
@@ -68,9 +70,25 @@ class FragmentExchange(WorldBroadcaster):
         for bucket in self.buckets(fragment):
             header = Header(0, self._number, 0, flight.step, bucket.index, flight.settings)
             bucket.take(header, lambda _: True)
+        self._owe_as_before(fragment, flight)
         flight.generation = generation
         number = fragment.exchanges - 1
         flight.answers = [self._average(bucket, number, generation) for bucket in self.buckets(fragment)]
+
+    def _owe_as_before(self, fragment: Fragment, flight: Flight) -> None:
+        """Remember what this rank owes, for an exchange that is done again, or go back to that."""
+        own = {name: part for bucket in self.buckets(fragment) for name, part in bucket.residuals().items()}
+        if flight.owed is None:
+            flight.owed = {name: part.clone() for name, part in own.items()}
+        for name, part in own.items():
+            part.copy_(flight.owed[name])
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what this rank owes to the averages of what is still to leave, and of what is under way."""
+        owed = self.engine.residuals()
+        for fragment in self.fragments:
+            owed |= (fragment.flight.owed or {}) if fragment.flight is not None else {}
+        return owed
 
     def _average(self, bucket: GradientBucket, number: int, generation: int) -> Future[Span]:
         elastic = self.world.elastic
@@ -105,8 +123,9 @@ class FragmentExchange(WorldBroadcaster):
         self.engine.members, self.engine.algorithm = members, self.algorithm.among(len(members))
         if self._memory_epoch != self.world.elastic.memory_epoch:
             self._memory_epoch = self.world.elastic.memory_epoch
-            self._buckets = self._new_buckets()
+            owed, self._buckets = self.engine.residuals(), self._new_buckets()
             self.engine.replace_buckets(self._flat())
+            self.engine.owe(owed)
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""

@@ -144,7 +144,7 @@ class LocalReplica(AfterStepReplica):
         return super().state_dict() | {
             "due": self._passes_due,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
-            "residuals": {name: part.clone() for name, part in self._exchange.engine.residuals().items()},
+            "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
         }
 
@@ -193,7 +193,10 @@ class LocalReplica(AfterStepReplica):
         self._world.agree("load_state_dict", step=due, under_way=flights, anchors=anchors)
 
     def detach(self) -> None:
-        """Remove all hooks, and drop what is under way; not collective."""
+        """Remove all hooks, and drop the averages that are under way once they are there; not collective."""
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                fragment.flight.wait()
         super().detach()
         for fragment in self._fragments:
             fragment.drop_flight()

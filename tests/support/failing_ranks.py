@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.algorithms import ring
 from commrt.membership.liveness import LivenessListener
+from commrt.training.model_state import fingerprint
 
 STRIKE = 5
 """The step at which something happens."""
@@ -155,3 +156,25 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
             tell("done")
             world.store.wait(["evicted"])
         return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)
+
+
+def killed_in_local_sgd(tell, algorithm, victim, where):
+    """The victim dies in step STRIKE: in its backward pass, or while its weights are under way."""
+    model = model_of()
+    replica, optimizer, world = joined(algorithm, 20, model)
+
+    def die(*_):
+        if world.rank == victim and step >= STRIKE:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "backward":
+        model[2].weight.register_hook(die)
+    elif world.rank == victim:
+        run = replica._exchange.engine.reduce_now
+        replica._exchange.engine.reduce_now = lambda *args: die() or run(*args)
+    for step in range(3 * STRIKE):  # read by the hooks
+        one_step(model, optimizer, world.rank, step)
+    replica.consolidate()
+    found = fingerprint(model), [*world.members]
+    world.close()
+    return found
