@@ -136,6 +136,17 @@ class LocalSGD:
             return True
         return (step - self.warmup - self.period * fragment // self.fragments) % self.period == 0
 
+    @property
+    def at_once(self) -> int:
+        """How many fragments may be under way at once; those whose numbers differ by a multiple of it never are.
+
+        >>> [LocalSGD(period=100, delay=delay, fragments=4).at_once for delay in (0, 5, 25, 26, 51, 100)]
+        [1, 1, 1, 2, 4, 4]
+        """
+        parts = range(1, self.fragments + 1)
+        fits = (self.fragments % each == 0 and self.period * each // self.fragments >= self.delay for each in parts)
+        return next(each for each, fit in zip(parts, fits, strict=True) if fit)
+
     def delay_at(self, step: int) -> int:
         """Return how many steps after `step` the weights that leave then are merged."""
         return self.delay if step > self.warmup else 0

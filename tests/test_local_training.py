@@ -16,7 +16,7 @@ from torch import nn
 
 import commrt
 from commrt import Direct, Gossip, HeavyBall, Int4, Int8, LocalSGD, Mix, Nesterov, SlowMomentum
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import DisagreementError, Place, UsageError
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
@@ -396,6 +396,18 @@ def test_a_detached_model_trains_alone_and_can_be_attached_again():
     assert same(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize(("delay", "share"), [(5, 0.25), (26, 0.5), (100, 1.0)])
+def test_fragments_that_are_never_under_way_together_share_memory(delay, share):
+    def body(world):
+        model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+        loop = Loop(world, LocalSGD(100, delay, fragments=4), model, bucket_cap_mb=0.05)
+        wires = [bucket.wire for bucket in loop.replica._exchange.engine.buckets]
+        spans = sorted({(wire.data_ptr(), wire.nbytes) for wire in wires})
+        return sum(nbytes for _, nbytes in spans) / (4 * 8 * 10_000)
+
+    assert run_ranks(2, body) == pytest.approx([share] * 2, rel=0.02)
+
+
 REFUSED = [
     (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
     (LocalSGD(wire=torch.float16), {"wire": torch.bfloat16}, "give it once"),
@@ -460,6 +472,29 @@ def test_the_others_go_on_without_ranks_that_are_lost_one_after_the_other(data):
     for rank in stay:
         assert found[rank][1] == tuple(stay)
         assert same(found[rank][0], found[stay[0]][0])
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS[2:4], ALGORITHMS[5]], ids=str)
+def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, number):
+    def body(world, fails):
+        loop = Loop(world, algorithm)
+        engine, calls = loop.replica._exchange.engine, iter(range(1000))
+        run = engine.reduce_now
+
+        def lost_at_the_last_moment(*args):
+            span = run(*args)
+            if next(calls) == number and fails and world.rank == 1:
+                raise commrt.PeerLost("the connection broke", Place(1, 0))
+            return span
+
+        engine.reduce_now = lost_at_the_last_moment
+        return params(loop.run(14).model), tuple(world.members)
+
+    expected = run_ranks(3, lambda world: body(world, fails=False), timeout_s=PATIENT_S)
+    found = run_ranks(3, lambda world: body(world, fails=True), timeout_s=PATIENT_S)
+    assert {members for _, members in found} == {(0, 1, 2)}
+    assert all(same(own, before) for (own, _), (before, _) in zip(found, expected, strict=True))
 
 
 def test_codes_and_residuals_go_on_without_a_lost_rank():

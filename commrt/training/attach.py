@@ -50,6 +50,7 @@ from commrt.training.model_state import Stateful, dump, flatten, load
 from commrt.training.replica import Replica, attached, attached_to
 from commrt.training.synchronous import SynchronousReplica
 from commrt.transport.channel import host_identity
+from commrt.transport.protocol import Allocate
 
 __all__ = ["attach"]
 
@@ -236,8 +237,8 @@ def _locally(request: _Request, algorithm: LocalSGD) -> Replica:
     )
     fragments = cut_fragments(exchanged_tensors(request.model), algorithm)
 
-    def build(parcels: Sequence[Named], first: int) -> list[GradientBucket]:
-        return build_buckets(parcels, wire, request.cap_nbytes, number, world.transport.allocate, first)
+    def build(parcels: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
+        return build_buckets(parcels, wire, request.cap_nbytes, number, allocate, first)
 
     exchange = FragmentExchange(world, algorithm, fragments, build, number)
     engine = exchange.engine

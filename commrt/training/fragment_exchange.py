@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from commrt.algorithms.local import LocalSGD
@@ -22,11 +23,36 @@ from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.training.fragment import Flight, Fragment
+from commrt.transport.protocol import Allocate
 
 __all__ = ["BuildFragmentBuckets", "FragmentExchange"]
 
-BuildFragmentBuckets = Callable[[Sequence[Named], int], list[GradientBucket]]
-"""Makes buckets of named differences, numbered from a first index on."""
+BuildFragmentBuckets = Callable[[Sequence[Named], int, Allocate], list[GradientBucket]]
+"""Makes buckets of named differences, numbered from a first index on, whose wires lie in memory of an `Allocate`."""
+
+
+class _SharedMemory:
+    """Memory for fragments that are never under way at the same time; `begin` with each of them."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._pieces: list[Tensor] = []
+        self._used: list[int] = []
+
+    def begin(self) -> None:
+        """Give out all memory again."""
+        self._used = [0] * len(self._pieces)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return [numel] of the first piece that has room."""
+        for i, piece in enumerate(self._pieces):
+            begin = self._used[i]
+            if piece.dtype == dtype and begin + numel <= len(piece):
+                self._used[i] += numel
+                return piece[begin : begin + numel]
+        self._pieces.append(self._allocate(numel, dtype, device))
+        self._used.append(numel)
+        return self._pieces[-1]
 
 
 class FragmentExchange(WorldBroadcaster):
@@ -45,8 +71,11 @@ class FragmentExchange(WorldBroadcaster):
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         found: list[list[GradientBucket]] = []
+        memory = [_SharedMemory(self.world.transport.allocate) for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
-            found.append(self._build(fragment.parcels, sum(map(len, found))))
+            own = memory[fragment.index % len(memory)]
+            own.begin()
+            found.append(self._build(fragment.parcels, sum(map(len, found)), own.allocate))
         return found
 
     def _flat(self) -> list[GradientBucket]:
@@ -70,6 +99,8 @@ class FragmentExchange(WorldBroadcaster):
         for bucket in self.buckets(fragment):
             header = Header(0, self._number, 0, flight.step, bucket.index, flight.settings)
             bucket.take(header, lambda _: True)
+            if len(self.fragments) > self.algorithm.at_once:
+                bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         self._owe_as_before(fragment, flight)
         flight.generation = generation
         number = fragment.exchanges - 1

@@ -59,6 +59,7 @@ class LocalReplica(AfterStepReplica):
         for fragment in self._fragments:
             if fragment.flight is not None and self._is_back(fragment.flight):
                 self._merge(fragment)
+        for fragment in self._fragments:
             if self._local.leaves(fragment.index, self._step):
                 self._leave(fragment)
                 if not self._local.delay_at(self._step):
