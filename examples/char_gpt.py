@@ -81,9 +81,11 @@ def parsed() -> argparse.Namespace:
     """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    algorithms = ["torus2d", "ring", "halving_doubling", "gossip", "backup"]
+    algorithms = ["torus2d", "ring", "halving_doubling", "gossip", "backup", "local"]
     add("--algorithm", choices=algorithms, default="torus2d", help="algorithm to train with")
     add("--wire", choices=WIRES, default="fp32", help="dtype of gradients or weights on the wire")
+    add("--period", type=int, default=16, help="with local: steps that ranks train alone")
+    add("--delay", type=int, default=4, help="with local: steps after which an average is merged")
     add("--steps", type=int, default=500, help="training steps")
     add("--batch", type=int, default=16, help="pieces of text, per rank")
     add("--length", type=int, default=64, help="letters per piece")
@@ -93,6 +95,13 @@ def parsed() -> argparse.Namespace:
     add("--lr", type=float, default=2e-3, help="learning rate")
     add("--write", type=int, default=300, help="letters to write at the end")
     return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace) -> commrt.Algorithm:
+    """Return the algorithm to train with."""
+    if options.algorithm == "local":
+        return commrt.LocalSGD(options.period, options.delay)
+    return by_name(options.algorithm)
 
 
 def main() -> None:
@@ -111,7 +120,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.95))
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         replica = commrt.attach(
-            model, optimizer, by_name(options.algorithm), wire=WIRES[options.wire],
+            model, optimizer, chosen(options), wire=WIRES[options.wire],
             also=[rate],  # with backup workers, a late rank gets it with the weights
         )  # fmt: skip
 
@@ -126,7 +135,7 @@ def main() -> None:
             if replica.step % 100 == 0 and world.rank == world.members[0]:
                 print(f"step {replica.step}: {loss.item():.2f}", flush=True)
 
-        replica.consolidate()  # gossip leaves replicas slightly different, and backup workers leave late ranks behind
+        replica.consolidate()  # gossip and local SGD leave replicas different, backup workers leave late ranks behind
         if world.rank == world.members[0]:  # rank 0, unless it was lost
             draw = torch.Generator().manual_seed(0)
             x, y = (part.to(device) for part in batch_of(test, 128, options.length, draw))
