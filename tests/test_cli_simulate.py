@@ -348,3 +348,30 @@ def test_the_table_of_local_sgd_says_which_delay_hides_the_exchange():
 )
 def test_what_is_not_of_local_sgd_is_refused_in_words(args, says):
     assert says in refused("simulate", *args)
+
+
+SLOW = ("plan", *LOCAL[2:], "--wire", "fp32")
+
+
+def test_where_much_of_the_best_step_is_exposed_the_plan_names_local_sgd_after_it():
+    record = told(*SLOW)
+    local = record["local_sgd"]
+    assert (local["period"], local["delay"], local["step_seconds"]) == (16, 2, 0.1)
+    algorithm = eval(local["python"], {"commrt": commrt})  # noqa: S307  # what a user would paste
+    assert (algorithm.period, algorithm.delay) == (16, 2)
+    assert "LocalSGD" not in str(record["plans"])
+    *_, advice, sentence, _ = invoke(*SLOW).output.splitlines()
+    assert advice == record["best"]["python"]
+    assert sentence.startswith(f"{local['python']} would hide the exchange, with steps of 100.00 ms; weights are then ")
+    assert sentence.endswith("up to 16 steps apart and averages 2 steps late, so try the accuracy on your own model")
+
+
+def test_the_period_that_the_plan_names_is_as_long_as_hiding_needs():
+    found = {ms: told(*SLOW, "--compute-ms", ms)["local_sgd"] for ms in (1, 0.1)}
+    assert (found[1]["period"], found[1]["delay"]) == (256, 156)
+    assert found[0.1] is None  # no period up to 512 steps does
+
+
+@pytest.mark.parametrize("more", [("--compute-ms", 1000), ("--backups", "1", "--law", "slow", "--steps", 100)])
+def test_a_plan_that_hides_most_or_has_backups_does_not_name_local_sgd(more):
+    assert told(*SLOW, *more)["local_sgd"] is None
