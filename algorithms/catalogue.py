@@ -11,15 +11,16 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling
+from commrt.algorithms.local import LocalSGD
 from commrt.algorithms.parts import require_root
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["ALGORITHMS", "BACKUP", "COLLECTIVES", "DIRECT", "GOSSIP", "ROOTED", "by_name", "candidates"]
+__all__ = ["ALGORITHMS", "BACKUP", "COLLECTIVES", "DIRECT", "GOSSIP", "LOCAL", "ROOTED", "by_name", "candidates"]
 
-GOSSIP, BACKUP, DIRECT = "gossip", "backup", "direct"
+GOSSIP, BACKUP, DIRECT, LOCAL = "gossip", "backup", "direct", "local"
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
@@ -36,7 +37,7 @@ def by_name(name: str) -> Algorithm:
     >>> by_name("torus2d")
     Torus2D(grid=None, both_ways=False)
     """
-    offered = {**ALGORITHMS, GOSSIP: Gossip, BACKUP: BackupWorkers}
+    offered = {**ALGORITHMS, GOSSIP: Gossip, BACKUP: BackupWorkers, LOCAL: LocalSGD}
     if name not in offered:
         raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}")
     return offered[name]()

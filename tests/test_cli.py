@@ -92,7 +92,7 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
     [
         (
             ("verify", "tree"),
-            "no algorithm is called 'tree': choose one of backup, direct, gossip, halving_doubling, ring, torus2d",
+            "no algorithm is called 'tree': choose one of backup, direct, gossip, halving_doubling, local, ring",
         ),
         (("verify", "all_gather", "--schedule", "doubling", "--ranks", "6"), "choose one of ring, bruck, direct"),
         (("verify", "broadcast", "--root", "4"), r"choose one of 0\.\.3"),
@@ -108,8 +108,8 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
         (("train", "--workers", "0"), "--workers 0: give at least 1"),
-        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, ring"),
-        (("train", "--compare", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, ring"),
+        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, local"),
+        (("train", "--compare", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, local"),
         (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
         (("train", "--timeout-s", "0"), "--timeout-s=0.0 is no deadline: give seconds, above 0"),
@@ -123,6 +123,13 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
         (("train", "--algorithm", "gossip", "--wire", "int8"), "with gossip: .* or Direct"),
         (("train", "--algorithm", "backup", "--wire", "int2"), "with backup workers: .* such as int8"),
         (("train", "--algorithm", "ddp", "--wire", "int8"), "--wire int8 is not for ddp: .* --algorithm direct"),
+        (("train", "--algorithm", "local", "--period", "4", "--delay", "5"), "delay=5 is longer than period=4"),
+        (("train", "--algorithm", "local", "--period", "2", "--fragments", "3"), "at most one may leave per step"),
+        (("train", "--algorithm", "local", "--outer", "0.7"), "--outer 0.7: write RATE,MOMENTUM, such as 0.7,0.5"),
+        (("train", "--algorithm", "local", "--outer", "nan,0.5"), "rate must be above 0 and below"),
+        (("train", "--period", "4"), "torus2d is not local SGD: leave --period out"),
+        (("train", "--algorithm", "gossip", "--outer", "1,0"), "gossip is not local SGD: leave --outer out"),
+        (("verify", "local", "--grid", "2x2"), "--grid and --both-ways are for torus2d, not for local"),
         (("verify", "direct", "--within", "3"), "4 ranks do not fill hosts of within=3"),
         (("verify", "torus2d", "--within", "2"), "--within is for gossip and direct, not for torus2d"),
         (("train", "--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
@@ -399,6 +406,45 @@ def test_backup_workers_train_on_a_wire_of_codes():
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("backup", "int8", True)
+
+
+@pytest.mark.processes
+def test_local_sgd_trains_alone_for_a_period_and_ends_with_equal_replicas():
+    settings = ["--algorithm", "local", "--period", "4", "--delay", "2", "--outer", "0.7,0.5"]
+    result = command("train", "--workers", "2", "--epochs", "1", *settings, "--compare", "torus2d", "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("commrt: 15 outer steps are few for a momentum of 0.5, which needs about 20") == 1
+    record = json.loads(result.stdout)
+    (synchronous,) = record["compared"]
+    assert (record["algorithm"], record["steps"], record["replicas_equal"]) == ("local", 62, True)
+    assert record["disagreement"] > 0 == synchronous["disagreement"]
+    assert record["test_accuracy"] > 0.7
+    assert record["bytes_sent_per_step"] == pytest.approx(synchronous["bytes_sent_per_step"] * 15 / 62, rel=0.01)
+    assert 0 < record["exposed_comm_seconds"] < record["step_seconds"]
+
+
+@pytest.mark.processes
+def test_local_sgd_can_be_compared_on_a_wire_of_codes_which_direct_carries():
+    options = ["--wire", "int4", "--compare", "local", "--period", "4", "--fragments", "2", "--json"]
+    result = command("train", "--workers", "2", "--epochs", "1", *options)
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    (local,) = record["compared"]
+    assert (local["algorithm"], local["wire"], local["replicas_equal"]) == ("local", "int4", True)
+    assert 0 < local["bytes_sent_per_step"] < record["bytes_sent_per_step"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_local_sgd_goes_on_without_a_worker_that_dies_and_its_page_says_so(tmp_path):
+    fault = ["--inject", "kill:rank=2,step=20", "--report", str(tmp_path)]
+    result = command(
+        "train", "--workers", "3", "--epochs", "1", "--algorithm", "local", "--period", "4", *fault, "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert (record["lost"], record["replicas_equal"]) == ([2], True)
+    assert "The schedule of each average" in tmp_path.joinpath("report.html").read_text()
 
 
 def test_a_run_on_another_wire_than_the_first_says_so():

@@ -281,3 +281,97 @@ def test_every_plan_for_codes_verifies():
             for algorithm in coded_candidates(ranks, per_node):
                 schedule = algorithm.schedule(0, ranks)
                 prove(schedule, all_reduce(ranks, schedule.chunks))
+
+
+LOCAL = ("simulate", "local", "--ranks", 8, "--cluster", "ethernet-10g", "--model", "resnet50", "--compute-ms", 100)
+
+
+def step_ms(record):
+    return {each["delay"]: 1e3 * each["step_seconds"] for each in record["delays"]}
+
+
+def test_local_sgd_pays_for_one_exchange_per_period_and_a_delay_hides_it():
+    record = told(*LOCAL)
+    assert record["seconds"] == pytest.approx(0.156, abs=0.0005)
+    assert list(step_ms(record)) == [0, 1, 2, 4, 8, 16]
+    assert step_ms(record)[0] == pytest.approx(100 + 156 / 16, abs=0.05)
+    assert step_ms(record)[1] == pytest.approx(100 + 56 / 16, abs=0.05)
+    assert step_ms(record)[2] == 100
+    assert record["hiding_delay"] == 2
+    assert record["synchronous"]["exposed_seconds"] > 0.09
+
+
+def test_local_sgd_in_each_step_is_synchronous_training_without_overlap():
+    synchronous = told("simulate", "torus2d", *LOCAL[2:])
+    after, under = synchronous["exchanges"]
+    record = told(*LOCAL, "--period", 1)
+    assert step_ms(record)[0] == pytest.approx(1e3 * after["step_seconds"])
+    assert record["synchronous"]["step_seconds"] == under["step_seconds"]
+    assert record["seconds"] == synchronous["seconds"]
+
+
+def test_each_fragment_is_hidden_by_the_delay_and_all_of_them_by_the_period():
+    whole, parts = told(*LOCAL, "--compute-ms", 20), told(*LOCAL, "--compute-ms", 20, "--fragments", 4)
+    assert (whole["hiding_delay"], parts["hiding_delay"]) == (8, 2)
+    assert step_ms(parts)[0] == pytest.approx(step_ms(whole)[0], rel=0.01)
+    assert step_ms(parts)[1] == pytest.approx(20 + (156 - 4 * 20) / 16, rel=0.01)
+    slow = told(*LOCAL, "--compute-ms", 5, "--fragments", 4)
+    assert slow["hiding_delay"] is None
+    assert step_ms(slow)[4] == step_ms(slow)[16] == pytest.approx(5 + (156 - 16 * 5) / 16, rel=0.01)
+
+
+def test_the_delay_that_was_asked_for_is_a_row_and_codes_travel_by_direct():
+    record = told(*LOCAL, "--wire", "int4", "--period", 10, "--delay", 3)
+    assert list(step_ms(record)) == [0, 1, 2, 3, 4, 8, 10]
+    assert record["seconds"] == told("simulate", "direct", *LOCAL[2:], "--wire", "int4")["seconds"]
+
+
+def test_the_table_of_local_sgd_says_which_delay_hides_the_exchange():
+    shown = invoke(*LOCAL, "--delay", 2).output
+    assert re.search(r"│ 2 +│ +100\.00 │ +0\.00 │ +100\.0% │", shown)
+    assert "102.2 MB in 156.045 ms once per period" in shown
+    assert "smallest delay that hides the exchange: 2" in shown
+    assert "none within the period" in invoke(*LOCAL, "--compute-ms", 5).output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["local", *BUFFER], "local SGD is simulated as training steps: give --model, and leave --nbytes out"),
+        ([*LOCAL[1:], "--jitter", 0.1], "with ranks of equal speed: leave --jitter out"),
+        ([*LOCAL[1:], "--steps", 9], "with ranks of equal speed: leave --steps out"),
+        ([*LOCAL[1:], "--period", 4, "--delay", 5], "delay=5 is longer than period=4"),
+        ([*LOCAL[1:], "--grid", "4x2"], "--grid and --both-ways are for torus2d, not for local"),
+        (["ring", *BUFFER, "--delay", 1], "ring is not local SGD: leave --delay out"),
+        (["backup", "--fragments", 2], "backup is not local SGD: leave --fragments out"),
+    ],
+)
+def test_what_is_not_of_local_sgd_is_refused_in_words(args, says):
+    assert says in refused("simulate", *args)
+
+
+SLOW = ("plan", *LOCAL[2:], "--wire", "fp32")
+
+
+def test_where_much_of_the_best_step_is_exposed_the_plan_names_local_sgd_after_it():
+    record = told(*SLOW)
+    local = record["local_sgd"]
+    assert (local["period"], local["delay"], local["step_seconds"]) == (16, 2, 0.1)
+    algorithm = eval(local["python"], {"commrt": commrt})  # noqa: S307  # what a user would paste
+    assert (algorithm.period, algorithm.delay) == (16, 2)
+    assert "LocalSGD" not in str(record["plans"])
+    *_, advice, sentence, _ = invoke(*SLOW).output.splitlines()
+    assert advice == record["best"]["python"]
+    assert sentence.startswith(f"{local['python']} would hide the exchange, with steps of 100.00 ms; weights are then ")
+    assert sentence.endswith("up to 16 steps apart and averages 2 steps late, so try the accuracy on your own model")
+
+
+def test_the_period_that_the_plan_names_is_as_long_as_hiding_needs():
+    found = {ms: told(*SLOW, "--compute-ms", ms)["local_sgd"] for ms in (1, 0.1)}
+    assert (found[1]["period"], found[1]["delay"]) == (256, 156)
+    assert found[0.1] is None  # no period up to 512 steps does
+
+
+@pytest.mark.parametrize("more", [("--compute-ms", 1000), ("--backups", "1", "--law", "slow", "--steps", 100)])
+def test_a_plan_that_hides_most_or_has_backups_does_not_name_local_sgd(more):
+    assert told(*SLOW, *more)["local_sgd"] is None

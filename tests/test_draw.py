@@ -125,6 +125,7 @@ def test_a_png_is_one(tmp_path):
         (["ring", "--ranks", 100, "--out", "ring.svg"], "ring has 100 ranks: a picture can show 64 ranks and 130"),
         (["scaling", "--out", "scaling.svg"], "efficiency is of a training step: give --model"),
         (["gossip", "--model", "resnet50", "--out", "step.svg"], "gossip exchanges between steps"),
+        (["local", "--model", "resnet50", "--out", "step.svg"], "local SGD exchanges between steps"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_words(args, says):

@@ -29,7 +29,9 @@ def mostly(*good, bad=BAD):
     return st.one_of(*[st.sampled_from(good)] * 4, bad)
 
 
-ALGORITHM = mostly("ring", "halving_doubling", "torus2d", "direct", "gossip", "backup", "scaling", "RING", "ddp")
+ALGORITHM = mostly(
+    "ring", "halving_doubling", "torus2d", "direct", "gossip", "local", "backup", "scaling", "RING", "ddp"
+)
 PROVEN = mostly("ring", "torus2d", "gossip", "broadcast", "scatter", "all_gather", "all_to_all", "barrier", "GATHER")
 RANKS = mostly("1", "2", "3", "4", "6", "8", "13", bad=MANY)
 COUNT = mostly("1", "2", "5", bad=MANY | BAD)
@@ -50,6 +52,7 @@ SHAPES = {
     "--topology": mostly("dissemination", "hypercube"),
     "--within": COUNT,
 }
+LOCAL = {"--period": COUNT, "--delay": COUNT, "--fragments": COUNT}
 LAWS = {
     "--steps": COUNT,
     "--seed": mostly("0", "7", bad=MANY),
@@ -75,7 +78,16 @@ OPTIONS = {
     ),
     "simulate": (
         ALGORITHM,
-        {"--nbytes": SIZE, "--bucket-cap-mb": SIZE, "--jitter": SIZE, "--json": None, **SHARED, **SHAPES, **LAWS},
+        {
+            "--nbytes": SIZE,
+            "--bucket-cap-mb": SIZE,
+            "--jitter": SIZE,
+            "--json": None,
+            **SHARED,
+            **SHAPES,
+            **LAWS,
+            **LOCAL,
+        },
     ),
     "plan": (None, {"--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"), "--json": None, **SHARED, **LAWS}),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
@@ -97,6 +109,8 @@ OPTIONS = {
             "--start-timeout-s": SIZE,
             "--trace": FILE,
             "--json": None,
+            **LOCAL,
+            "--outer": mostly("0.7,0.9", "1,0", "0.7", "nan,0", "1e400,0", "0.7,0.9,1", ","),
             "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"),
         },
     ),

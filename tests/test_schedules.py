@@ -420,7 +420,8 @@ def test_the_tree_adds_all_up_at_every_root_in_a_logarithmic_number_of_steps(ran
 
 def test_the_catalogue_lists_its_names_when_asked_for_another():
     with pytest.raises(
-        UsageError, match="is called 'tours2d': choose one of backup, direct, gossip, halving_doubling, ring, torus2d"
+        UsageError,
+        match="is called 'tours2d': choose one of backup, direct, gossip, halving_doubling, local, ring, torus2d",
     ):
         by_name("tours2d")
 

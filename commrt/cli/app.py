@@ -11,7 +11,7 @@ import typer
 
 import commrt
 from commrt.cli import options as opt
-from commrt.cli.options import BackupOptions, ExchangeOptions, RecipeName, Wire
+from commrt.cli.options import BackupOptions, ExchangeOptions, LocalOptions, RecipeName, Wire
 from commrt.cost.planner import BackupCost
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
@@ -51,7 +51,7 @@ def train(
         str | None,
         typer.Option(
             show_default="torus2d; direct for a wire of codes",
-            help="ring, halving_doubling, torus2d, direct, gossip, backup, or ddp for plain DDP.",
+            help="ring, halving_doubling, torus2d, direct, gossip, local, backup, or ddp for plain DDP.",
         ),
     ] = None,
     backups: Annotated[
@@ -89,16 +89,11 @@ def train(
         str | None,
         typer.Option(metavar="DIR", help="Write a page about the run and those it is compared with: DIR/report.html."),
     ] = None,
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FAULT",
-            help="Inject a fault into each run; repeatable. slow:rank=2,prob=0.1,seconds=0.5: rank 2 (every rank if "
-            "none is named) computes that much longer in a tenth of its steps. slow:prob=0.03,low=5,high=20: 5 to 20 "
-            "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0. "
-            "stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
-        ),
-    ] = None,
+    inject: opt.Faults = None,
+    period: opt.Period = None,
+    delay: opt.Delay = None,
+    fragments: opt.Fragments = None,
+    outer: opt.Outer = None,
     as_json: opt.Json = False,
 ) -> None:
     """Train a small CNN on real images with several workers.
@@ -113,11 +108,14 @@ def train(
     algorithm = algorithm or command.default_algorithm(wire.value)
     if "backup" not in {algorithm, *(compare or [])}:
         _leave_out(f"{algorithm} has no backup workers", {"--backups": backups})
+    local = LocalOptions(period, delay, fragments, outer)
+    if "local" not in {algorithm, *(compare or [])}:
+        _leave_out(f"{algorithm} is not local SGD", local.given())
     lr = RECIPES[recipe.value].lr if lr is None else lr
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
         algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
-        1 if backups is None else backups, recipe.value, report,
+        1 if backups is None else backups, recipe.value, report, local,
     )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 
@@ -127,8 +125,8 @@ def verify(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help="ring, halving_doubling, torus2d, direct, gossip or backup. Or a collective: broadcast, reduce, "
-            "gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or barrier."
+            help="ring, halving_doubling, torus2d, direct, gossip, local or backup. Or a collective: broadcast, "
+            "reduce, gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or barrier."
         ),
     ],
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks.")] = 4,
@@ -172,7 +170,8 @@ def simulate(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help="ring, halving_doubling, torus2d, direct or gossip; or backup, for steps that wait for some ranks."
+            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; or backup, for "
+            "steps that wait for some ranks."
         ),
     ],
     ranks: Annotated[
@@ -200,6 +199,9 @@ def simulate(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
+    period: opt.Period = None,
+    delay: opt.Delay = None,
+    fragments: opt.Fragments = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate an exchange or a training step on a cluster.
@@ -209,6 +211,9 @@ def simulate(
     from commrt.cli import simulate as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.verify import choose  # noqa: PLC0415
 
+    local = LocalOptions(period, delay, fragments)
+    if algorithm != "local":
+        _leave_out(f"{algorithm} is not local SGD", local.given())
     if algorithm == "backup":
         exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
         _leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
@@ -219,7 +224,13 @@ def simulate(
     options = ExchangeOptions(
         ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
     )
-    command.run(choose(algorithm, grid, both_ways, topology, within), options, as_json)
+    chosen = choose(algorithm, grid, both_ways, topology, within)
+    if algorithm == "local":
+        from commrt.cli import simulate_local  # noqa: PLC0415
+
+        simulate_local.run(local, options, as_json)
+        return
+    command.run(chosen, options, as_json)
 
 
 @app.command(rich_help_panel=PRICE)

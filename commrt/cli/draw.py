@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from commrt.algorithms.catalogue import ALGORITHMS, DIRECT, GOSSIP, by_name
 from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.local import LocalSGD
 from commrt.cli.options import ExchangeOptions, compute_of, workload_of
 from commrt.cli.simulate import CLUSTER, ExchangeEstimate
 from commrt.cost.cluster import Cluster
@@ -58,6 +59,8 @@ def _simulated_step(algorithm: Algorithm, options: ExchangeOptions, model: str) 
     cluster = Cluster.named(options.cluster or CLUSTER)
     if isinstance(algorithm, Gossip):
         raise UsageError("gossip exchanges between steps: draw its schedule, or how it scales")
+    if isinstance(algorithm, LocalSGD):
+        raise UsageError("local SGD exchanges between steps: draw its schedule, or use commrt simulate local")
     workload = workload_of(model)
     compute_s, _ = compute_of(options, workload, cluster)
     estimate = ExchangeEstimate(algorithm, options, cluster)

@@ -13,15 +13,19 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from commrt.algorithms.direct import Direct
+from commrt.algorithms.local import LocalSGD
+from commrt.algorithms.outer import Nesterov
 from commrt.cost.cluster import Cluster
 from commrt.cost.wires import CODINGS, GRADIENT_NBYTES, wire_nbytes
 from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
-    "WIRE_HELP", "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName", "ComputeMs", "ExchangeOptions",
-    "Exponent", "Grid", "Json", "Law", "LawName", "Model", "Nbytes", "Parameters", "RecipeName", "Seed", "Steps",
-    "TimesFile", "TopologyName", "Wire", "WireDtype", "Within", "compute_of", "json_of", "workload_of",
+    "WIRE_HELP", "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName", "ComputeMs", "Delay",
+    "ExchangeOptions", "Exponent", "Faults", "Fragments", "Grid", "Json", "Law", "LawName", "LocalOptions", "Model",
+    "Nbytes", "Outer", "Parameters", "Period", "RecipeName", "Seed", "Steps", "TimesFile", "TopologyName", "Wire",
+    "WireDtype", "Within", "compute_of", "json_of", "workload_of",
 ]  # fmt: skip
 
 RESNET50, BATCH = "resnet50", 32
@@ -34,6 +38,7 @@ LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
 option = typer.Option
 shape_option = partial(typer.Option, rich_help_panel="Shape of the algorithm")
 slow_option = partial(typer.Option, rich_help_panel="Backup workers: how slow ranks are")
+local_option = partial(typer.Option, rich_help_panel="Local SGD")
 
 Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
@@ -84,6 +89,45 @@ Exponent = Annotated[
         show_default="published counts with --law paper, else 1",
         help="Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch halves them, 0 if it "
         "does not help.",
+    ),
+]
+MOST_STEPS = 1_000_000
+Period = Annotated[
+    int | None,
+    local_option(min=1, max=MOST_STEPS, show_default="16", help="Steps that ranks train alone before they average."),
+]
+Delay = Annotated[
+    int | None,
+    local_option(
+        min=0,
+        max=MOST_STEPS,
+        show_default="0",
+        help="Steps after which the average is used, at most the period. They hide the exchange.",
+    ),
+]
+Fragments = Annotated[
+    int | None,
+    local_option(
+        min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave one after the other in a period."
+    ),
+]
+Outer = Annotated[
+    str | None,
+    local_option(
+        metavar="RATE,MOMENTUM",
+        show_default="the average replaces the weights",
+        help="Move the weights towards the average with Nesterov momentum, such as 0.7,0.5.",
+    ),
+]
+Faults = Annotated[
+    list[str] | None,
+    option(
+        "--inject",
+        metavar="FAULT",
+        help="Inject a fault into each run; repeatable. slow:rank=2,prob=0.1,seconds=0.5: rank 2 (every rank if "
+        "none is named) computes that much longer in a tenth of its steps. slow:prob=0.03,low=5,high=20: 5 to 20 "
+        "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0. "
+        "stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
     ),
 ]
 LIMITS = {"compute_ms": 1e9, "jitter": 1e9, "bucket_cap_mb": 1e9, "nbytes": 1e18}
@@ -152,6 +196,34 @@ class BackupOptions(NamedTuple):
     def law_name(self) -> str:
         """Return where the times of ranks come from."""
         return "recorded" if self.times is not None else self.law or LawName.paper.value
+
+
+class LocalOptions(NamedTuple):
+    """The options about local SGD; None if an option was not given."""
+
+    period: int | None = None
+    delay: int | None = None
+    fragments: int | None = None
+    outer: str | None = None
+    """Rate and momentum of the outer optimizer."""
+
+    def given(self) -> dict[str, object]:
+        """Return the options by name."""
+        return {f"--{name}": value for name, value in self._asdict().items()}
+
+    def algorithm(self, wire: str = "fp32") -> LocalSGD:
+        """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
+        values = self._asdict() | {"outer": None if self.outer is None else _outer(self.outer)}
+        values |= {"inner": Direct()} if wire in CODINGS else {}
+        return LocalSGD(**{name: value for name, value in values.items() if value is not None})
+
+
+def _outer(text: str) -> Nesterov:
+    try:
+        rate, momentum = map(float, text.split(","))
+    except ValueError:
+        raise UsageError(f"--outer {text}: write RATE,MOMENTUM, such as 0.7,0.5") from None
+    return Nesterov(rate, momentum)
 
 
 def json_of(facts: object) -> str:

@@ -7,7 +7,7 @@ Backups are planned for late ranks that finish their gradients before they go on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,6 +21,7 @@ from commrt.algorithms.ring import Ring
 from commrt.cli.options import BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
 from commrt.cli.simulate import CLUSTER, coding_sentence, estimate_backups
 from commrt.cost.cluster import Cluster
+from commrt.cost.local_steps import LocalSteps, hiding_period
 from commrt.cost.planner import BackupCost, Plan, exchange_plans, step_plans
 from commrt.cost.price import Pricing, all_reduce_bound_s
 from commrt.cost.stragglers import step_time_s
@@ -37,6 +38,10 @@ MIN_WIDTH = 124
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
 AUTO = "auto"
+EXPOSED = 0.2
+"""If more of the best step is exposed, local SGD is named too."""
+LOCAL_PERIODS = 16, 512
+"""The shortest and the longest period that is named."""
 COLUMNS: dict[str, Callable[[Plan], str | None]] = {
     "algorithm": lambda plan: plan.name,
     "backups": lambda plan: str(plan.backups) if plan.backups else None,
@@ -60,6 +65,7 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
     if options.ranks - best.backups <= PROVEN_RANKS:
         schedule = best.algorithm.schedule(0, options.ranks - best.backups)
         prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+    local = None if waitings else _local(best, options, cluster)
     if as_json:
         record = {
             "cluster": cluster.name,
@@ -68,6 +74,7 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
             "proven": is_proven,
             "reason": _reason(plans, cluster),
             "lower_bound_seconds": all_reduce_bound_s(cluster, options.ranks, best.nbytes),
+            "local_sgd": local,
             "plans": [_record(plan) for plan in plans],
         }
         print(json_of(record))
@@ -79,6 +86,8 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
     for line in (*_other_backups(plans), *_on_codes(best, options, cluster)):
         print(line)
     print(best.python)
+    if local is not None:
+        print(_local_sentence(local))
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
 
@@ -161,6 +170,32 @@ def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterato
     schedule = best.algorithm.schedule(0, options.ranks - best.backups)
     yield coding_sentence(2 * Pricing(schedule, cluster, CODINGS[best.wire]).code_s(best.nbytes), cluster)
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
+
+
+def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, Any] | None:
+    """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
+    if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
+        return None
+    pricing = Pricing(best.algorithm.schedule(0, options.ranks), cluster, CODINGS.get(best.wire or ""))
+    shortest, longest = LOCAL_PERIODS
+    steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
+    if steps is None or steps.hiding_delay is None:
+        return None
+    return {
+        "python": f"commrt.LocalSGD(period={steps.period}, delay={steps.hiding_delay}, inner=commrt.{best.name})",
+        "period": steps.period,
+        "delay": steps.hiding_delay,
+        "step_seconds": steps.step_s(steps.hiding_delay),
+    }
+
+
+def _local_sentence(local: Mapping[str, Any]) -> str:
+    """Return what local SGD would gain, and what it changes."""
+    late = f"{local['delay']} step{'s' * (local['delay'] != 1)}"
+    return (
+        f"{local['python']} would hide the exchange, with steps of {1e3 * local['step_seconds']:.2f} ms; weights are "
+        f"then up to {local['period']} steps apart and averages {late} late, so try the accuracy on your own model"
+    )
 
 
 def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:

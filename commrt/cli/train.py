@@ -38,13 +38,15 @@ TORUS, PLAIN_WIRE = "torus2d", "fp32"
 def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
     """Train `job`, then the same with each algorithm of `compare`, and print the results."""
     launch = launched()
-    jobs = [job, *(_compared(job, name) for name in compare)]
+    jobs, size = [job, *(_compared(job, name) for name in compare)], launch.size if launch else workers
     for each in jobs:
-        each.check(launch.size if launch else workers)
+        each.check(size)
     chosen_transport()
     require_images()
     is_first = launch is None or launch.rank == 0
     path = prepare_report(job.report) if job.report is not None and is_first else None
+    for sentence in _warnings(jobs, size) if is_first else []:
+        print(f"commrt: {sentence}", file=sys.stderr)
     try:
         results = _work_through(jobs) if launch else _start(jobs, workers)
     except KeyboardInterrupt as stopped:  # Ctrl-C, or a signal that run_workers turned into it
@@ -65,6 +67,11 @@ def default_algorithm(wire: str) -> str:
     if launch is None or launch.rank == 0:
         print(f"commrt: --wire {wire} travels by --algorithm {DIRECT}: codes do not add", file=sys.stderr)
     return DIRECT
+
+
+def _warnings(jobs: Sequence[Job], workers: int) -> list[str]:
+    """Return what speaks against the settings of `jobs`, each sentence once."""
+    return list(dict.fromkeys(sentence for job in jobs for sentence in job.unwise(workers)))
 
 
 def _compared(job: Job, algorithm: str) -> Job:

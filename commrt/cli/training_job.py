@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, by_name
+from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, LOCAL, by_name
 from commrt.algorithms.direct import Direct
 from commrt.cli import dataset
 from commrt.cli.dataset import RECIPES, TRAIN_IMAGES, Images, lenet
 from commrt.cli.inject_faults import Fault, Injection, check
+from commrt.cli.options import LocalOptions
 from commrt.coding import Coding
 from commrt.cost.wires import CODINGS, require_carried
 from commrt.errors import UsageError
@@ -77,12 +78,14 @@ class Job:
     """A name in `RECIPES`."""
     report: str | None = None
     """Folder for a page about the run."""
+    local: LocalOptions = LocalOptions()  # noqa: RUF009  # a tuple
+    """For algorithm local."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for settings that cannot work, before any process starts."""
         if workers < 1:
             raise UsageError(f"--workers {workers}: give at least 1")
-        if self.algorithm not in (offered := (*ALGORITHMS, GOSSIP, BACKUP, DDP)):
+        if self.algorithm not in (offered := (*ALGORITHMS, GOSSIP, LOCAL, BACKUP, DDP)):
             names = ", ".join(sorted(offered))
             raise UsageError(f"no algorithm is called {self.algorithm!r}: choose one of {names}")
         if not workers <= self.batch_size <= TRAIN_IMAGES:
@@ -110,10 +113,16 @@ class Job:
             raise UsageError(f"--wire {self.wire} is not for ddp: take fp32, bf16 or fp16, or --algorithm direct")
 
     def chosen(self) -> Algorithm:
-        """Return the algorithm. Backup workers sum codes by `Direct`."""
+        """Return the algorithm. Backup workers and local SGD sum codes by `Direct`."""
+        if self.algorithm == LOCAL:
+            return self.local.algorithm(self.wire)
         if self.algorithm != BACKUP:
             return by_name(self.algorithm)
         return BackupWorkers(self.backups, Direct()) if self.wire in CODINGS else BackupWorkers(self.backups)
+
+    def unwise(self, workers: int) -> list[str]:
+        """Return what speaks against the settings, in sentences."""
+        return self.local.algorithm(self.wire).unwise(self.steps(workers)) if self.algorithm == LOCAL else []
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""
@@ -125,7 +134,7 @@ class Job:
 
     def outlives(self, workers: int) -> int:
         """Return how many of `workers` workers may die without ending the run."""
-        return {GOSSIP: workers - 1, BACKUP: self.backups}.get(self.algorithm, 0)
+        return {GOSSIP: workers - 1, LOCAL: workers - 1, BACKUP: self.backups}.get(self.algorithm, 0)
 
 
 class DdpReplica:

@@ -13,7 +13,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.catalogue import BACKUP, GOSSIP, by_name
+from commrt.algorithms.catalogue import BACKUP, DIRECT, GOSSIP, LOCAL, by_name
+from commrt.cost.wires import CODINGS
 from commrt.errors import UsageError
 from commrt.report.charts import data_url, draw_curves, draw_members, steps_per_column
 from commrt.report.drawing import draw_recorded_step, draw_schedule
@@ -25,6 +26,8 @@ from commrt.report.traces import spans_of
 __all__ = ["environment_facts", "page"]
 
 DDP = "ddp"
+SCHEDULED = {GOSSIP: "the first step", LOCAL: "each average"}
+"""Where it is not of each step."""
 PACKAGES = ("commrt", "torch", "numpy", "matplotlib", "mlxtend")
 NOTHING_RECORDED = RunRecord("unknown", ())
 
@@ -127,8 +130,10 @@ def _schedule(result: Result, backups: int) -> _Picture | str:
         schedule = backup.inner.schedule(0, needed)
         caption = f"The schedule of {needed} of the ranks, by their places among those that count in a step"
     else:
-        schedule = by_name(result.algorithm).schedule(0, result.workers)
-        caption = f"The schedule of {'the first' if result.algorithm == GOSSIP else 'each'} step"
+        is_coded = result.algorithm == LOCAL and result.wire in CODINGS
+        carrier = DIRECT if is_coded else result.algorithm
+        schedule = by_name(carrier).schedule(0, result.workers)
+        caption = f"The schedule of {SCHEDULED.get(result.algorithm, 'each step')}"
     try:
         return _Picture(caption, data_url(draw_schedule(schedule)))
     except UsageError as error:
@@ -139,7 +144,8 @@ def _contributions(result: Result, record: RunRecord) -> _Picture | str:
     found = record.members_by_step()
     if not found:
         return "No rank that was left at the end recorded it."
-    took, take = ("took part in", "take part") if result.algorithm == GOSSIP else ("counted in", "count")
+    is_mean_of_weights = result.algorithm in {GOSSIP, LOCAL}
+    took, take = ("took part in", "take part") if is_mean_of_weights else ("counted in", "count")
     if set(found.values()) == {frozenset(range(result.workers))}:
         return f"All {result.workers} ranks {took} each of {len(found):,} steps."
     width = steps_per_column(result.steps)
