@@ -42,6 +42,7 @@ __all__ = [
     "code_bounds",
     "scratch_nbytes",
     "travels_of",
+    "wire_text",
 ]
 
 Encode = Callable[[int], None]
@@ -219,6 +220,11 @@ def travels_of(tensor: Tensor, wire: torch.dtype | Coding | None) -> torch.dtype
         return tensor.dtype
     narrower = isinstance(wire, Coding) or wire.itemsize < tensor.dtype.itemsize
     return wire if narrower else tensor.dtype
+
+
+def wire_text(wire: torch.dtype | Coding) -> str:
+    """Return `wire` as a short text that ranks compare."""
+    return f"{wire} {zlib.crc32(repr(wire).encode()):08x}" if isinstance(wire, Coding) else str(wire)
 
 
 def check_residual(residual: Tensor | None, travels: torch.dtype | Coding, tensor: Tensor) -> None:

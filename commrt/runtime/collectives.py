@@ -35,6 +35,7 @@ from commrt.runtime.coded import (
     check_residual,
     scratch_nbytes,
     travels_of,
+    wire_text,
 )
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.elastic import Elastic
@@ -238,9 +239,7 @@ class Collectives:
     def _attempt(
         self, call: AllReduce, recorder: Recorder | None, before: Tensor | None
     ) -> tuple[DisagreementError | None, Tensor]:
-        """Reduce the tensor, or a copy where ranks may be lost: all may have to start again when a rank has the sum.
-
-        They then owe again what they owed `before`.
+        """Reduce the tensor, or a copy where ranks may be lost: all then start again, and owe what they owed `before`.
 
         Return (None, the sum) or (the error that all ranks found before anything was sent, the tensor).
         """
@@ -303,7 +302,7 @@ class Collectives:
         try:
             schedule = self._schedule(call, len(members))
             numel = layout_of([call.tensor.numel()]).numel  # other sizes on other ranks would end the world
-            self._consistency.require_same_buffers_now(schedule, members, numel, _travels(call.layout.wire))
+            self._consistency.require_same_buffers_now(schedule, members, numel, wire_text(call.layout.wire))
         except (UsageError, ScheduleError, DisagreementError) as refusal:  # nothing was sent
             raise RecoveredError(refusal) from refusal
         tag = call.tag
@@ -387,11 +386,6 @@ class Collectives:
 def _buffer_dtype(layout: TensorLayout) -> torch.dtype:
     """Return the dtype of the wire buffer: values that become codes are added in fp32."""
     return torch.float32 if isinstance(layout.wire, Coding) else layout.wire
-
-
-def _travels(wire: torch.dtype | Coding) -> str:
-    """Return `wire` as a short text that ranks compare."""
-    return f"{wire} {zlib.crc32(repr(wire).encode()):08x}" if isinstance(wire, Coding) else str(wire)
 
 
 def _prove(schedule: Schedule) -> Schedule:

@@ -104,7 +104,7 @@ class FragmentExchange(WorldBroadcaster):
         self._owe_as_before(fragment, flight)
         flight.generation = generation
         number = fragment.exchanges - 1
-        flight.answers = [self._average(bucket, number, generation) for bucket in self.buckets(fragment)]
+        flight.answers = [self._average(bucket, flight.step, number, generation) for bucket in self.buckets(fragment)]
 
     def _owe_as_before(self, fragment: Fragment, flight: Flight) -> None:
         """Remember what this rank owes, for an exchange that is done again, or go back to that."""
@@ -121,10 +121,11 @@ class FragmentExchange(WorldBroadcaster):
             owed |= (fragment.flight.owed or {}) if fragment.flight is not None else {}
         return owed
 
-    def _average(self, bucket: GradientBucket, number: int, generation: int) -> Future[Span]:
+    def _average(self, bucket: GradientBucket, step: int, number: int, generation: int) -> Future[Span]:
         elastic = self.world.elastic
 
         def average() -> Span:
+            elastic.next_step = step
             if elastic.generation.number != generation:
                 raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
             return self.engine.reduce_now(bucket, number)

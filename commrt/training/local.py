@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -105,6 +106,13 @@ class LocalReplica(AfterStepReplica):
         for fragment in self._fragments:
             if fragment.flight is not None:
                 self._merge(fragment)
+        self._account()
+
+    def _account(self) -> None:
+        """Add what exchanges between steps have cost to the totals."""
+        between = StepReport(self._step, self._exchange.members, self._exposed_s, tuple(self._spans))
+        before, self._spans, self._exposed_s = self._stats, [], 0.0
+        self._stats = replace(before.plus(between), steps=before.steps, counted=before.counted)
 
     def _end_period(self) -> None:
         """Average what was learned since weights last left, and merge it at once."""
@@ -113,6 +121,7 @@ class LocalReplica(AfterStepReplica):
             if fragment.left != self._step:
                 self._leave(fragment)
                 self._merge(fragment)
+        self._account()
 
     def consolidate(self) -> None:
         """End the period, and set the weights to the anchor, bitwise equal on all ranks; collective.
