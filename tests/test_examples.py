@@ -64,7 +64,9 @@ SINGLE_LETTERS = 3.25
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("options", "ranks"), [("torus2d --wire bf16", 2), ("gossip", 2), ("backup", 3), ("local --period 4 --delay 1", 2)])
+@pytest.mark.parametrize(
+    ("options", "ranks"), [("torus2d --wire bf16", 2), ("gossip", 2), ("backup", 3), ("local --period 4 --delay 1", 2)]
+)
 def test_the_language_model_comes_to_know_more_than_how_frequent_letters_are(options, ranks):
     small = "--steps 60 --batch 8 --length 32 --width 64 --layers 2 --lr 5e-3 --write 5"
     first, *others = said("char_gpt.py", f"--algorithm {options} {small}", ranks)

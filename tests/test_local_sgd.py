@@ -30,7 +30,7 @@ from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
 
 RANKS = [1, 2, 3, 4, 5, 7]
-STEPS, RATE, NUMEL = 23, 0.1, 6
+STEPS, RATE, NUMEL = 13, 0.1, 6
 
 
 def problem(ranks):

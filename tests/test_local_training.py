@@ -87,25 +87,25 @@ def test_anchor_and_momentum_are_bitwise_equal_on_all_ranks(algorithm, ranks):
         assert not same(weights, own) or algorithm.delay == 0
 
 
-@pytest.mark.parametrize("step", range(3, 9))
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS[1:6], GOSSIPING], ids=str)
-def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(algorithm, step):
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(algorithm):
     def unbroken(world):
-        return params(Loop(world, algorithm).run(16).model)
+        return params(Loop(world, algorithm).run(12).model)
 
     def saving(world):
-        loop = Loop(world, algorithm).run(step)
-        states.append((world.rank, loop.state()))
-        return params(loop.run(16 - step).model)
+        loop = Loop(world, algorithm)
+        states[world.rank] = [loop.run(1).state() for _ in range(12)]
+        return params(loop.model)
 
     def resumed(world):
-        loop = Loop(world, algorithm, model_of(1)).load(dict(states)[world.rank])
-        return params(loop.run(16 - step).model)
+        loop = Loop(world, algorithm, model_of(1)).load(states[world.rank][step - 1])
+        return params(loop.run(12 - step).model)
 
-    states = []
+    states = {}
     expected = run_ranks(3, unbroken)
-    for found in (run_ranks(3, saving), run_ranks(3, resumed)):
-        assert all(map(same, found, expected))
+    assert all(map(same, run_ranks(3, saving), expected))
+    for step in range(4, 10):  # read by the ranks
+        assert all(map(same, run_ranks(3, resumed), expected))
 
 
 def test_a_checkpoint_holds_what_is_under_way():
@@ -443,7 +443,7 @@ def finished(world, algorithm, end, steps=14):
     return params(loop.model), tuple(world.members), [loss.rank for loss in loop.replica.lost]
 
 
-@pytest.mark.parametrize("end", range(1, 13))
+@pytest.mark.parametrize("end", [1, 4, 5, 6, 7])
 @pytest.mark.parametrize(
     "algorithm", [LocalSGD(4), LocalSGD(4, 2, outer=Nesterov(0.7, 0.6)), LocalSGD(4, 4, fragments=2)], ids=str
 )
