@@ -24,3 +24,11 @@ def test_each_setting_trains_and_can_be_repeated(case):
 def test_settings_have_names_of_their_own():
     names = [case.name for case in local_learning.cases()]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("feed", local_learning.FEEDS)
+def test_a_pass_gives_each_image_once(feed):
+    steps = 4000 // 16 // 2
+    batches = [pixels for pixels, _ in local_learning.FEEDS[feed](0, steps, 2)]
+    assert len(batches) == steps
+    assert torch.cat(batches, 1).flatten(2).sum(2).flatten().unique().numel() > 3900
