@@ -2,9 +2,9 @@
 """Measure what local SGD does to learning: ``python bench/local_learning.py``.
 
 Network, images and rate are those of ``bench/coded_training.py``: 8 ranks, 480 steps. By default each pass deals all
-images anew to the ranks, as torch's `DistributedSampler` does; with ``--feed kept`` each rank keeps its eighth of them. Each setting is
-trained with the real runtime, one thread per rank, and ends with `Replica.consolidate`. The column `simulation` is not
-measured by this script: an earlier simulation of the same set-up had these accuracies.
+images anew to the ranks, as torch's `DistributedSampler` does; with ``--feed kept`` each rank keeps its eighth of them.
+Each setting is trained with the real runtime, one thread per rank, and ends with `Replica.consolidate`. The column
+`simulation` is not measured by this script: an earlier simulation of the same set-up had these accuracies.
 """
 
 from __future__ import annotations
