@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what local SGD does to learning: ``python bench/local_learning.py``.
 
-Data, network and schedule of the rate are those of ``bench/coded_training.py``: 8 ranks, 480 steps. Each setting is
-trained with the real runtime, one thread per rank, and ends with `Replica.consolidate`. The column `simulation` is not
-measured by this script: an earlier simulation of the same set-up had these accuracies.
+Network, images and rate are those of ``bench/coded_training.py``: 8 ranks, 480 steps. By default each pass deals all
+images anew to the ranks, as torch's `DistributedSampler` does; with ``--feed kept`` each rank keeps its eighth of them.
+Each setting is trained with the real runtime, one thread per rank, and ends with `Replica.consolidate`. The column
+`simulation` is not measured by this script: an earlier simulation had these accuracies, whose feed is not recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -33,7 +34,7 @@ from coded_training import (
     require_equal,
     small_images,
 )
-from learning import batches, shards
+from learning import BATCH, batches, shards
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -105,15 +106,36 @@ def streams() -> list[Case]:
     ]
 
 
-def trained(case: Case, seed: int, steps: int = STEPS, ranks: int = RANKS) -> Outcome:
+def dealt(seed: int, steps: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of all ranks, [ranks, BATCH, ...]: each pass deals all images anew, as a `DistributedSampler`."""
+    pixels, digits = small_images()[0].pixels, small_images()[0].digits
+    generator = torch.Generator().manual_seed(seed)
+    each = len(digits) // ranks // BATCH * BATCH
+    while steps > 0:
+        order = torch.randperm(len(digits), generator=generator)[: ranks * each].view(ranks, -1)
+        for rows in order.split(BATCH, dim=1)[:steps]:
+            yield pixels[rows], digits[rows]
+        steps -= each // BATCH
+
+
+def kept(seed: int, steps: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of all ranks, [ranks, BATCH, ...]: each rank has its own images for the whole run."""
+    x, y = shards(small_images()[0], ranks, seed)
+    every = torch.arange(ranks)[:, None]
+    for rows in batches(x.shape[1], ranks, seed, steps):
+        yield x[every, rows].view(ranks, BATCH, 1, SIDE, SIDE), y[every, rows]
+
+
+FEEDS = {"dealt": dealt, "kept": kept}
+
+
+def trained(case: Case, seed: int, feed: str = "dealt", steps: int = STEPS, ranks: int = RANKS) -> Outcome:
     """Return the result of a run; raise `RuntimeError` unless all replicas are bitwise equal at its end."""
-    first, (x, y) = network(seed), shards(small_images()[0], ranks, seed)
-    places = list(batches(x.shape[1], ranks, seed, steps))
+    first, parts = network(seed), list(FEEDS[feed](seed, steps, ranks))
 
     def body(world: World) -> tuple[nn.Module, float]:
-        own = [place[world.rank] for place in places]
-        feed = [(x[world.rank][rows].view(-1, 1, SIDE, SIDE), y[world.rank][rows]) for rows in own]
-        return _train_rank(world, copy.deepcopy(first), case, feed)
+        own = [(pixels[world.rank], digits[world.rank]) for pixels, digits in parts]
+        return _train_rank(world, copy.deepcopy(first), case, own)
 
     found = run_ranks(ranks, body)
     require_equal([model for model, _ in found])
@@ -142,21 +164,25 @@ def main() -> None:
     """Print a row for each setting whose name contains `--only`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument(
+        "--feed", choices=FEEDS, default="dealt", help="images dealt anew in each pass, or kept by a rank"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each setting")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("commrt").setLevel(logging.ERROR)  # all ranks would warn of settings that are here on purpose
-    print_head(options.seeds)
+    print_head(options.seeds, options.feed)
     synchronous = trained(cases()[0], 0, steps=1).nbytes
     for case in (case for case in cases() if options.only in case.name):
         begin_s = perf_counter()
-        found = [trained(case, seed) for seed in range(options.seeds)]
+        found = [trained(case, seed, options.feed) for seed in range(options.seeds)]
         print(f"{row(case, found, synchronous)}{perf_counter() - begin_s:>6.0f}", flush=True)
 
 
-def print_head(seeds: int) -> None:
+def print_head(seeds: int, feed: str) -> None:
     """Print what the columns are."""
     print(f"accuracy on 1,000 test images and loss on 4,000 training images, mean +- deviation of {seeds} seeds")
+    print(f"images: {feed}; see --help")
     print("H: period, d: delay; all replicas were bitwise equal at the end; the run would fail otherwise")
     print("share: bytes relative to synchronous training; simulation: accuracy, not measured by this script")
     head = f"{'setting':<28}{'accuracy %':>16}{'loss':>18}{'B/step':>10}{'share':>8}{'simulation':>12}{'s':>6}"

@@ -16,8 +16,8 @@ from time import perf_counter
 
 import torch
 from coded_learning import spread
-from coded_training import LR, MOMENTUM, RANKS, SIDE, STEPS, Outcome, assessed, network, rate, small_images
-from learning import batches, shards
+from coded_training import LR, MOMENTUM, RANKS, STEPS, Outcome, assessed, network, rate
+from local_learning import FEEDS
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -95,14 +95,14 @@ class PlainRanks:
         return found
 
 
-def trained(algorithm: LocalSGD | None, seeds: Sequence[int], steps: int = STEPS, ranks: int = RANKS) -> list[Outcome]:
+def trained(
+    algorithm: LocalSGD | None, seeds: Sequence[int], feed: str = "dealt", steps: int = STEPS, ranks: int = RANKS
+) -> list[Outcome]:
     """Return the result of each seed; outcomes have no bytes."""
-    feeds = [(*shards(small_images()[0], ranks, seed), seed) for seed in seeds]
-    x, y = torch.cat([pixels for pixels, _, _ in feeds]), torch.cat([digits for _, digits, _ in feeds])
-    places = zip(*(batches(pixels.shape[1], ranks, seed, steps) for pixels, _, seed in feeds), strict=True)
-    plain, every = PlainRanks([network(seed) for seed in seeds], ranks, algorithm), torch.arange(len(x)).unsqueeze(1)
-    for step, rows in enumerate(map(torch.cat, places)):
-        plain.step(x[every, rows].unflatten(2, (1, SIDE, SIDE)), y[every, rows], rate(step, steps))
+    plain = PlainRanks([network(seed) for seed in seeds], ranks, algorithm)
+    for step, parts in enumerate(zip(*(FEEDS[feed](seed, steps, ranks) for seed in seeds), strict=True)):
+        pixels, digits = (torch.cat(each) for each in zip(*parts, strict=True))
+        plain.step(pixels, digits, rate(step, steps))
     return [assessed(model, 0.0) for model in plain.consolidated()]
 
 
@@ -128,16 +128,17 @@ def main() -> None:
     """Print a row for each setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="local settings whose name contains this")
+    parser.add_argument("--feed", choices=FEEDS, default="dealt", help="as in local_learning.py")
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each setting")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"plain torch, peak rate {LR}, mean +- deviation of {options.seeds} seeds; difference: +- standard error")
+    print(f"plain torch, images {options.feed}, peak rate {LR}, mean +- deviation of {options.seeds} seeds")
     print(f"{'setting':<24}{'accuracy %':>16}{'loss':>18}{'difference':>16}{'s':>6}", flush=True)
     synchronous: list[Outcome] = []
     for name, algorithm in settings().items():
         if algorithm is None or options.only in name:
             begin_s = perf_counter()
-            found = [outcome for seeds in groups(options.seeds) for outcome in trained(algorithm, seeds)]
+            found = [outcome for seeds in groups(options.seeds) for outcome in trained(algorithm, seeds, options.feed)]
             synchronous = synchronous or found
             print_row(name, found, synchronous, perf_counter() - begin_s)
 

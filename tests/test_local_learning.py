@@ -55,3 +55,11 @@ def test_seeds_are_compared_one_by_one():
     found = local_plain.trained(None, [0, 1], steps=2, ranks=2)
     assert local_plain.paired(found, found) == "+0.00 +- 0.00"
     assert [list(part) for part in local_plain.groups(7)] == [[0, 1, 2, 3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("feed", local_learning.FEEDS)
+def test_a_pass_gives_each_image_once(feed):
+    steps = 4000 // 16 // 2
+    batches = [pixels for pixels, _ in local_learning.FEEDS[feed](0, steps, 2)]
+    assert len(batches) == steps
+    assert torch.cat(batches, 1).flatten(2).sum(2).flatten().unique().numel() > 3900
