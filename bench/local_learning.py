@@ -4,13 +4,14 @@
 Network, images and rate are those of ``bench/coded_training.py``: 8 ranks, 480 steps. By default each pass deals all
 images anew to the ranks, as torch's `DistributedSampler` does; with ``--feed kept`` each rank keeps its eighth of them.
 Each setting is trained with the real runtime, one thread per rank, and ends with `Replica.consolidate`. The column
-`simulation` is not measured by this script: an earlier simulation of the same set-up had these accuracies.
+`simulation` is not measured by this script: an earlier simulation had these accuracies, whose feed is not recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,15 +170,29 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each setting")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"accuracy on 1,000 test images and loss on 4,000 training images, mean +- deviation of {options.seeds} seeds"
-    )
-    print("H: period, d: delay; all replicas were bitwise equal at the end; the run would fail otherwise")
-    print(f"{'setting':<28}{'accuracy %':>16}{'loss':>18}{'B/step':>10}{'simulation':>12}{'s':>6}", flush=True)
+    logging.getLogger("commrt").setLevel(logging.ERROR)  # all ranks would warn of settings that are here on purpose
+    print_head(options.seeds, options.feed)
+    synchronous = trained(cases()[0], 0, steps=1).nbytes
     for case in (case for case in cases() if options.only in case.name):
         begin_s = perf_counter()
         found = [trained(case, seed, options.feed) for seed in range(options.seeds)]
-        print(f"{case.name:<28}{columns(found)}{case.simulated:>12}{perf_counter() - begin_s:>6.0f}", flush=True)
+        print(f"{row(case, found, synchronous)}{perf_counter() - begin_s:>6.0f}", flush=True)
+
+
+def print_head(seeds: int, feed: str) -> None:
+    """Print what the columns are."""
+    print(f"accuracy on 1,000 test images and loss on 4,000 training images, mean +- deviation of {seeds} seeds")
+    print(f"images: {feed}; see --help")
+    print("H: period, d: delay; all replicas were bitwise equal at the end; the run would fail otherwise")
+    print("share: bytes relative to synchronous training; simulation: accuracy, not measured by this script")
+    head = f"{'setting':<28}{'accuracy %':>16}{'loss':>18}{'B/step':>10}{'share':>8}{'simulation':>12}{'s':>6}"
+    print(head, flush=True)
+
+
+def row(case: Case, found: Sequence[Outcome], synchronous: float) -> str:
+    """Return the columns of a setting; `synchronous` training sends so many bytes per step."""
+    share = synchronous / mean(each.nbytes for each in found)
+    return f"{case.name:<28}{columns(found)}{f'1/{share:.3g}':>8}{case.simulated:>12}"
 
 
 if __name__ == "__main__":

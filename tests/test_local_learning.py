@@ -12,6 +12,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import local_learning
+import local_plain
+
+from commrt import LocalSGD, Mix, Torus2D
+
+RULES = {
+    "synchronous": None,
+    "late": LocalSGD(4, 3),
+    "one period late": LocalSGD(4, 4),
+    "mixed": LocalSGD(3, 2, Mix(0.25)),
+}
 
 
 @pytest.mark.parametrize("case", local_learning.cases(), ids=lambda case: case.name)
@@ -24,6 +34,27 @@ def test_each_setting_trains_and_can_be_repeated(case):
 def test_settings_have_names_of_their_own():
     names = [case.name for case in local_learning.cases()]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_runtime_trains_as_a_plain_loop_does(rule):
+    algorithm = RULES[rule]
+    other, plain = local_plain.trained(algorithm, [0, 1], steps=10, ranks=3)
+    real = local_learning.trained(local_learning.Case(rule, algorithm or Torus2D()), 1, steps=10, ranks=3)
+    torch.testing.assert_close(real.weights, plain.weights, rtol=0, atol=1e-6)
+    assert not torch.allclose(real.weights, other.weights, rtol=0, atol=1e-3)
+
+
+def test_a_row_has_the_bytes_relative_to_synchronous_training():
+    synchronous, fourth = (local_learning.Case(f"{rule}", rule) for rule in (Torus2D(), LocalSGD(4)))
+    nbytes = local_learning.trained(synchronous, 0, steps=4, ranks=2).nbytes
+    assert "1/4 " in local_learning.row(fourth, [local_learning.trained(fourth, 0, steps=4, ranks=2)], nbytes)
+
+
+def test_seeds_are_compared_one_by_one():
+    found = local_plain.trained(None, [0, 1], steps=2, ranks=2)
+    assert local_plain.paired(found, found) == "+0.00 +- 0.00"
+    assert [list(part) for part in local_plain.groups(7)] == [[0, 1, 2, 3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("feed", local_learning.FEEDS)
