@@ -427,6 +427,14 @@ def test_attach_refuses_what_local_sgd_cannot_do(algorithm, options, message):
     run_ranks(8, body)
 
 
+def test_optimizers_must_be_named():
+    def body(world):
+        with pytest.raises(UsageError, match="needs the optimizers whose steps it counts"):
+            commrt.attach(model_of(), algorithm=LocalSGD(2), world=world)
+
+    run_ranks(2, body)
+
+
 def test_unwise_settings_are_logged(caplog):
     run_ranks(1, lambda world: Loop(world, LocalSGD(4, 3, Mix(0))))
     assert "throws away" in caplog.text

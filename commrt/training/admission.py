@@ -56,6 +56,8 @@ def check_attach(
         )
     check_algorithm(algorithm)
     if isinstance(algorithm, LocalSGD):
+        if optimizer is None:
+            raise UsageError("LocalSGD needs the optimizers whose steps it counts: attach(model, optimizer, ...)")
         wire, algorithm = _checked_local(wire, algorithm, graphs=flags.get("graphs"))
     check_wire(None if isinstance(wire, Adaptive) else wire)
     _check_coding(wire, algorithm, graphs=flags.get("graphs"))

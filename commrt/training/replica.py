@@ -93,7 +93,7 @@ class Replica(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for all exchanges that are under way, and use their results. Not collective.
+        """Wait for all exchanges that are under way, and use their results. Collective with `LocalSGD` only.
 
         Call it before you save or look at weights.
         """
