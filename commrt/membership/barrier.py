@@ -109,9 +109,27 @@ class Barrier:
         A rank that votes no, is gone, or does not vote within the timeout decides for all. Raises `DisagreementError`
         if a member refused instead.
         """
-        members, key = self._membership, self._next_vote(generation)
-        if not ok or members.call_store(lambda: self._membership.store.add(key, 1)) == len(generation.members):
-            self._decide(key, WHOLE if ok else LOST)
+        key = self._next_vote(generation)
+        self.pledge(key, generation) if ok else self.decline(key)
+        return self.outcome(key, generation)
+
+    def pledge(self, key: str, generation: Generation) -> None:
+        """Vote yes under `key`, once per member, and do not wait for the others. On any thread."""
+        if self._membership.call_store(lambda: self._membership.store.add(key, 1)) == len(generation.members):
+            self._decide(key, WHOLE)
+
+    def decline(self, key: str) -> None:
+        """Vote no under `key`: this decides, unless all members have voted yes. On any thread."""
+        self._decide(key, LOST)
+
+    def forget(self, key: str) -> None:
+        """Delete what a vote left on the store, once no member asks for its outcome."""
+        for each in (key, f"{key}/outcome"):
+            self._membership.call_store(lambda each=each: self._membership.store.delete_key(each))  # type: ignore[misc]
+
+    def outcome(self, key: str, generation: Generation) -> bool:
+        """Wait for the outcome of the vote under `key`; see `vote`."""
+        members = self._membership
         limit = Deadline(members.timeout_s())
         for pause_s in members.pauses(limit):
             if members.call_store(lambda: self._membership.store.check([f"{key}/outcome"])):

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Span
+from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import TensorSlot
 from commrt.errors import CommrtError, UsageError
+from commrt.membership.generations import Generation
+from commrt.runtime.elastic import LOST
 from commrt.threads.future import Future
 
 __all__ = ["Flight", "Fragment", "cut_fragments"]
@@ -33,17 +36,33 @@ class Flight:
     """A digest of the optimizers' settings."""
     rates: Sequence[float]
     """The learning rate of each tensor when the weights left."""
-    generation: int | None = None
-    """The generation of ranks that averages; None before it was sent."""
+    generation: Generation | None = None
+    """The ranks that average; None before it was sent."""
+    vote: str = ""
+    """The name of the vote on it."""
+    pledged: Future[None] | None = None
+    """The end of the exchange in the background, when this rank has voted."""
     answers: Sequence[Future[Span]] = field(default_factory=list)
+    buckets: Sequence[GradientBucket] = ()
+    """What carries them."""
     owed: Mapping[str, Tensor] | None = None
     """What this rank owed when the weights left; None before they were sent."""
 
+    def arrived(self) -> bool:
+        """Wait for the end of the exchange; return True if this rank has the average. Other errors are raised."""
+        try:
+            for answer in self.answers:
+                answer.result()
+            if self.pledged is not None:
+                self.pledged.result()
+        except LOST:
+            return False
+        return True
+
     def wait(self) -> None:
         """Wait for the end of the exchange, in whatever it ends."""
-        for answer in self.answers:
-            with suppress(CommrtError):
-                answer.result()
+        with suppress(CommrtError):
+            self.arrived()
 
 
 class Fragment:

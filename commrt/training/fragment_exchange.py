@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average the fragments of local SGD in the background; no rank uses an average that another one can never get.
 
-Where the world goes on without lost ranks, all members vote on each average before it is used. If a rank was lost
-meanwhile, the others average what they have sent again, in the order in which they merge. Until then what leaves is
-held back: the ranks learn of the loss at different times.
+Where the world goes on without lost ranks, each rank votes in the background when it has an average, and a merge reads
+the outcome. If a rank was lost meanwhile, the others average what they have sent again, together, in the order in which
+they merge. Until they have done so once, what leaves is held back: ranks learn of a loss at different times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Header, Named
 from commrt.errors import PeerLost, Place
+from commrt.membership.generations import Generation
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
-from commrt.threads.future import Future
 from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.training.fragment import Flight, Fragment
 from commrt.transport.protocol import Allocate
@@ -64,6 +65,7 @@ class FragmentExchange(WorldBroadcaster):
         super().__init__(world)
         self.algorithm, self.fragments = algorithm, fragments
         self._build, self._number = build, number
+        self._session = 0
         self._agreed = world.elastic.generation.number  # the generation of the latest average that all ranks have
         self._buckets = self._new_buckets()
         self._memory_epoch = world.elastic.memory_epoch
@@ -92,19 +94,50 @@ class FragmentExchange(WorldBroadcaster):
 
     def send_again(self, fragment: Fragment, flight: Flight) -> None:
         """Let leave what `fragment` holds as its differences."""
-        if self.world.elastic.generation.number == self._agreed:
-            self._submit(fragment, flight, self._agreed)
+        generation = self.world.elastic.generation
+        if generation.number == self._agreed:
+            flight.vote = self._vote(fragment, fragment.exchanges, generation)
+            self._forget(fragment, generation)
+            self._submit(fragment, flight, generation)
+            flight.pledged = self.world.elastic.submit(lambda: self._pledge(flight))
 
-    def _submit(self, fragment: Fragment, flight: Flight, generation: int) -> None:
+    def begin_anew(self) -> None:
+        """Use other names for votes, as the numbers of exchanges may come again; on all ranks."""
+        self._session += 1
+
+    def _vote(self, fragment: Fragment, number: int, generation: Generation) -> str:
+        return f"merge/{self._number}.{self._session}.{generation.number}.{fragment.index}.{number}"
+
+    def _forget(self, fragment: Fragment, generation: Generation) -> None:
+        """Delete the vote before the last: all ranks have merged since, or they would not have sent again."""
+        if fragment.exchanges > 2:
+            self.world.elastic.forget(self._vote(fragment, fragment.exchanges - 2, generation))
+
+    def _submit(self, fragment: Fragment, flight: Flight, generation: Generation) -> None:
         for bucket in self.buckets(fragment):
             header = Header(0, self._number, 0, flight.step, bucket.index, flight.settings)
             bucket.take(header, lambda _: True)
             if len(self.fragments) > self.algorithm.at_once:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         self._owe_as_before(fragment, flight)
-        flight.generation = generation
-        number = fragment.exchanges - 1
-        flight.answers = [self._average(bucket, flight.step, number, generation) for bucket in self.buckets(fragment)]
+        flight.generation, flight.buckets = generation, self.buckets(fragment)
+        average = partial(self._average, flight, fragment.exchanges - 1)
+        flight.answers = [self.world.elastic.submit(partial(average, bucket)) for bucket in self.buckets(fragment)]
+
+    def _average(self, flight: Flight, number: int, bucket: GradientBucket) -> Span:
+        """Average a bucket in exchange `number` of its fragment. On the communication thread."""
+        self._require_generation(flight)
+        self.world.elastic.next_step = flight.step
+        return self.engine.reduce_now(bucket, number)
+
+    def _pledge(self, flight: Flight) -> None:
+        """Vote: this rank has the average. On the communication thread, after all buckets."""
+        self._require_generation(flight)
+        self.world.elastic.pledge(flight.vote)
+
+    def _require_generation(self, flight: Flight) -> None:
+        if flight.generation is None or self.world.elastic.generation.number != flight.generation.number:
+            raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
 
     def _owe_as_before(self, fragment: Fragment, flight: Flight) -> None:
         """Remember what this rank owes, for an exchange that is done again, or go back to that."""
@@ -121,33 +154,31 @@ class FragmentExchange(WorldBroadcaster):
             owed |= (fragment.flight.owed or {}) if fragment.flight is not None else {}
         return owed
 
-    def _average(self, bucket: GradientBucket, step: int, number: int, generation: int) -> Future[Span]:
-        elastic = self.world.elastic
-
-        def average() -> Span:
-            elastic.next_step = step
-            if elastic.generation.number != generation:
-                raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-            return self.engine.reduce_now(bucket, number)
-
-        return elastic.submit(average)
-
     def receive(self, fragment: Fragment, flight: Flight) -> tuple[Span, ...]:
-        """Wait until all ranks have the average of `fragment`, and return what it cost. Collective.
+        """Wait until all ranks have the average of `fragment`, and return what it cost.
 
-        The average is then on the wire of `buckets`.
+        The average is then on the wire of the flight's buckets.
         """
         elastic = self.world.elastic
-        with elastic.collective(f"merging what left after step {flight.step}"):
-            spans, self._agreed = elastic.together(lambda: self._attempt(fragment, flight))
-        return spans
+        if not self._all_have(flight):
+            with elastic.collective(f"merging what left after step {flight.step}"):
+                self._agreed = elastic.together(lambda: self._attempt(fragment, flight))
+        return tuple(answer.result() for answer in flight.answers)
 
-    def _attempt(self, fragment: Fragment, flight: Flight) -> tuple[tuple[Span, ...], int]:
-        generation = self.world.elastic.generation.number
-        if flight.generation != generation:
-            self._renew()
-            self._submit(fragment, flight, generation)
-        return tuple(answer.result() for answer in flight.answers), generation
+    def _all_have(self, flight: Flight) -> bool:
+        """Return True if the average that was made in the background is there on all ranks."""
+        if flight.generation is None:
+            return False
+        return self.world.elastic.all_have(flight.vote, flight.generation, mine=flight.arrived())
+
+    def _attempt(self, fragment: Fragment, flight: Flight) -> int:
+        """Average again, and return the number of the generation in which all did so."""
+        self._renew()
+        generation = self.world.elastic.generation
+        self._submit(fragment, flight, generation)
+        for answer in flight.answers:
+            answer.result()
+        return generation.number
 
     def _renew(self) -> None:
         """Average over the ranks that are left, with memory that no lost rank reads."""

@@ -88,7 +88,7 @@ class LocalReplica(AfterStepReplica):
             self._spans += self._exchange.receive(fragment, flight)
         is_fresh = self._step == flight.step or isinstance(self._local.merge, Mix)
         learned = None if is_fresh else fragment.learned()
-        for bucket in self._exchange.buckets(fragment):
+        for bucket in flight.buckets:
             bucket.unpack()
             bucket.release()
         fragment.merge(learned, self._local.outer if flight.step > self._local.warmup else None)
@@ -177,6 +177,7 @@ class LocalReplica(AfterStepReplica):
         self._restart_at_step(step)
         self._passes_due = 0 if saved is None else state["due"]
         self._agree_on_state()
+        self._exchange.begin_anew()
         self._exchange.engine.owe(residuals)
         for fragment in self._fragments:
             if fragment.flight is not None:
