@@ -22,7 +22,7 @@ WHOLE, LOST, REFUSED = "whole", "lost", "refused "
 
 
 class Barrier:
-    """The collectives of one member. Used on the training thread."""
+    """The collectives of one member. Used on the training thread, where a method does not say otherwise."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership

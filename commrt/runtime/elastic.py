@@ -345,27 +345,6 @@ class Elastic:
             self._next_part_in = None
             self._comm_thread.submit(partial(self._leave_generation, generation, failure)).result()
 
-    def pledge(self, key: str) -> None:
-        """Tell the other members that this rank has what `key` names. On the communication thread."""
-        if self._membership is not None:
-            self.barrier.pledge(key, self.generation)
-
-    def all_have(self, key: str, generation: Generation, *, mine: bool) -> bool:
-        """Return True if all members of `generation` have what `key` names; the same answer on all of them.
-
-        Without `mine` this rank has not, and never will. On the training thread; waits for the other members.
-        """
-        if self._membership is None:
-            return True
-        if not mine:
-            self.barrier.decline(key)
-        return self.barrier.outcome(key, generation)
-
-    def forget(self, key: str) -> None:
-        """Delete what `pledge` left on the store, once all members have asked. One member needs to call it."""
-        if self._membership is not None and self.generation.ranks[0] == self._transport.rank:
-            self.barrier.forget(key)
-
     def _refuse(self, error: CommrtError, generation: Generation) -> bool:
         """Tell the others why this rank refuses, so that they do not wait for it; False if they repeat the work."""
         self._is_refused = self.barrier.refuse(str(error), generation)

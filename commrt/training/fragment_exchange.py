@@ -110,8 +110,9 @@ class FragmentExchange(WorldBroadcaster):
 
     def _forget(self, fragment: Fragment, generation: Generation) -> None:
         """Delete the vote before the last: all ranks have merged since, or they would not have sent again."""
-        if fragment.exchanges > 2:
-            self.world.elastic.forget(self._vote(fragment, fragment.exchanges - 2, generation))
+        elastic = self.world.elastic
+        if elastic.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
+            elastic.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
 
     def _submit(self, fragment: Fragment, flight: Flight, generation: Generation) -> None:
         for bucket in self.buckets(fragment):
@@ -132,12 +133,15 @@ class FragmentExchange(WorldBroadcaster):
 
     def _pledge(self, flight: Flight) -> None:
         """Vote: this rank has the average. On the communication thread, after all buckets."""
-        self._require_generation(flight)
-        self.world.elastic.pledge(flight.vote)
+        generation = self._require_generation(flight)
+        if self.world.elastic.is_elastic:
+            self.world.elastic.barrier.pledge(flight.vote, generation)
 
-    def _require_generation(self, flight: Flight) -> None:
+    def _require_generation(self, flight: Flight) -> Generation:
+        """Return the generation that averages; raise if this rank has left it."""
         if flight.generation is None or self.world.elastic.generation.number != flight.generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
+        return flight.generation
 
     def _owe_as_before(self, fragment: Fragment, flight: Flight) -> None:
         """Remember what this rank owes, for an exchange that is done again, or go back to that."""
@@ -166,10 +170,16 @@ class FragmentExchange(WorldBroadcaster):
         return tuple(answer.result() for answer in flight.answers)
 
     def _all_have(self, flight: Flight) -> bool:
-        """Return True if the average that was made in the background is there on all ranks."""
+        """Return True if the average that was made in the background is there on all ranks; they get one answer."""
+        elastic = self.world.elastic
         if flight.generation is None:
             return False
-        return self.world.elastic.all_have(flight.vote, flight.generation, mine=flight.arrived())
+        is_mine = flight.arrived()
+        if not elastic.is_elastic:
+            return True
+        if not is_mine:
+            elastic.barrier.decline(flight.vote)
+        return elastic.barrier.outcome(flight.vote, flight.generation)
 
     def _attempt(self, fragment: Fragment, flight: Flight) -> int:
         """Average again, and return the number of the generation in which all did so."""
