@@ -300,6 +300,17 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
         assert same(later, found[0][3])
 
 
+def test_ranks_run_out_of_data_where_two_models_train_alone():
+    def body(world):
+        loop, _ = Loop(world, LocalSGD(2, 1)), Loop(world, LocalSGD(1000))
+        with loop.replica.join():
+            loop.run(2 + 3 * world.rank)
+        return params(loop.model)
+
+    first, second = run_ranks(2, body, timeout_s=PATIENT_S)
+    assert same(first, second)
+
+
 def test_a_rank_without_a_batch_takes_part():
     def body(world):
         loop = Loop(world, LocalSGD(2, 1))

@@ -212,7 +212,7 @@ class Elastic:
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost. On the training thread."""
-        return self.is_called or any(self.membership.is_gone(rank) for rank in ranks)
+        return self.is_elastic and (self.is_called or any(self.membership.is_gone(rank) for rank in ranks))
 
     def _count(self, failure: TransportError) -> None:
         self._attempts += 1
