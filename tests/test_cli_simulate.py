@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+import torch
 from commands import invoke, refused, told
 
 import commrt
@@ -364,6 +365,12 @@ def test_where_much_of_the_best_step_is_exposed_the_plan_names_local_sgd_after_i
     assert advice == record["best"]["python"]
     assert sentence.startswith(f"{local['python']} would hide the exchange, with steps of 100.00 ms; weights are then ")
     assert sentence.endswith("up to 16 steps apart and averages 2 steps late, so try the accuracy on your own model")
+
+
+@pytest.mark.parametrize(("wire", "travels"), [("bf16", torch.bfloat16), ("int8", commrt.Int8())])
+def test_the_plan_names_local_sgd_with_its_wire(wire, travels):
+    python = told(*SLOW[:-1], wire, "--compute-ms", 20)["local_sgd"]["python"]
+    assert eval(python, {"commrt": commrt, "torch": torch}).wire == travels  # noqa: S307  # what a user would paste
 
 
 def test_the_period_that_the_plan_names_is_as_long_as_hiding_needs():

@@ -181,12 +181,20 @@ def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, 
     steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
     if steps is None or steps.hiding_delay is None:
         return None
+    wire = "" if (travels := _python_wire(best.wire)) is None else f", wire={travels}"
     return {
-        "python": f"commrt.LocalSGD(period={steps.period}, delay={steps.hiding_delay}, inner=commrt.{best.name})",
+        "python": f"commrt.LocalSGD(period={steps.period}, delay={steps.hiding_delay}, inner=commrt.{best.name}{wire})",
         "period": steps.period,
         "delay": steps.hiding_delay,
         "step_seconds": steps.step_s(steps.hiding_delay),
     }
+
+
+def _python_wire(name: str | None) -> str | None:
+    """Return a wire as Python code; None for that of the weights."""
+    if name is not None and name in CODINGS:
+        return f"commrt.{name.capitalize()}()"
+    return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(name or "")
 
 
 def _local_sentence(local: Mapping[str, Any]) -> str:
