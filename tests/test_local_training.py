@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from threading import Event
 
 import failing_ranks
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 import commrt
 from commrt import Direct, Gossip, HeavyBall, Int4, Int8, LocalSGD, Mix, Nesterov, SlowMomentum
+from commrt.buckets.engine import Engine
 from commrt.errors import DisagreementError, Place, UsageError
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
@@ -472,6 +474,22 @@ def test_the_others_go_on_without_a_rank_that_is_lost(algorithm, end):
     assert found[1] is None
     assert found[0][1:] == found[2][1:] == ((0, 2), [1])
     assert same(found[0][0], found[2][0])
+
+
+def test_no_rank_can_be_lost_while_another_one_still_connects_in_attach(monkeypatch):
+    """Rank 1 has no transfer with rank 5, so nothing but `attach` itself makes it wait for that rank."""
+    connect = Engine._connect_peers
+
+    def slow_on_rank_5(engine, *args):
+        if engine.world.rank == 5:
+            Event().wait(0.5)
+        connect(engine, *args)
+
+    monkeypatch.setattr(Engine, "_connect_peers", slow_on_rank_5)
+    found = run_ranks(
+        6, lambda world: finished(world, LocalSGD(2), 0 if world.rank == 1 else 99, 4), timeout_s=PATIENT_S
+    )
+    assert [members for _, members, _ in (found[0], *found[2:])] == [(0, 2, 3, 4, 5)] * 5
 
 
 @pytest.mark.slow

@@ -246,8 +246,9 @@ def _locally(request: _Request, algorithm: LocalSGD) -> Replica:
     alone = world.all_equal(
         "models that train alone", "0" if not world.elastic.others() else f"more on rank {world.rank}"
     )
+    engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
     replica = LocalReplica(request.model, request.params, request.optimizers, exchange, number, alone=alone)
-    return request.begin(replica, exchange, lambda: engine.submit_preparation(0).result())
+    return request.begin(replica, exchange)
 
 
 def _with_backup_workers(
