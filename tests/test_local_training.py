@@ -111,6 +111,54 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
         assert all(map(same, run_ranks(3, partial(resumed, step=step)), expected))
 
 
+def test_an_average_under_way_is_not_lost_where_a_run_goes_on_with_a_shorter_period():
+    def saving(world):
+        states[world.rank] = Loop(world, LocalSGD(4, 4)).run(5).state()
+
+    def resumed(world):
+        loop = Loop(world, LocalSGD(3, 3)).load(states[world.rank])
+        anchors = [loop.run(1).agreed()["anchors", "0.weight"] for _ in range(2)]
+        return torch.equal(anchors[0], states[world.rank][2]["fragments"][0]["anchors"]["0.weight"]), anchors[1]
+
+    states = {}
+    run_ranks(2, saving)
+    (merged, anchor), (_, other) = run_ranks(2, resumed)
+    assert not merged
+    assert torch.equal(anchor, other)
+
+
+def test_a_checkpoint_between_the_steps_of_two_optimizers_waits_for_both_again():
+    def body(world):
+        model, states = model_of(), []
+        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+        replica = commrt.attach(model, halves, LocalSGD(2), world=world)
+        model(batch(0, world.rank)).square().sum().backward()
+        replica.load_state_dict(copy.deepcopy(replica.state_dict()))
+        for half in halves:
+            half.step()
+            states.append(replica.step)
+        return states
+
+    assert run_ranks(2, body) == [[0, 1]] * 2
+
+
+def test_an_optimizer_need_not_have_a_learning_rate():
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": None})
+
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data -= 0.01 * param.grad
+
+    def body(world):
+        return params(Loop(world, LocalSGD(2), make=Plain).run(4).model)
+
+    first, second = run_ranks(2, body)
+    assert same(first, second)
+
+
 def test_a_checkpoint_holds_what_is_under_way():
     def body(world):
         loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
@@ -161,11 +209,12 @@ def test_gossiping_ranks_become_equal_at_their_mean_and_begin_anew_there():
         assert same(weights, anchors)
 
 
-def test_the_averages_of_variances_stay_positive():
+@pytest.mark.parametrize("options", [{}, {"inner": Direct(), "wire": Int4()}], ids=str)
+def test_the_averages_of_variances_stay_positive(options):
     def body(world):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=0.9))
-        loop = Loop(world, LocalSGD(3, 2), model)
+        loop = Loop(world, LocalSGD(3, 2, **options), model)
         for step in range(11):
             loop.optimizer.zero_grad()
             scale = 100.0 if (step + world.rank) % 3 else 0.01
@@ -186,9 +235,9 @@ def test_frozen_and_tied_parameters():
         model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 5))
         model[2].weight = model[0].weight
         model[3].requires_grad_(False)
+        loop = Loop(world, LocalSGD(2, 1, fragments=2), model)
         frozen = model[3].weight.clone()
-        loop = Loop(world, LocalSGD(2, 1, fragments=2), model).run(7)
-        loop.replica.consolidate()
+        loop.run(7).replica.consolidate()
         assert torch.equal(model[3].weight, frozen)
         return [name for kind, name in loop.agreed() if kind == "anchors"], params(model)
 

@@ -235,7 +235,8 @@ def _locally(request: _Request, algorithm: LocalSGD) -> Replica:
         request.world.attached,
         request.wire if algorithm.wire is None else algorithm.wire,
     )
-    fragments = cut_fragments(exchanged_tensors(request.model), algorithm)
+    held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and isinstance(wire, Coding))]
+    fragments = cut_fragments(held, algorithm)  # codes would make a variance of BatchNorm negative
 
     def build(parcels: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
         return build_buckets(parcels, wire, request.cap_nbytes, number, allocate, first)

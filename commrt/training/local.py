@@ -58,7 +58,7 @@ class LocalReplica(AfterStepReplica):
         if self._progress is not None:
             self._progress.begin(self._step)
         for fragment in self._fragments:
-            if fragment.flight is not None and self._is_back(fragment.flight):
+            if fragment.flight is not None and self._is_back(fragment, fragment.flight):
                 self._merge(fragment)
         for fragment in self._fragments:
             if self._local.leaves(fragment.index, self._step):
@@ -67,12 +67,14 @@ class LocalReplica(AfterStepReplica):
                     self._merge(fragment)
         self._report()
 
-    def _is_back(self, flight: Flight) -> bool:
-        return self._step - flight.step >= self._local.delay_at(flight.step)
+    def _is_back(self, fragment: Fragment, flight: Flight) -> bool:
+        """Return True if the average is due; after a run with another period that may be as the next weights leave."""
+        is_due = self._step - flight.step >= self._local.delay_at(flight.step)
+        return is_due or self._local.leaves(fragment.index, self._step)
 
     def _leave(self, fragment: Fragment) -> None:
         rates = {
-            id(param): float(group["lr"])
+            id(param): float(group.get("lr") or 0.0)
             for optimizer in self._optimizers
             for group in optimizer.param_groups
             for param in group["params"]
@@ -176,6 +178,7 @@ class LocalReplica(AfterStepReplica):
             fragment.restart() if saved is None else fragment.load_state_dict(saved[i])
         self._restart_at_step(step)
         self._passes_due = 0 if saved is None else state["due"]
+        self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
         self._agree_on_state()
         self._exchange.begin_anew()
         self._exchange.engine.owe(residuals)
