@@ -6,14 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from commrt.algorithms import bruck, chain, direct, doubling, halving_doubling, pairwise, ring, scatter_gather, tree
+from commrt.algorithms import (
+    bruck,
+    chain,
+    direct,
+    double_tree,
+    doubling,
+    halving_doubling,
+    pairwise,
+    ring,
+    scatter_gather,
+    tree,
+)
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
+from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.local import LocalSGD
 from commrt.algorithms.parts import require_root
-from commrt.algorithms.ring import Ring
+from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
@@ -24,7 +36,9 @@ GOSSIP, BACKUP, DIRECT, LOCAL = "gossip", "backup", "direct", "local"
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
+    "rings": Rings,
     "halving_doubling": HalvingDoubling,
+    "double_tree": DoubleTree,
     "torus2d": Torus2D,
     DIRECT: Direct,
 }
@@ -79,6 +93,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
         "halving_doubling": _any_root(halving_doubling.all_reduce),
         "torus2d": _any_root(lambda ranks: Torus2D().schedule(0, ranks)),
         "doubling": _any_root(doubling.all_reduce),
+        "double_tree": _any_root(double_tree.all_reduce),
         "direct": _any_root(direct.all_reduce),
     },
     "all_to_all": {"pairwise": _any_root(pairwise.all_to_all), "direct": _any_root(direct.all_to_all)},

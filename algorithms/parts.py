@@ -60,11 +60,11 @@ def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str
     `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an all-reduce over the
     Y ranks of a column. Rank r is in column ``r % X`` of row ``r // X``.
     """
-    x, y = scatter.ranks, between.ranks
-    p = x * y
+    x, y, own = scatter.ranks, between.ranks, between.chunks
+    p, chunks = x * y, x * own
     rank = np.arange(p).reshape(y, x)
-    columns = between.within(0, y, p).over(rank.T, p, shift=y * np.arange(x))
-    return scatter.refined(y).over(rank, p).then(columns).then(gather.refined(y).over(rank, p), name)
+    columns = between.within(0, own, chunks).over(rank.T, p, shift=own * np.arange(x))
+    return scatter.refined(own).over(rank, p).then(columns).then(gather.refined(own).over(rank, p), name)
 
 
 def require_root(p: int, root: int, what: str) -> None:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from commrt.adaptive import Adaptive, Progress, adaquant, dq
     from commrt.algorithms.backup import BackupWorkers
     from commrt.algorithms.direct import Direct
+    from commrt.algorithms.double_tree import DoubleTree
     from commrt.algorithms.gossip import Gossip
     from commrt.algorithms.halving_doubling import HalvingDoubling
     from commrt.algorithms.local import LocalSGD, Mix, cocod, dasgd, diloco, noloco, streaming_diloco
     from commrt.algorithms.outer import HeavyBall, Nesterov, Outer, SlowMomentum
-    from commrt.algorithms.ring import Ring
+    from commrt.algorithms.ring import Ring, Rings
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.coding import Coding, Float8, Int2, Int4, Int8
@@ -58,11 +59,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "commrt.algorithms.backup": ("BackupWorkers",),
     "commrt.algorithms.direct": ("Direct",),
+    "commrt.algorithms.double_tree": ("DoubleTree",),
     "commrt.algorithms.gossip": ("Gossip",),
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
     "commrt.algorithms.local": ("LocalSGD", "Mix", "cocod", "dasgd", "diloco", "noloco", "streaming_diloco"),
     "commrt.algorithms.outer": ("HeavyBall", "Nesterov", "Outer", "SlowMomentum"),
-    "commrt.algorithms.ring": ("Ring",),
+    "commrt.algorithms.ring": ("Ring", "Rings"),
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
     "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
@@ -106,6 +108,7 @@ __all__ = [
     "DeadlineExceeded",
     "Direct",
     "DisagreementError",
+    "DoubleTree",
     "Evicted",
     "Float8",
     "Gossip",
@@ -125,6 +128,7 @@ __all__ = [
     "Replica",
     "Ring",
     "RingShuffle",
+    "Rings",
     "Schedule",
     "ScheduleError",
     "Sliced",

@@ -92,7 +92,7 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
     [
         (
             ("verify", "tree"),
-            "no algorithm is called 'tree': choose one of backup, direct, gossip, halving_doubling, local, ring",
+            "no algorithm is called 'tree': choose one of backup, direct, double_tree, gossip, halving_doubling, local",
         ),
         (("verify", "all_gather", "--schedule", "doubling", "--ranks", "6"), "choose one of ring, bruck, direct"),
         (("verify", "broadcast", "--root", "4"), r"choose one of 0\.\.3"),
@@ -108,8 +108,14 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
         (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
         (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
         (("train", "--workers", "0"), "--workers 0: give at least 1"),
-        (("train", "--algorithm", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, local"),
-        (("train", "--compare", "nccl"), "choose one of backup, ddp, direct, gossip, halving_doubling, local"),
+        (
+            ("train", "--algorithm", "nccl"),
+            "choose one of backup, ddp, direct, double_tree, gossip, halving_doubling, local",
+        ),
+        (
+            ("train", "--compare", "nccl"),
+            "choose one of backup, ddp, direct, double_tree, gossip, halving_doubling, local",
+        ),
         (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
         (("train", "--batch-size", "4001"), "there are 4000 to train on"),
         (("train", "--timeout-s", "0"), "--timeout-s=0.0 is no deadline: give seconds, above 0"),
@@ -131,7 +137,10 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
         (("train", "--algorithm", "gossip", "--outer", "1,0"), "gossip is not local SGD: leave --outer out"),
         (("verify", "local", "--grid", "2x2"), "--grid and --both-ways are for torus2d, not for local"),
         (("verify", "direct", "--within", "3"), "4 ranks do not fill hosts of within=3"),
-        (("verify", "torus2d", "--within", "2"), "--within is for gossip and direct, not for torus2d"),
+        (
+            ("verify", "torus2d", "--within", "2"),
+            "--within is for gossip, direct, rings and double_tree, not for torus2d",
+        ),
         (("train", "--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
         (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a finite number, 0 or more"),
         (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),

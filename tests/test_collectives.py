@@ -18,7 +18,7 @@ from commrt.schedule import ADD, COPY, Schedule, Step, traffic
 
 RANKS = [*range(1, 34), 64]
 SCHEDULES = [(collective, name) for collective, named in COLLECTIVES.items() for name in named]
-CHECKED_ELSEWHERE = [("all_reduce", name) for name in ("ring", "halving_doubling", "torus2d")]
+CHECKED_ELSEWHERE = [("all_reduce", name) for name in ("ring", "halving_doubling", "torus2d", "double_tree")]
 
 
 def roots(collective, ranks):

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commrt.algorithms import halving_doubling, ring, tree
+from commrt.algorithms import double_tree, halving_doubling, ring, tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.fold import MAX_HELPERS, folded
+from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import chunk_bounds, member_program, program
@@ -418,10 +420,57 @@ def test_the_tree_adds_all_up_at_every_root_in_a_logarithmic_number_of_steps(ran
     assert traffic(schedule).steps == (ranks - 1).bit_length()
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 12, 13, 17, 64])
+@pytest.mark.parametrize("slices", [1, 5])
+def test_a_double_tree_takes_a_logarithmic_number_of_steps_and_at_most_two_buffers(ranks, slices):
+    cost = traffic(double_tree.all_reduce(ranks, slices))
+    assert cost.steps == slices + 2 * (ranks - 1).bit_length() - 1
+    assert cost.bytes_per_rank <= 2
+
+
+@pytest.mark.parametrize("ranks", range(2, 65))
+def test_no_rank_passes_on_in_both_trees_but_the_first_of_an_odd_number(ranks):
+    up, places = double_tree.parents(ranks), double_tree.second_tree(ranks)
+    inner = {*up[up >= 0].tolist()} & {*places[up[up >= 0]].tolist()}
+    assert inner <= ({0} if ranks % 2 else set())
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "count"), [(1, 4, 4), (2, 4, 2), (3, 5, 5), (4, 8, 8), (5, 3, 2)])
+def test_each_ring_leaves_a_node_by_another_rank(nodes, per_node, count):
+    schedule = Rings(count, per_node).schedule(0, nodes * per_node)
+    assert verify(schedule, spec.all_reduce(schedule.ranks, schedule.chunks)).counterexample is None
+    assert traffic(schedule).bytes_per_rank == Fraction(2 * (schedule.ranks - 1), schedule.ranks)
+    step = next(schedule.steps())
+    leaving = step.src[step.src // per_node != step.dst // per_node]
+    assert len(leaving) == len(set(leaving.tolist())) == (count * nodes if nodes > 1 else 0)
+
+
+@pytest.mark.parametrize("within", [2, 3, 4])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 6])
+def test_double_trees_of_nodes_are_an_all_reduce(within, nodes):
+    schedule = DoubleTree(within, slices=3).schedule(0, within * nodes)
+    assert verify(schedule, spec.all_reduce(schedule.ranks, schedule.chunks)).counterexample is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Rings(0), "count=0: give a whole number"),
+        (lambda: Rings(4, 2), "4 rings need as many ranks in a node"),
+        (lambda: Rings(2, 4).schedule(0, 6), "6 ranks do not fill nodes of 4"),
+        (lambda: DoubleTree(slices=0), "slices=0: give a whole number"),
+        (lambda: DoubleTree(3).schedule(0, 8), "8 ranks do not fill nodes of within=3"),
+    ],
+)
+def test_rings_and_trees_that_cannot_be_are_refused(make, says):
+    with pytest.raises(UsageError, match=says):
+        make()
+
+
 def test_the_catalogue_lists_its_names_when_asked_for_another():
     with pytest.raises(
         UsageError,
-        match="is called 'tours2d': choose one of backup, direct, gossip, halving_doubling, local, ring, torus2d",
+        match="'tours2d': choose one of backup, direct, double_tree, gossip, halving_doubling, local, ring, rings, tor",
     ):
         by_name("tours2d")
 

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``commrt``: the options of each subcommand. Its code is imported when it is called."""
+"""The command ``commrt``, and the options of what trains or looks at a machine. Code is imported when it is called."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 import commrt
 from commrt.cli import options as opt
-from commrt.cli.options import BackupOptions, ExchangeOptions, LocalOptions, RecipeName, Wire
-from commrt.cost.planner import BackupCost
+from commrt.cli import price_commands as commands
+from commrt.cli.options import LocalOptions, RecipeName, Wire, leave_out
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
 __all__ = ["app", "in_one_line", "main"]
@@ -51,7 +50,7 @@ def train(
         str | None,
         typer.Option(
             show_default="torus2d; direct for a wire of codes",
-            help="ring, halving_doubling, torus2d, direct, gossip, local, backup, or ddp for plain DDP.",
+            help="ring, rings, halving_doubling, double_tree, torus2d, direct, gossip, local, backup, or ddp for DDP.",
         ),
     ] = None,
     backups: Annotated[
@@ -107,10 +106,10 @@ def train(
 
     algorithm = algorithm or command.default_algorithm(wire.value)
     if "backup" not in {algorithm, *(compare or [])}:
-        _leave_out(f"{algorithm} has no backup workers", {"--backups": backups})
+        leave_out(f"{algorithm} has no backup workers", {"--backups": backups})
     local = LocalOptions(period, delay, fragments, outer)
     if "local" not in {algorithm, *(compare or [])}:
-        _leave_out(f"{algorithm} is not local SGD", local.given())
+        leave_out(f"{algorithm} is not local SGD", local.given())
     lr = RECIPES[recipe.value].lr if lr is None else lr
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
@@ -120,224 +119,8 @@ def train(
     command.run(job, compare or [], workers, as_json)
 
 
-@app.command(rich_help_panel=PRICE)
-def verify(
-    algorithm: Annotated[
-        str,
-        typer.Argument(
-            help="ring, halving_doubling, torus2d, direct, gossip, local or backup. Or a collective: broadcast, "
-            "reduce, gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or barrier."
-        ),
-    ],
-    ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks.")] = 4,
-    schedule: Annotated[
-        str | None, typer.Option(show_default="all", help="For a collective: which schedule to prove.")
-    ] = None,
-    root: Annotated[
-        int | None, typer.Option(min=0, show_default="0", help="For broadcast, reduce, gather and scatter.")
-    ] = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    backups: Annotated[
-        int | None, typer.Option(min=0, help="For backup: how many ranks a step does not wait for.")
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the schedule, step by step.")] = False,
-    as_json: opt.Json = False,
-) -> None:
-    """Prove a schedule, and print its cost.
-
-    The exit code is 1 if the schedule is wrong.
-    """
-    from commrt.algorithms.catalogue import COLLECTIVES  # noqa: PLC0415  # commands are imported when called
-    from commrt.cli import verify as command  # noqa: PLC0415
-
-    shape = {"--grid": grid, "--both-ways": both_ways or None, "--topology": topology, "--within": within}
-    if algorithm in COLLECTIVES:
-        _leave_out("a collective takes --schedule and --root", shape | {"--backups": backups})
-        ok = command.run_collective(algorithm, schedule, ranks, root, show, as_json)
-    else:
-        _leave_out(f"{algorithm} is no collective", {"--schedule": schedule, "--root": root})
-        chosen = command.choose(algorithm, grid, both_ways, topology, within, backups)
-        ok = command.run(chosen, ranks, show, as_json)
-    if not ok:
-        raise typer.Exit(1)
-
-
-@app.command(rich_help_panel=PRICE)
-def simulate(
-    algorithm: Annotated[
-        str,
-        typer.Argument(
-            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; or backup, for "
-            "steps that wait for some ranks."
-        ),
-    ],
-    ranks: Annotated[
-        int | None, typer.Option(min=1, max=65536, show_default="4; backup: 100", help="Number of ranks.")
-    ] = None,
-    cluster: opt.ClusterName = None,
-    nbytes: opt.Nbytes = None,
-    model: opt.Model = None,
-    wire: opt.WireDtype = Wire.fp32,
-    bucket_cap_mb: opt.BucketCapMb = 25.0,
-    batch: opt.Batch = None,
-    compute_ms: opt.ComputeMs = None,
-    jitter: Annotated[
-        float | None, typer.Option(min=0, help="How much computing varies: standard deviation / mean.")
-    ] = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, show_default="50; backup: 10000", help="Number of steps to sample.")
-    ] = None,
-    seed: opt.Seed = 0,
-    law: opt.Law = None,
-    parameters: opt.Parameters = None,
-    times: opt.TimesFile = None,
-    exponent: opt.Exponent = None,
-    period: opt.Period = None,
-    delay: opt.Delay = None,
-    fragments: opt.Fragments = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Estimate an exchange or a training step on a cluster.
-
-    You do not need the cluster: its links are described in a file.
-    """
-    from commrt.cli import simulate as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.cli.verify import choose  # noqa: PLC0415
-
-    local = LocalOptions(period, delay, fragments)
-    if algorithm != "local":
-        _leave_out(f"{algorithm} is not local SGD", local.given())
-    if algorithm == "backup":
-        exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
-        _leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
-        command.run_backups(BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent), as_json)
-        return
-    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--exponent": exponent}
-    _leave_out("an exchange is simulated with --jitter", times_of_ranks)
-    options = ExchangeOptions(
-        ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
-    )
-    chosen = choose(algorithm, grid, both_ways, topology, within)
-    if algorithm == "local":
-        from commrt.cli import simulate_local  # noqa: PLC0415
-
-        simulate_local.run(local, options, as_json)
-        return
-    command.run(chosen, options, as_json)
-
-
-@app.command(rich_help_panel=PRICE)
-def plan(
-    ranks: Annotated[
-        int | None, typer.Option(min=1, max=65536, show_default="4; --backups: 100", help="Number of ranks.")
-    ] = None,
-    cluster: opt.ClusterName = None,
-    nbytes: opt.Nbytes = None,
-    model: opt.Model = None,
-    wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help=opt.WIRE_HELP)] = None,
-    batch: opt.Batch = None,
-    compute_ms: opt.ComputeMs = None,
-    collective: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan this collective of torch.distributed instead of training: all_reduce, all_gather, "
-            "reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier."
-        ),
-    ] = None,
-    backups: Annotated[
-        str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
-    ] = None,
-    steps: opt.Steps = None,
-    seed: opt.Seed = 0,
-    law: opt.Law = None,
-    parameters: opt.Parameters = None,
-    times: opt.TimesFile = None,
-    exponent: opt.Exponent = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
-
-    With --model and --backups also how many backup workers. With --collective, the schedule of one collective.
-    """
-    from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
-
-    if collective is not None:
-        from commrt.cli import plan_collective  # noqa: PLC0415
-
-        of_training = {"--model": model, "--wire": wire, "--batch": batch, "--backups": backups}
-        _leave_out("a collective has no training step", of_training | {"--compute-ms": compute_ms})
-        plan_collective.run(collective, ranks or 4, cluster, nbytes, as_json)
-        return
-    waitings: list[BackupCost] = []
-    if backups is None:
-        times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
-        _leave_out("without --backups no rank is slow", times_of_ranks)
-    elif model is None:
-        raise UsageError("--backups needs a training step: give --model too, or use commrt simulate backup")
-    else:
-        backup_options = BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent)
-        ranks, waitings = command.waitings(backups, backup_options)
-    wires = ["fp32", "bf16"] if wire is None else [wire.value]
-    options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
-    command.run(options, wires, as_json, waitings)
-
-
-@app.command(rich_help_panel=PRICE)
-def draw(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="An algorithm; or scaling, to compare all algorithms; or a file of train --trace, such as trace.json."
-        ),
-    ],
-    out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=65536,
-            show_default="4; scaling: up to 4096",
-            help="Number of ranks; at most 64 for a schedule without --model.",
-        ),
-    ] = None,
-    cluster: opt.ClusterName = None,
-    model: opt.Model = None,
-    wire: opt.WireDtype = Wire.fp32,
-    bucket_cap_mb: opt.BucketCapMb = 25.0,
-    batch: opt.Batch = None,
-    compute_ms: opt.ComputeMs = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, show_default="a typical one", help="For a recorded run: the step to draw.")
-    ] = None,
-) -> None:
-    """Draw a schedule, a training step, or how algorithms scale.
-
-    With --model: a simulated step. With a file of train --trace: a recorded step.
-    """
-    from commrt.cli import draw as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.cli.verify import choose  # noqa: PLC0415
-
-    if what.endswith(".json"):
-        of_a_plan = {"--ranks": ranks, "--cluster": cluster, "--model": model, "--batch": batch, "--grid": grid}
-        _leave_out("a recorded run is drawn as it was", of_a_plan | {"--compute-ms": compute_ms})
-        command.draw_recorded(what, step, out)
-        return
-    _leave_out("only a recorded run has steps", {"--step": step})
-    is_scaling = what == command.SCALING
-    most = ranks or (4096 if is_scaling else 4)
-    options = ExchangeOptions(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
-    command.run(None if is_scaling else choose(what, grid, both_ways, topology, within), options, out)
+for command_ in (commands.verify, commands.simulate, commands.plan, commands.draw):
+    app.command(rich_help_panel=PRICE)(command_)
 
 
 @app.command(rich_help_panel=MACHINE)
@@ -369,12 +152,6 @@ def doctor(
 
     if not command.run(as_json, quick):
         raise typer.Exit(1)
-
-
-def _leave_out(why: str, options: Mapping[str, object]) -> None:
-    """Raise `UsageError` for the first option that was given: it would be ignored."""
-    if given := [name for name, value in options.items() if value is not None]:
-        raise UsageError(f"{why}: leave {given[0]} out")
 
 
 def main() -> None:

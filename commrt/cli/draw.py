@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commrt.algorithms.catalogue import ALGORITHMS, DIRECT, GOSSIP, by_name
+from commrt.algorithms.catalogue import ALGORITHMS, DIRECT, GOSSIP
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
-from commrt.cli.options import ExchangeOptions, compute_of, workload_of
-from commrt.cli.simulate import CLUSTER, ExchangeEstimate
+from commrt.cli.options import CLUSTER, ExchangeOptions, ShapeOptions, compute_of, workload_of
+from commrt.cli.simulate import ExchangeEstimate
+from commrt.cli.verify import choose
 from commrt.cost.cluster import Cluster
 from commrt.cost.timeline import blocking_step, overlapped_step
 from commrt.cost.wires import CODINGS, ITEMS
@@ -86,10 +87,12 @@ def _scaling(options: ExchangeOptions) -> Figure:
     if len(counts) < 2:
         raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     efficiencies = {}
-    plain = [name for name in (*ALGORITHMS, GOSSIP) if name != DIRECT]
+    left_out = {DIRECT} if cluster.between.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
+    plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
     for name in [DIRECT] if options.wire in CODINGS else plain:
         scaled = [replace(options, ranks=ranks) for ranks in counts]
-        exchange_s = [ExchangeEstimate(by_name(name), each, cluster).price().seconds for each in scaled]
+        algorithm = choose(name, ShapeOptions(), cluster)
+        exchange_s = [ExchangeEstimate(algorithm, each, cluster).price().seconds for each in scaled]
         efficiencies[name] = [compute_s / (compute_s + seconds) for seconds in exchange_s]
     where = f"exchanged after the step, on {cluster.name}"
     title = f"{workload.name}, {options.wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -22,13 +22,46 @@ from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
-    "WIRE_HELP", "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName", "ComputeMs", "Delay",
-    "ExchangeOptions", "Exponent", "Faults", "Fragments", "Grid", "Json", "Law", "LawName", "LocalOptions", "Model",
-    "Nbytes", "Outer", "Parameters", "Period", "RecipeName", "Seed", "Steps", "TimesFile", "TopologyName", "Wire",
-    "WireDtype", "Within", "compute_of", "json_of", "workload_of",
+    "CLUSTER",
+    "WIRE_HELP",
+    "BackupOptions",
+    "Batch",
+    "BothWays",
+    "BucketCapMb",
+    "ClusterName",
+    "ComputeMs",
+    "Delay",
+    "ExchangeOptions",
+    "Exponent",
+    "Faults",
+    "Fragments",
+    "Grid",
+    "Json",
+    "Law",
+    "LawName",
+    "LocalOptions",
+    "Model",
+    "Nbytes",
+    "Outer",
+    "Parameters",
+    "Period",
+    "RecipeName",
+    "RingCount",
+    "Seed",
+    "ShapeOptions",
+    "Steps",
+    "TimesFile",
+    "TopologyName",
+    "Wire",
+    "WireDtype",
+    "Within",
+    "compute_of",
+    "json_of",
+    "leave_out",
+    "workload_of",
 ]  # fmt: skip
 
-RESNET50, BATCH = "resnet50", 32
+RESNET50, BATCH, CLUSTER = "resnet50", 32, "abci"
 MOST_PARAMETERS = 10**15
 
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
@@ -62,7 +95,18 @@ BucketCapMb = Annotated[float, option(min=0.001, help="Size of a gradient bucket
 Grid = Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")]
 BothWays = Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")]
 TopologyName = Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")]
-Within = Annotated[int | None, shape_option(help="For gossip and direct: ranks in a row, such as those of a node.")]
+Within = Annotated[
+    int | None,
+    shape_option(
+        help="For gossip and direct: ranks in a row, such as those of a node. For rings, double_tree: ranks of a node."
+    ),
+]
+RingCount = Annotated[
+    int | None,
+    shape_option(
+        "--rings", min=1, show_default="one per network card", help="For rings: how many, one per network card."
+    ),
+]
 
 Steps = Annotated[int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")]
 Law = Annotated[
@@ -180,6 +224,21 @@ class ExchangeOptions:
             raise UsageError(f"{steps:,} steps of {self.ranks:,} ranks are too many: give up to --steps {most_steps}")
 
 
+class ShapeOptions(NamedTuple):
+    """The shape of an algorithm; None if an option was not given."""
+
+    grid: str | None = None
+    both_ways: bool = False
+    topology: str | None = None
+    within: int | None = None
+    rings: int | None = None
+
+    def given(self) -> dict[str, object]:
+        """Return the options by name; None for one that was not given."""
+        values = self._asdict() | {"both_ways": self.both_ways or None}
+        return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+
+
 class BackupOptions(NamedTuple):
     """The options about backup workers; None if an option was not given."""
 
@@ -269,3 +328,9 @@ def workload_of(model: str) -> Workload:
     if not 0 < numel <= MOST_PARAMETERS:
         raise UsageError(f"--model {model}: give {RESNET50}, or a number of parameters, such as 25.6e6")
     return Workload.even(numel, parts=min(numel, 100))
+
+
+def leave_out(why: str, options: Mapping[str, object]) -> None:
+    """Raise `UsageError` for the first option that was given: it would be ignored."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise UsageError(f"{why}: leave {given[0]} out")

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
-from commrt.algorithms.ring import Ring
-from commrt.cli.options import BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
-from commrt.cli.simulate import CLUSTER, coding_sentence, estimate_backups
+from commrt.algorithms.ring import Ring, Rings
+from commrt.cli.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.simulate import coding_sentence, estimate_backups
 from commrt.cost.cluster import Cluster
 from commrt.cost.local_steps import LocalSteps, hiding_period
 from commrt.cost.planner import BackupCost, Plan, exchange_plans, step_plans
@@ -135,14 +135,14 @@ def _show(title: str, plans: Sequence[Plan]) -> None:
 
 
 def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
-    """Return how the best plan compares with the ring, or else with the second best."""
+    """Return how the best plan compares with the ring or rings, or else with the second best."""
     best = plans[0]
     alike = [plan for plan in plans[1:] if (plan.wire, plan.backups) == (best.wire, best.backups)]
     others = [plan for plan in alike if plan.algorithm != best.algorithm]
     if not others:
         what = f"no other schedule carries {best.wire}" if best.wire in CODINGS else "nothing else was found"
         return f"{best.name}: {what} for {cluster.name}"
-    other = next((plan for plan in others if plan.algorithm == Ring()), others[0])
+    other = next((plan for plan in others if isinstance(plan.algorithm, Ring | Rings)), others[0])
     sides = gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
     hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
     return f"{best.name} against {other.name}, all at once: {sides}{hidden}"

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
-from commrt.cli.options import JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.options import CLUSTER, JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
 from commrt.cost.cluster import Cluster
 from commrt.cost.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
 from commrt.cost.stragglers import (
@@ -40,7 +40,6 @@ from commrt.report.traces import read_times
 from commrt.schedule import Algorithm
 
 __all__ = [
-    "CLUSTER",
     "BackupEstimate",
     "ExchangeEstimate",
     "coding_sentence",
@@ -48,8 +47,6 @@ __all__ = [
     "run",
     "run_backups",
 ]
-
-CLUSTER = "abci"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.local import LocalSGD
-from commrt.cli.options import ExchangeOptions, LocalOptions, compute_of, json_of
-from commrt.cli.simulate import CLUSTER, ExchangeEstimate, coding_sentence
+from commrt.cli.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of, json_of
+from commrt.cli.simulate import ExchangeEstimate, coding_sentence
 from commrt.cost.cluster import Cluster
 from commrt.cost.local_steps import LocalSteps
 from commrt.cost.timeline import overlapped_step

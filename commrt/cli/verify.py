@@ -11,9 +11,12 @@ from typing import Any, cast
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ROOTED, by_name, candidates
 from commrt.algorithms.direct import Direct
+from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip, Topology
+from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
-from commrt.cli.options import json_of
+from commrt.cli.options import ShapeOptions, json_of
+from commrt.cost.cluster import Cluster
 from commrt.errors import UsageError
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof, verify
@@ -25,22 +28,20 @@ __all__ = ["choose", "run", "run_collective"]
 PERIODS = 2
 """Periods of gossip that are verified: before and after the partners change."""
 MOST_STEPS_TO_MEET = 100_000
+WITHIN = Gossip | Direct | Rings | DoubleTree
 
 
-def choose(
-    name: str,
-    grid: str | None,
-    both_ways: bool,
-    topology: str | None = None,
-    within: int | None = None,
-    backups: int | None = None,
-) -> Algorithm:
-    """Return the algorithm that the options describe; raises `UsageError` if they do not fit together."""
+def choose(name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, backups: int | None = None) -> Algorithm:
+    """Return the algorithm that the options describe; raises `UsageError` if they do not fit together.
+
+    Rings and double trees fit the nodes of the `cluster`, if their options do not say otherwise.
+    """
     algorithm = by_name(name)
-    given = {
-        "--grid and --both-ways are for torus2d": (Torus2D, grid is not None or both_ways),
-        "--topology is for gossip": (Gossip, topology is not None),
-        "--within is for gossip and direct": (Gossip | Direct, within is not None),
+    given: dict[str, tuple[Any, bool]] = {
+        "--grid and --both-ways are for torus2d": (Torus2D, shape.grid is not None or shape.both_ways),
+        "--topology is for gossip": (Gossip, shape.topology is not None),
+        "--within is for gossip, direct, rings and double_tree": (WITHIN, shape.within is not None),
+        "--rings is for rings": (Rings, shape.rings is not None),
         "--backups is for backup": (BackupWorkers, backups is not None),
     }
     for rule, (kind, is_given) in given.items():
@@ -49,11 +50,22 @@ def choose(
     if backups is not None:
         return BackupWorkers(backups)
     if isinstance(algorithm, Torus2D):
-        return Torus2D(None if grid is None else _grid(grid), both_ways)
+        return Torus2D(None if shape.grid is None else _grid(shape.grid), shape.both_ways)
     if isinstance(algorithm, Gossip):
-        chosen = cast("Topology", topology or "dissemination")  # Gossip checks it
-        return Gossip(chosen, within=1 if within is None else within)
-    return Direct(within) if isinstance(algorithm, Direct) and within is not None else algorithm
+        chosen = cast("Topology", shape.topology or "dissemination")  # Gossip checks it
+        return Gossip(chosen, within=1 if shape.within is None else shape.within)
+    return _of_nodes(algorithm, shape, cluster)
+
+
+def _of_nodes(algorithm: Algorithm, shape: ShapeOptions, cluster: Cluster | None) -> Algorithm:
+    """Return `algorithm` for nodes of as many ranks and network cards as are given."""
+    within = shape.within or (None if cluster is None else cluster.gpus_per_node)
+    if isinstance(algorithm, Rings):
+        cards = 2 if cluster is None else min(cluster.between.ring_count, within or 1)
+        return Rings(shape.rings or cards, within)
+    if isinstance(algorithm, DoubleTree):
+        return DoubleTree(within or 1)
+    return Direct(shape.within) if isinstance(algorithm, Direct) and shape.within is not None else algorithm
 
 
 def _grid(text: str) -> tuple[int, int]:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from commrt.algorithms.direct import MOST_RANKS, Direct
+from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.halving_doubling import HalvingDoubling
-from commrt.algorithms.ring import Ring
+from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.coding import Coding
 from commrt.cost.cluster import Cluster
@@ -35,9 +36,15 @@ __all__ = [
 
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 """Bucket sizes that are tried."""
+FEW_CAPS_MB, MOST_FOR_ALL_CAPS = (8.0, 100.0), 4096
+"""Those tried on more ranks than this, where pricing a bucket takes a tenth of a second."""
 TRIED_IN_STEPS = 4
 """Algorithms tried in a training step: those that exchange all gradients soonest. Besides these, the one of least
-latency, which may suit small buckets, and the ring, for comparison."""
+latency, which may suit small buckets, and the first candidate, which is the ring if that was priced."""
+COMPARED_RANKS = 1024
+"""Up to so many ranks the ring, or the rings, are priced whatever they cost, to be compared with."""
+TREE_SLICES = 4, 32
+"""Slices of a double tree: few for short buffers, many for long ones."""
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 PYTHON_WIRES |= {name: f"commrt.{name.title()}()" for name in CODINGS}
 
@@ -111,14 +118,22 @@ class BackupCost(NamedTuple):
     """Updates that training needs, relative to waiting for all ranks."""
 
 
-def all_reduce_candidates(ranks: int) -> Iterator[Algorithm]:
-    """Yield all-reduces that run on `ranks` ranks, each shape once, the ring first.
+def all_reduce_candidates(ranks: int, per_node: int = 1, rings: int = 1) -> Iterator[Algorithm]:
+    """Yield all-reduces that run on `ranks` ranks, each shape once, the ring or the rings first.
+
+    `per_node` ranks share a node, whose network cards `rings` rings use, as those of NCCL do. One ring might use one
+    card, and all else would look fast beside it.
 
     >>> [str(each) for each in all_reduce_candidates(2)]
-    ['Ring()', 'HalvingDoubling()']
+    ['Ring()', 'HalvingDoubling()', 'DoubleTree(within=1, slices=4)', 'DoubleTree(within=1, slices=32)']
+    >>> str(next(all_reduce_candidates(16, per_node=8, rings=4)))
+    'Rings(count=4, per_node=8)'
     """
-    yield Ring()
+    within = per_node if per_node < ranks and ranks % per_node == 0 else 1
+    count = min(rings, within)
+    yield Rings(count, within) if count > 1 else Ring()
     yield HalvingDoubling()
+    yield from (DoubleTree(within, slices) for slices in TREE_SLICES)
     grids = [(side, ranks // side) for side in range(2, ranks // 2 + 1) if ranks % side == 0]
     if not grids and ranks > 3:
         yield Torus2D()  # one rank of a prime is folded in
@@ -152,20 +167,41 @@ class _Candidate(NamedTuple):
         return Plan(self.algorithm, nbytes, price.seconds, latency.seconds, price.steps)
 
 
-def _candidates(cluster: Cluster, ranks: int, backups: int = 0, coding: Coding | None = None) -> list[_Candidate]:
-    """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes."""
+def _candidates(
+    cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, coding: Coding | None = None
+) -> list[_Candidate]:
+    """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes.
+
+    What takes longer for its latencies alone than `HalvingDoubling` takes for all `nbytes` is left out: so many steps
+    would take long to price. The ring of few ranks stays, for comparison.
+    """
     needed = ranks - backups
     members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
     per_node = 1 if backups else cluster.gpus_per_node
-    tried = all_reduce_candidates(needed) if coding is None else coded_candidates(needed, per_node)
-    found = ((each, each.schedule(0, needed)) for each in tried)
-    return [_Candidate(each, Pricing(s.over(members, ranks) if backups else s, cluster, coding)) for each, s in found]
+
+    def candidate(algorithm: Algorithm) -> _Candidate:
+        schedule = algorithm.schedule(0, needed)
+        return _Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, coding))
+
+    if coding is not None:
+        return [candidate(each) for each in coded_candidates(needed, per_node)]
+    limit_s = candidate(HalvingDoubling()).plan(nbytes).exchange_s
+    tried = all_reduce_candidates(needed, per_node, cluster.between.ring_count)
+    return [candidate(each) for each in tried if _least_s(each, needed, cluster) <= limit_s]
+
+
+def _least_s(algorithm: Algorithm, ranks: int, cluster: Cluster) -> float:
+    """Return the latencies of a ring or a torus, at least; 0 for others, and for the ring of few ranks."""
+    latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
+    if isinstance(algorithm, Torus2D) and algorithm.grid is not None:
+        return latency_s * 2 * (sum(algorithm.grid) - 2)
+    return latency_s * 2 * (ranks - 1) if isinstance(algorithm, Ring | Rings) and ranks > COMPARED_RANKS else 0.0
 
 
 def exchange_plans(cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None) -> list[Plan]:
     """Return the plans to exchange `nbytes` on the wire at once, the best first; `wire` names codes, if it is any."""
     coding = CODINGS.get(wire or "")
-    plans = (each.plan(nbytes) for each in _candidates(cluster, ranks, coding=coding))
+    plans = (each.plan(nbytes) for each in _candidates(cluster, ranks, nbytes, coding=coding))
     return sorted((replace(plan, wire=wire) for plan in plans), key=lambda plan: plan.sort_key)
 
 
@@ -186,10 +222,11 @@ def step_plans(
         raise UsageError(f"a step that computes for {compute_s:g} s: give a time above 0")
     found = list[Plan]()
     for cost in costs:
-        plain = _candidates(cluster, ranks, cost.backups) if {*wires} - CODINGS.keys() else []
+        largest = float(workload.numel * GRADIENT_NBYTES)
+        plain = _candidates(cluster, ranks, largest, cost.backups) if {*wires} - CODINGS.keys() else []
         for wire in wires:
-            coded = _candidates(cluster, ranks, cost.backups, CODINGS[wire]) if wire in CODINGS else None
-            for candidate in _tried(coded or plain, wire_nbytes(workload.numel, ITEMS[wire])):
+            coded = _candidates(cluster, ranks, largest, cost.backups, CODINGS.get(wire)) if wire in CODINGS else plain
+            for candidate in _tried(coded, wire_nbytes(workload.numel, ITEMS[wire])):
                 plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
                 slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
                 found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))
@@ -210,7 +247,8 @@ def _step_plan(candidate: _Candidate, workload: Workload, compute_s: float, wire
         ready = buckets if overlaps else [each._replace(at=1.0) for each in buckets]
         return round(overlapped_step(candidate.pricing, ready, compute_s).seconds, 9)
 
-    caps_mb = CAPS_MB if overlaps else (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
+    caps_mb: tuple[float, ...] = CAPS_MB if candidate.pricing.schedule.ranks <= MOST_FOR_ALL_CAPS else FEW_CAPS_MB
+    caps_mb = caps_mb if overlaps else (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
     times_s = {cap_mb: step_s(cap_mb) for cap_mb in sorted(caps_mb, reverse=True)}
     best = min(times_s, key=times_s.__getitem__)
     plan = candidate.plan(wire_nbytes(workload.numel, ITEMS[wire]))

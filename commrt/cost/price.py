@@ -182,7 +182,7 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
         s_per_byte=np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0),
         adding_s_per_byte=add_s_per_byte * added if adds and add_s_per_byte else 0.0,
         adds=adds,
-        is_one_each=len(np.unique(src)) == len(src) and len(np.unique(dst)) == len(dst),
+        is_one_each=np.bincount(src).max(initial=0) <= 1 and np.bincount(dst).max(initial=0) <= 1,
     )
 
 

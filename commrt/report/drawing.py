@@ -94,7 +94,7 @@ def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
 def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[str, Sequence[float]]) -> Figure:
     """Draw the efficiency of a training step (0 to 1) against the number of ranks, a line per algorithm."""
     figure, axes = new_figure(7.5, 4.6)
-    for (name, efficiency), marker in zip(efficiencies.items(), "osD^", strict=False):
+    for (name, efficiency), marker in zip(efficiencies.items(), MARKERS, strict=False):
         axes.plot(rank_counts, [100 * each for each in efficiency], f"{marker}-", label=name, ms=5)
     axes.set_xscale("log", base=2)
     axes.set_xticks(rank_counts, [f"{ranks:,}" for ranks in rank_counts])
@@ -108,6 +108,7 @@ def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[s
     return figure
 
 
+MARKERS = "osD^vPX*"
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The double binary tree: few steps and nearly as few bytes as a ring, by two trees with half of the buffer each.
+
+Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009. In one tree
+the leaves are every other rank; the other tree has its leaves where the first has none. So each rank adds up and passes
+on in one tree only, and all links are busy. Slices of the buffer follow each other through the trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from commrt.algorithms import ring
+from commrt.algorithms.parts import two_levels
+from commrt.errors import UsageError
+from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
+
+__all__ = ["DoubleTree", "all_reduce", "parents", "second_tree"]
+
+MAX_SLICES = 1 << 12
+
+
+def parents(p: int) -> IntArray:
+    """Return the parent of each rank [p] in the first tree: rank 0 is the root, and odd ranks are leaves.
+
+    >>> parents(8).tolist()
+    [-1, 2, 4, 2, 0, 6, 4, 6]
+    """
+    rank = np.arange(p)
+    own = rank & -rank  # the lowest bit that is set: the height in the tree
+    up = (rank - own) | 2 * own
+    up = np.where(up < p, up, rank - own)
+    return np.where(rank == 0, -1, up)
+
+
+def second_tree(p: int) -> IntArray:
+    """Return which rank takes each place of the second tree, so that odd places are not odd ranks."""
+    places = np.arange(p)
+    return p - 1 - places if p % 2 == 0 else (places + 1) % p
+
+
+def _depths(up: IntArray) -> IntArray:
+    depths, above = np.zeros_like(up), up.copy()
+    while (below := above >= 0).any():
+        depths[below] += 1
+        above[below] = up[above[below]]
+    return depths
+
+
+@lru_cache
+def all_reduce(p: int, slices: int | None = None) -> Schedule:
+    """Sum over all ranks at every rank: each slice climbs to the root of its tree, and comes down again.
+
+    Cost: slices + 2 D - 1 steps for trees of depth D = ceil(log2(p)); a rank sends at most 2 buffers. None makes 8 D
+    slices: then trees that fill and empty take a fifth of the steps.
+
+    >>> print(all_reduce(2, slices=1))
+    double tree: 2 ranks, 2 chunks
+      0  add  1->0 [0:1)  0->1 [1:2)
+      1  copy  0->1 [0:1)  1->0 [1:2)
+    """
+    up = parents(p)
+    depths, places = _depths(up), np.flatnonzero(up >= 0)
+    depth = int(depths.max())
+    cut = max(8 * depth, 1) if slices is None else slices
+    trees = (np.arange(p), second_tree(p))
+    child, parent = (np.concatenate([tree[of] for tree in trees]) for of in (places, up[places]))
+    first, level = np.repeat([0, cut], len(places)), np.tile(depths[places], 2)
+    src, dst = np.concatenate((child, parent)), np.concatenate((parent, child))
+    begin = np.concatenate((depth - level, depth + level - 1))
+    lowest, combine = np.tile(first, 2), np.repeat([ADD, COPY], len(child))
+
+    def steps() -> Iterator[Step]:
+        for number in range(cut + 2 * depth - 1 if p > 1 else 0):
+            part = number - begin
+            now = np.flatnonzero((part >= 0) & (part < cut))
+            lo = lowest[now] + part[now]
+            yield Step(src[now], dst[now], lo, lo + 1, combine[now], np.zeros(len(now)))
+
+    return Schedule("double tree", p, 2 * cut, steps)
+
+
+@lru_cache
+def _all_reduce_within(x: int, y: int, slices: int | None) -> Schedule:
+    return two_levels(ring.reduce_scatter(x), all_reduce(y, slices), ring.all_gather(x), f"{x} x double tree")
+
+
+@dataclass(frozen=True, slots=True)
+class DoubleTree:
+    """All-reduce on two trees; see `all_reduce`.
+
+    `within` is the number of ranks of a node: these add up a part each on a ring, each part goes through the trees of
+    all nodes, and the ring of the node gathers the sums. Raises `UsageError` for ranks that do not fill nodes.
+    """
+
+    within: int = 1
+    """Consecutive ranks of a node."""
+    slices: int | None = None
+    """Parts of the buffer that follow each other; more for long buffers. By default 8 for each level of the tree."""
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("within", self.within, 1 << 31), ("slices", self.slices, MAX_SLICES)):
+            is_left_out = name == "slices" and value is None
+            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+                raise UsageError(f"{name}={value!r:.80}: give a whole number from 1 to {most:,}")
+
+    def schedule(self, step: int, ranks: int) -> Schedule:
+        """Return the trees, whatever the step."""
+        if ranks % self.within:
+            raise UsageError(f"{ranks} ranks do not fill nodes of within={self.within}: use DoubleTree()")
+        if self.within == 1:
+            return all_reduce(ranks, self.slices)
+        return _all_reduce_within(self.within, ranks // self.within, self.slices)
