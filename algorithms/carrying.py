@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import inf
 
 import numpy as np
@@ -42,7 +43,7 @@ def require_carrier(algorithm: object, wire: Coding | Adaptive) -> None:
 
 def require_short_sums(schedule: Schedule, wire: Coding | Adaptive) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be coded again and again."""
-    if _adding_steps(schedule) <= MOST_SUMMING_STEPS:
+    if not _adds_in_more(schedule, MOST_SUMMING_STEPS):
         return
     is_large = schedule.ranks * schedule.chunks > MOST_CELLS
     if is_large or summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
@@ -70,6 +71,7 @@ def summing_steps(schedule: Schedule, enough: float = inf) -> int:
     return int(grown.max(initial=0))
 
 
-def _adding_steps(schedule: Schedule) -> int:
-    """Return how many steps add: no sum grows over more."""
-    return sum(bool((step.combine == ADD).any()) for step in schedule.checked_steps())
+def _adds_in_more(schedule: Schedule, steps: int) -> bool:
+    """Return True if more than `steps` steps add; otherwise no sum grows over more."""
+    adding = (step for step in schedule.checked_steps() if (step.combine == ADD).any())
+    return next(islice(adding, steps, None), None) is not None

@@ -70,7 +70,10 @@ def test_jitter_makes_an_all_reduce_wait_and_the_same_seed_gives_the_same():
         (["ring", *BUFFER, "--batch", 4], "--batch describes a training step: give --model too"),
         (["ring", "--model", "1e6"], "how long a step of 1,000,000 parameters computes on abci is not known"),
         (["ring", "--model", "resnet50", "--batch", 4, "--compute-ms", 5], "both say how long a step computes"),
-        (["ring", "--model", "vgg"], "--model vgg: give resnet50, or a number of parameters"),
+        (
+            ["ring", "--model", "vgg"],
+            "--model vgg: give resnet50, vgg_a, overfeat_fast, cd_dnn, transformer:",
+        ),
         (["ring", "--ranks", 9000, *BUFFER], "abci has 4352 GPUs"),
         (["ring", "--cluster", "mars", *BUFFER], "no cluster is called 'mars'"),
         (["torus2d", "--ranks", 12, "--grid", "5x2", *BUFFER], "a grid of 5 x 2 does not fit 12 ranks"),

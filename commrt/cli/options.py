@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -61,7 +62,14 @@ __all__ = [
     "workload_of",
 ]  # fmt: skip
 
-RESNET50, BATCH, CLUSTER = "resnet50", 32, "abci"
+BATCH, CLUSTER = 32, "abci"
+MODELS: dict[str, Callable[[], Workload]] = {
+    "resnet50": Workload.resnet50,
+    "vgg_a": Workload.vgg_a,
+    "overfeat_fast": Workload.overfeat_fast,
+    "cd_dnn": Workload.cd_dnn,
+}
+"""What --model takes by name."""
 MOST_PARAMETERS = 10**15
 
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
@@ -82,7 +90,11 @@ Nbytes = Annotated[
     float | None, option(min=0, help="Bytes that each rank contributes; before they are coded, if --wire names codes.")
 ]
 Model = Annotated[
-    str | None, option(help="Exchange this model's gradients in a training step: resnet50, or a number of parameters.")
+    str | None,
+    option(
+        help="Exchange this model's gradients in a training step: resnet50, vgg_a, overfeat_fast, cd_dnn, "
+        "transformer:WIDTHxDEPTHxTOKENS, or a number of parameters."
+    ),
 ]
 Batch = Annotated[
     int | None, option(min=1, show_default="32", help="Images per rank, if the cluster's speed is known.")
@@ -319,14 +331,17 @@ def compute_of(options: ExchangeOptions, workload: Workload, cluster: Cluster) -
 
 def workload_of(model: str) -> Workload:
     """Return the workload that --model describes; raises `UsageError`."""
-    if model == RESNET50:
-        return Workload.resnet50()
+    if model in MODELS:
+        return MODELS[model]()
+    if sizes := re.fullmatch(r"transformer:(\d{1,9})x(\d{1,5})x(\d{1,9})", model):
+        return Workload.transformer(*map(int, sizes.groups()))
     try:
         numel = int(float(model))
     except (ValueError, OverflowError):
         numel = 0
     if not 0 < numel <= MOST_PARAMETERS:
-        raise UsageError(f"--model {model}: give {RESNET50}, or a number of parameters, such as 25.6e6")
+        known = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS"
+        raise UsageError(f"--model {model}: give {known}, or a number of parameters, such as 25.6e6")
     return Workload.even(numel, parts=min(numel, 100))
 
 

@@ -57,10 +57,67 @@ class Workload:
         """Return ResNet-50 for images of 224 x 224 pixels; layers take time in proportion to their multiplications.
 
         >>> model = Workload.resnet50()
-        >>> model.numel, round(sum(layer.work for layer in model.layers) / 1e9, 2)
+        >>> model.numel, round(model.work / 1e9, 2)
         (25557032, 4.09)
         """
         return cls("resnet50", tuple(_resnet50()))
+
+    @classmethod
+    def vgg_a(cls) -> Self:
+        """Return VGG-A (VGG-11) for images of 224 x 224 pixels.
+
+        >>> model = Workload.vgg_a()
+        >>> model.numel, round(2 * model.work / 1e9, 1)
+        (132863336, 15.2)
+        """
+        shapes = [(3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28), (512, 512, 28)]
+        shapes += [(512, 512, 14)] * 2
+        convolutions = (_layer(inputs, outputs, 3, side) for inputs, outputs, side in shapes)
+        return cls("vgg_a", (*convolutions, *_dense(25088, 4096, 4096, 1000)))
+
+    @classmethod
+    def overfeat_fast(cls) -> Self:
+        """Return OverFeat's fast model for images of 231 x 231 pixels.
+
+        >>> model = Workload.overfeat_fast()
+        >>> round(model.numel / 1e6, 1), round(2 * model.work / 1e9, 1)
+        (145.9, 5.6)
+        """
+        shapes = (3, 96, 11, 56), (96, 256, 5, 24), (256, 512, 3, 12), (512, 1024, 3, 12), (1024, 1024, 3, 12)
+        return cls("overfeat_fast", (*(_layer(*shape) for shape in shapes), *_dense(36864, 3072, 4096, 1000)))
+
+    @classmethod
+    def cd_dnn(cls) -> Self:
+        """Return the network of seven hidden layers for speech of Das et al. (2016).
+
+        >>> round(Workload.cd_dnn().numel / 1e6, 1)
+        45.1
+        """
+        return cls("cd_dnn", tuple(_dense(429, *[2048] * 7, 9304)))
+
+    @classmethod
+    def transformer(cls, width: int, depth: int, tokens: int, vocabulary: int = 50_257) -> Self:
+        """Return a GPT of `depth` blocks whose embedding is its last layer as well, for sequences of `tokens`.
+
+        Its work is that of a sequence. Raises `UsageError` for numbers below 1.
+
+        >>> model = Workload.transformer(width=768, depth=12, tokens=1024)
+        >>> model.numel
+        124439808
+        """
+        if min(width, depth, tokens, vocabulary) < 1:
+            raise UsageError(f"a transformer of {width} x {depth} for {tokens} tokens: give numbers from 1 on")
+        embedding = Layer((vocabulary + tokens) * width, 0.0)
+        attention = Layer(4 * width * (width + 1) + 2 * width, float(tokens * (4 * width * width + 2 * tokens * width)))
+        dense = Layer(8 * width * width + 7 * width, float(tokens * 8 * width * width))
+        last = Layer(2 * width, float(tokens * vocabulary * width))
+        name = f"transformer:{width}x{depth}x{tokens}"
+        return cls(name, (embedding, *(attention, dense) * depth, last))
+
+    @property
+    def work(self) -> float:
+        """Multiplications of a forward pass, in the unit of the layers."""
+        return sum(layer.work for layer in self.layers)
 
     @property
     def numel(self) -> int:
@@ -78,7 +135,7 @@ class Workload:
         """
         if cap_nbytes <= 0 or not (isinstance(itemsize, Coding) or itemsize >= 1):
             raise UsageError(f"buckets of {cap_nbytes:g} bytes, {itemsize} per gradient: both must be above 0")
-        total, done, filled = sum(layer.work for layer in self.layers), 0.0, 0
+        total, done, filled = self.work, 0.0, 0
         found, room_nbytes = list[ReadyBucket](), min(cap_nbytes, FIRST_NBYTES)
         for layer in reversed(self.layers):
             done += layer.work
@@ -111,3 +168,14 @@ def _convolution(inputs: int, outputs: int, kernel: int, side: int) -> Layer:
     """Return a convolution with the batch normalisation that follows, which has two parameters per channel."""
     weights = inputs * outputs * kernel * kernel
     return Layer(weights + 2 * outputs, float(weights * side * side))
+
+
+def _layer(inputs: int, outputs: int, kernel: int, side: int) -> Layer:
+    """Return a convolution with a bias and without a normalisation."""
+    weights = inputs * outputs * kernel * kernel
+    return Layer(weights + outputs, float(weights * side * side))
+
+
+def _dense(*widths: int) -> Iterator[Layer]:
+    """Yield the fully connected layers between `widths`."""
+    yield from (Layer((inputs + 1) * outputs, float(inputs * outputs)) for inputs, outputs in pairwise(widths))
