@@ -11,7 +11,7 @@ moves the anchor, and the rank merges it with the weights that it has by then.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import pi, sin
+from math import inf, pi, sin
 from typing import Any, Final, Literal
 
 from commrt.algorithms.backup import BackupWorkers
@@ -83,6 +83,7 @@ class LocalSGD:
         if self.anchor not in ("device", "cpu"):
             raise UsageError(f'anchor={self.anchor!r:.80}: use "device" or "cpu"')
         self._require_one_in_flight()
+        self._require_rest()
         self._require_inner()
 
     def _require_one_in_flight(self) -> None:
@@ -98,6 +99,23 @@ class LocalSGD:
                 f"{stable_gain(later):.3g} of their distance, and this one closes {self.gain:g}; use a delay of at "
                 "most the period"
             )
+
+    def _require_rest(self) -> None:
+        if self.delay == self.period and self._is_too_fast:
+            raise UsageError(
+                f"{self.outer} with delay={self.delay}, a whole period: each average is then one outer step late, and "
+                f"the anchor swings ever more widely unless the rate is below {self._late_bound:.3g}; use a lower "
+                "rate, less momentum, or a shorter delay"
+            )
+
+    @property
+    def _late_bound(self) -> float:
+        """Below which outer rate the anchor comes to rest where averages are a period late; infinity if unknown."""
+        return float(getattr(self.outer, "late_bound", inf))
+
+    @property
+    def _is_too_fast(self) -> bool:
+        return self.merge == CORRECT and getattr(self.outer, "rate", 0.0) >= self._late_bound
 
     def _require_inner(self) -> None:
         inner = self.inner
@@ -170,6 +188,11 @@ class LocalSGD:
             found.append(
                 f"Mix(0) with a delay of {self.delay} throws away what ranks learn in {self.delay} of {self.period} "
                 'steps: use merge="correct", or Mix(0.5)'
+            )
+        if self._is_too_fast and 2 * self.delay > self.period:
+            found.append(
+                f"{self.outer} may let the anchor swing ever more widely with a delay of {self.delay} of {self.period} "
+                f"steps: take a rate below {self._late_bound:.3g}, or a shorter delay"
             )
         momentum = getattr(self.outer, "momentum", 0.0)
         if steps is not None and momentum and (taken := steps // self.period) < (need := OUTER_STEPS / (1 - momentum)):

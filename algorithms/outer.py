@@ -10,6 +10,7 @@ and is kept from step to step. `inner_rate` is the optimizer's learning rate whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, Protocol
 
 from commrt.errors import UsageError
@@ -38,6 +39,11 @@ class HeavyBall:
     def __post_init__(self) -> None:
         _require_stable(self, self.rate, self.momentum, 2 * (1 + self.momentum))
 
+    @property
+    def late_bound(self) -> float:
+        """Below which rate the anchor comes to rest where each average is a whole period late."""
+        return 2 * (1 - self.momentum**2)
+
     def step(self, anchor: Values, difference: Values, velocity: Values, inner_rate: float) -> None:
         """Move `anchor`, and update `velocity`."""
         velocity *= self.momentum
@@ -59,6 +65,18 @@ class Nesterov:
     def __post_init__(self) -> None:
         _require_stable(self, self.rate, self.momentum, 2 * (1 + self.momentum) / (1 + 2 * self.momentum))
 
+    @property
+    def late_bound(self) -> float:
+        """Below which rate the anchor comes to rest where each average is a whole period late.
+
+        >>> round(Nesterov(0.7, 0.9).late_bound, 2)
+        1.09
+        """
+        square = self.momentum**2
+        linear = 1 + self.momentum - square
+        root = sqrt(linear**2 + 4 * square * (1 - self.momentum))
+        return 1 + 2 * (1 - self.momentum) / (linear + root)
+
     def step(self, anchor: Values, difference: Values, velocity: Values, inner_rate: float) -> None:
         """Move `anchor`, and update `velocity`."""
         velocity *= self.momentum
@@ -78,6 +96,11 @@ class SlowMomentum:
 
     def __post_init__(self) -> None:
         _require_stable(self, self.rate, self.momentum, 2 * (1 + self.momentum))
+
+    @property
+    def late_bound(self) -> float:
+        """Below which rate the anchor comes to rest where each average is a whole period late."""
+        return 2 * (1 - self.momentum**2)
 
     def step(self, anchor: Values, difference: Values, velocity: Values, inner_rate: float) -> None:
         """Move `anchor`, and update `velocity`; raises `UsageError` for an inner rate of 0."""

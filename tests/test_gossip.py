@@ -198,7 +198,10 @@ def test_the_command_takes_a_topology_and_rows():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("ring", "--within", "2"), "--within is for gossip and direct, not for ring: leave it out"),
+        (
+            ("ring", "--within", "2"),
+            "--within is for gossip, direct, rings and double_tree, not for ring",
+        ),
         (("gossip", "--both-ways"), "are for torus2d, not for gossip"),
         (("gossip", "--ranks", "6", "--topology", "hypercube"), "use the topology 'dissemination'"),
         (("gossip", "--topology", "star"), "choose one of dissemination, hypercube"),

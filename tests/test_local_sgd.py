@@ -296,6 +296,9 @@ REFUSED = [
     (lambda: LocalSGD(period=4, delay=5), r"less than 1 of their distance, and this one closes 1"),
     (lambda: LocalSGD(period=4, delay=17), r"4 later exchanges .* less than 0\.347 "),
     (lambda: LocalSGD(period=4, fragments=5), "at most one may leave per step"),
+    (lambda: LocalSGD(16, 16, outer=HeavyBall(0.7, 0.9)), r"unless the rate is below 0\.38"),
+    (lambda: LocalSGD(16, 16, outer=SlowMomentum(1.0, 0.9)), r"unless the rate is below 0\.38"),
+    (lambda: LocalSGD(16, 16, outer=Nesterov(1.2, 0.9)), r"unless the rate is below 1\.09"),
     (lambda: LocalSGD(merge="mix"), "Mix\\(0.5\\)"),
     (lambda: LocalSGD(outer=Nesterov), "has no step"),
     (lambda: LocalSGD(outer=0.7), "has no step"),
@@ -317,7 +320,27 @@ def test_settings_that_cannot_work_are_refused(make, message):
         make()
 
 
+@pytest.mark.parametrize("momentum", [0.1, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("rule", [HeavyBall, SlowMomentum, Nesterov])
+def test_where_averages_are_a_period_late_the_bound_of_a_rate_is_where_the_anchor_stops_coming_to_rest(rule, momentum):
+    """Each period ends in the minimum, at 0; "correct" then adds to the anchor minus the weights that left."""
+
+    def farthest(rate):
+        outer = rule(rate, momentum)
+        anchor, weights, velocity, sent = np.ones(1), np.ones(1), np.zeros(1), np.zeros(1)
+        for _ in range(3000):
+            outer.step(anchor, sent, velocity, 1.0)
+            weights = anchor - weights
+            sent = anchor - weights
+        return abs(anchor[0])
+
+    bound = rule(0.1, momentum).late_bound
+    assert farthest(0.97 * bound) < 0.01
+    assert farthest(1.03 * bound) > 100
+
+
 def test_unwise_settings_are_said():
+    assert "swing ever more widely" in LocalSGD(16, 12, outer=HeavyBall(0.7, 0.9)).unwise()[0]
     assert LocalSGD(16, 4, outer=Nesterov()).unwise(2000) == []
     assert "30 outer steps are few" in LocalSGD(16, outer=Nesterov()).unwise(480)[0]
     assert "throws away" in dasgd(16, 15, 0.0).unwise()[0]

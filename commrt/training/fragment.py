@@ -34,8 +34,8 @@ class Flight:
     """After which the weights left."""
     settings: int
     """A digest of the optimizers' settings."""
-    rates: Sequence[float]
-    """The learning rate of each tensor when the weights left."""
+    rates: Sequence[float | None]
+    """The learning rate of each tensor in the step after which the weights left; None if no optimizer steps it."""
     generation: Generation | None = None
     """The ranks that average; None before it was sent."""
     vote: str = ""
@@ -92,9 +92,9 @@ class Fragment:
         device = "cpu" if self._algorithm.anchor == "cpu" else tensor.device
         return tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def rates(self, of: Mapping[int, float]) -> list[float]:
-        """Return the learning rate of each tensor, given those `of` parameters by their ids; 0 for others."""
-        return [of.get(id(slot.held()), 0.0) for slot in self.held]
+    def rates(self, of: Mapping[int, float]) -> list[float | None]:
+        """Return the learning rate of each tensor, given those `of` parameters by their ids; None for others."""
+        return [of.get(id(slot.held())) for slot in self.held]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -147,10 +147,10 @@ class Fragment:
         assert flight is not None  # noqa: S101  # for mypy
         for i, (slot, average) in enumerate(zip(self.held, self.differences(), strict=True)):
             anchor, weights = self.anchors[i], slot.tensor()
-            self._move(i, average, None if slot.is_buffer else outer, flight.rates[i])
+            self._move(i, average, outer, flight.rates[i])
             if slot.is_buffer:  # what was learned since could make a variance negative
                 weights.copy_(anchor)
-            elif isinstance(self._algorithm.merge, Mix):
+            elif isinstance(self._algorithm.merge, Mix) and flight.step > self._algorithm.warmup:
                 weights.copy_(
                     torch.lerp(anchor.to(weights.device), weights.to(anchor.dtype), self._algorithm.merge.local)
                 )
@@ -158,11 +158,11 @@ class Fragment:
                 weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
         self.drop_flight()
 
-    def _move(self, i: int, average: Tensor, outer: Outer | None, rate: float) -> None:
+    def _move(self, i: int, average: Tensor, outer: Outer | None, rate: float | None) -> None:
         anchor, velocity = self.anchors[i], self.velocities[i]
         average = average.to(anchor.device)
         difference = anchor + average if self._algorithm.is_gossip else average
-        if outer is None or velocity is None:
+        if outer is None or velocity is None or rate is None:
             anchor -= difference
         else:
             outer.step(anchor, difference, velocity, rate)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commrt.algorithms.local import Mix
+from commrt.algorithms.outer import SlowMomentum
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import WIDTHS, Named
 from commrt.errors import UsageError
@@ -20,7 +21,8 @@ from commrt.training.after_step import AfterStepReplica
 from commrt.training.broadcast_state import overwrite_buffers
 from commrt.training.fragment import Flight, Fragment
 from commrt.training.fragment_exchange import FragmentExchange
-from commrt.training.model_state import digest, own_residuals
+from commrt.training.join_progress import Progress
+from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import StepReport
 from commrt.training.step_guard import settings_digest
 
@@ -42,9 +44,29 @@ class LocalReplica(AfterStepReplica):
     ) -> None:
         super().__init__(model, params, optimizers, exchange.algorithm, exchange, number, alone=alone)
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
+        self._noted: dict[int, tuple[int, dict[int, float]]] = {}
+        """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
         self._exposed_s = 0.0
         self._spans: list[Span] = []
         self._live([*self._hooks()])
+
+    def _end_of_pass(self, *_: Any) -> None:
+        before = self._passes_due
+        super()._end_of_pass()
+        step = self._step + self._passes_due
+        if self._passes_due > before and any(self._local.leaves(part.index, step) for part in self._fragments):
+            self._noted[step] = self._settings(step)
+
+    def _settings(self, step: int) -> tuple[int, dict[int, float]]:
+        """Return a digest of the optimizers' settings, 0 in ``join()``, and the learning rate of each parameter."""
+        rates = {
+            id(param): float(group.get("lr") or 0.0)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        is_joined = self._progress is not None  # ranks that have run out of data drive no scheduler
+        return 0 if is_joined else settings_digest(self._optimizers, step % (1 << WIDTHS.step)), rates
 
     def _end_step(self) -> None:
         due, self._passes_due = self._passes_due, 0
@@ -58,28 +80,21 @@ class LocalReplica(AfterStepReplica):
         if self._progress is not None:
             self._progress.begin(self._step)
         for fragment in self._fragments:
-            if fragment.flight is not None and self._is_back(fragment, fragment.flight):
+            if fragment.flight is not None and self._is_back(fragment.flight):
                 self._merge(fragment)
         for fragment in self._fragments:
             if self._local.leaves(fragment.index, self._step):
                 self._leave(fragment)
                 if not self._local.delay_at(self._step):
                     self._merge(fragment)
+        self._noted.pop(self._step, None)
         self._report()
 
-    def _is_back(self, fragment: Fragment, flight: Flight) -> bool:
-        """Return True if the average is due; after a run with another period that may be as the next weights leave."""
-        is_due = self._step - flight.step >= self._local.delay_at(flight.step)
-        return is_due or self._local.leaves(fragment.index, self._step)
+    def _is_back(self, flight: Flight) -> bool:
+        return self._step - flight.step >= self._local.delay_at(flight.step)
 
     def _leave(self, fragment: Fragment) -> None:
-        rates = {
-            id(param): float(group.get("lr") or 0.0)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-        }
-        settings = settings_digest(self._optimizers, self._step % (1 << WIDTHS.step))
+        settings, rates = self._noted.get(self._step) or self._settings(self._step)
         self._exchange.send(fragment, Flight(self._step, settings, fragment.rates(rates)))
 
     def _merge(self, fragment: Fragment) -> None:
@@ -142,6 +157,15 @@ class LocalReplica(AfterStepReplica):
                 fragment.land()
             self._world.elastic.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
 
+    def _begin_join(self, also: Sequence[Stateful]) -> Progress:
+        if isinstance(self._local.outer, SlowMomentum):
+            raise UsageError(
+                "join() with SlowMomentum: it divides by the learning rate, which ranks without data do not follow; "
+                "use Nesterov or HeavyBall"
+            )
+        self._noted = {}
+        return super()._begin_join(also)
+
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not inside `join`."""
         super().overwrite_with_first()
@@ -151,9 +175,14 @@ class LocalReplica(AfterStepReplica):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer. Not collective; each rank saves its own.
 
-        What is under way is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost.
+        What is under way is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost. A
+        step whose optimizers were all left out, as by a `GradScaler`, ends first.
         """
+        if self._passes_due and len(self._waiting_for) == len(self._optimizers):
+            self._end_step()
         return super().state_dict() | {
+            "period": self._local.period,
+            "delay": self._local.delay,
             "due": self._passes_due,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
@@ -173,11 +202,11 @@ class LocalReplica(AfterStepReplica):
         )
         saved = state.get("fragments")
         if saved is not None:
-            self._check(saved)
+            self._check(saved, state["period"], state["delay"])
         for i, fragment in enumerate(self._fragments):
             fragment.restart() if saved is None else fragment.load_state_dict(saved[i])
         self._restart_at_step(step)
-        self._passes_due = 0 if saved is None else state["due"]
+        self._passes_due, self._noted = 0 if saved is None else state["due"], {}
         self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
         self._agree_on_state()
         self._exchange.begin_anew()
@@ -186,14 +215,20 @@ class LocalReplica(AfterStepReplica):
             if fragment.flight is not None:
                 self._exchange.send_again(fragment, fragment.flight)
 
-    def _check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):
             raise UsageError(
                 f"the state has {len(saved)} fragments and the model was attached with {len(self._fragments)}: attach "
                 "it with the algorithm of the run that saved it"
             )
-        for fragment, state in zip(self._fragments, saved, strict=True):
-            fragment.check_state(state)
+        own = self._local.period, self._local.delay
+        if (period, delay) != own and any(part.get("flight") for part in saved):
+            raise UsageError(
+                f"the state has averages under way of period={period}, delay={delay}, and the model was attached with "
+                f"period={own[0]}, delay={own[1]}: attach it as it was, or save after replica.consolidate()"
+            )
+        for fragment, part in zip(self._fragments, saved, strict=True):
+            fragment.check_state(part)
 
     def _agree_on_state(self) -> None:
         """Raise `DisagreementError` if ranks have loaded what does not belong together."""
