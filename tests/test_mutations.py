@@ -34,7 +34,8 @@ FIRST = ("ring", "halving_doubling", "torus2d")
 """All-reduces that are tried on more ranks, and with more mutants, than other schedules."""
 RANKS = (2, 3, 4, 5, 6, 7, 8, 12)
 RANKS_OF_OTHERS = (4, 6)
-EXHAUSTIVE_UP_TO = 4
+EXHAUSTIVE_UP_TO, MOST_EXHAUSTIVE = 4, 1000
+"""All mutants of a kind are tried on so many ranks, unless there are more of them than this."""
 PER_KIND, PER_KIND_OF_OTHERS = 24, 8
 """Mutants of each kind that are tried where there are too many to try all."""
 PER_PROGRAMS, PER_PROGRAMS_OF_OTHERS = 200, 40
@@ -226,7 +227,8 @@ def with_receivers_swapped(rows: Rows, j: int, k: int) -> Rows:
 
 
 def chosen(candidates: list, limit: int, ranks: int, rng: Random) -> list:
-    return candidates if ranks <= EXHAUSTIVE_UP_TO or len(candidates) <= limit else rng.sample(candidates, limit)
+    few = ranks <= EXHAUSTIVE_UP_TO and len(candidates) <= MOST_EXHAUSTIVE
+    return candidates if few or len(candidates) <= limit else rng.sample(candidates, limit)
 
 
 @pytest.fixture(scope="module")
