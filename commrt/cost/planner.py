@@ -185,9 +185,11 @@ def _candidates(
 
     if coding is not None:
         return [candidate(each) for each in coded_candidates(needed, per_node)]
-    limit_s = candidate(HalvingDoubling()).plan(nbytes).exchange_s
+    halving = candidate(HalvingDoubling())
+    limit_s = halving.plan(nbytes).exchange_s
     tried = all_reduce_candidates(needed, per_node, cluster.between.ring_count)
-    return [candidate(each) for each in tried if _least_s(each, needed, cluster) <= limit_s]
+    found = (each for each in tried if _least_s(each, needed, cluster) <= limit_s)
+    return [halving if each == halving.algorithm else candidate(each) for each in found]
 
 
 def _least_s(algorithm: Algorithm, ranks: int, cluster: Cluster) -> float:

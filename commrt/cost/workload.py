@@ -72,7 +72,7 @@ class Workload:
         """
         shapes = [(3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28), (512, 512, 28)]
         shapes += [(512, 512, 14)] * 2
-        convolutions = (_layer(inputs, outputs, 3, side) for inputs, outputs, side in shapes)
+        convolutions = (_convolution(inputs, outputs, 3, side, extra=1) for inputs, outputs, side in shapes)
         return cls("vgg_a", (*convolutions, *_dense(25088, 4096, 4096, 1000)))
 
     @classmethod
@@ -84,7 +84,8 @@ class Workload:
         (145.9, 5.6)
         """
         shapes = (3, 96, 11, 56), (96, 256, 5, 24), (256, 512, 3, 12), (512, 1024, 3, 12), (1024, 1024, 3, 12)
-        return cls("overfeat_fast", (*(_layer(*shape) for shape in shapes), *_dense(36864, 3072, 4096, 1000)))
+        convolutions = (_convolution(*shape, extra=1) for shape in shapes)
+        return cls("overfeat_fast", (*convolutions, *_dense(36864, 3072, 4096, 1000)))
 
     @classmethod
     def cd_dnn(cls) -> Self:
@@ -164,16 +165,10 @@ def _resnet50() -> Iterator[Layer]:
     yield Layer(channels * 1000 + 1000, channels * 1000)
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, side: int) -> Layer:
-    """Return a convolution with the batch normalisation that follows, which has two parameters per channel."""
+def _convolution(inputs: int, outputs: int, kernel: int, side: int, extra: int = 2) -> Layer:
+    """Return a convolution with `extra` parameters per channel: 2 of a batch normalisation after it, or 1 as a bias."""
     weights = inputs * outputs * kernel * kernel
-    return Layer(weights + 2 * outputs, float(weights * side * side))
-
-
-def _layer(inputs: int, outputs: int, kernel: int, side: int) -> Layer:
-    """Return a convolution with a bias and without a normalisation."""
-    weights = inputs * outputs * kernel * kernel
-    return Layer(weights + outputs, float(weights * side * side))
+    return Layer(weights + extra * outputs, float(weights * side * side))
 
 
 def _dense(*widths: int) -> Iterator[Layer]:
