@@ -23,8 +23,8 @@ How fast commrt is beside DDP, Gloo and plain torch. Each section has the comman
 
 The variants of a table run interleaved in one run. Cells show the median and, in brackets, the 20th and 80th
 percentiles. A ratio divides two times of the same round: below 1 is faster than the variant in the column `to`, and
-**above 1** (bold) is slower. A variant with a wrong result ends the run. Results of a GPU are in [evidence](evidence.md#on-a-gpu). What we learned
-from these figures is in [FINDINGS.md](../bench/FINDINGS.md).
+**above 1** (bold) is slower. A variant with a wrong result ends the run. What we learned from these figures is
+in [FINDINGS.md](../bench/FINDINGS.md), and what a GPU takes in [evidence](evidence.md#on-a-gpu).
 
 `python bench/report.py` makes this page from records: do not edit it.
 """
