@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded curves, and the files that hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from commrt.cost.curve import GOSSIP, LOCAL, Curve
+from commrt.errors import UsageError
+from commrt.report.curves import curve_text, read_curve
+
+
+def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
+    losses, noise = np.array([2.3, 1.25]), np.array([0.5, float("nan")])
+    curve = Curve(LOCAL, 4, 64, losses, {"period": 8}, seed=2, signal=losses / 7, noise=noise)
+    (tmp_path / "a.jsonl").write_text(curve_text(curve), encoding="utf-8")
+    found = read_curve(str(tmp_path / "a.jsonl"))
+    assert (found.method, found.ranks, found.batch, found.seed) == ("local, period 8", 4, 64, 2)
+    for name in ("losses", "signal", "noise"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(curve, name))
+
+
+def test_a_curve_without_statistics_of_gradients_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(curve_text(Curve(GOSSIP, 2, 2, np.array([1.0]))), encoding="utf-8")
+    assert read_curve(str(tmp_path / "a.jsonl")).noise is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no curve"),
+        ("[]\n", "line 1: give an object"),
+        ("{\n", "line 1 is no JSON"),
+        ('{"commrt_curve": 2}\n', "must say commrt_curve 1"),
+        ('{"commrt_curve": 1}\n{"loss": 1}\n', "lacks something: KeyError"),
+        ('{"commrt_curve": 1, "training": "gossip", "ranks": 1, "batch": 1, "settings": {}, "seed": 0}\n', "0 steps"),
+        ('{"commrt_curve": 1}\n{"loss": 1}\n{"step": 1}\n', "a step lacks a number for loss"),
+    ],
+)
+def test_a_malformed_curve_is_refused_with_its_place(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=said):
+        read_curve(str(tmp_path / "a.jsonl"))
