@@ -66,8 +66,8 @@ def simulate(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; or backup, for "
-            "steps that wait for some ranks."
+            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; fsdp, for steps "
+            "with sharded parameters; or backup, for steps that wait for some ranks."
         ),
     ],
     ranks: Annotated[
@@ -122,6 +122,12 @@ def simulate(
         ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
     )
     shape = ShapeOptions(grid, both_ways, topology, within, rings)
+    if algorithm == "fsdp":
+        from commrt.cli import fsdp  # noqa: PLC0415
+
+        leave_out("fsdp is priced with each schedule that suits it", shape.given())
+        fsdp.run(options, [wire.value], [bucket_cap_mb], as_json)
+        return
     chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))
     if algorithm == "local":
         from commrt.cli import simulate_local  # noqa: PLC0415
@@ -148,6 +154,9 @@ def plan(
             "reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier."
         ),
     ] = None,
+    is_sharded: Annotated[
+        bool, typer.Option("--fsdp", help="With --model: plan FSDP, which shards the parameters over the ranks.")
+    ] = False,
     backups: Annotated[
         str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
     ] = None,
@@ -165,12 +174,21 @@ def plan(
     """
     from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
 
+    wires = ["fp32", "bf16"] if wire is None else [wire.value]
     if collective is not None:
         from commrt.cli import plan_collective  # noqa: PLC0415
 
         of_training = {"--model": model, "--wire": wire, "--batch": batch, "--backups": backups}
+        of_training |= {"--fsdp": is_sharded or None}
         leave_out("a collective has no training step", of_training | {"--compute-ms": compute_ms})
         plan_collective.run(collective, ranks or 4, cluster, nbytes, as_json)
+        return
+    if is_sharded:
+        from commrt.cli import fsdp  # noqa: PLC0415
+
+        leave_out("FSDP waits for all ranks", {"--backups": backups})
+        fsdp_options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
+        fsdp.run(fsdp_options, wires, fsdp.UNITS_MB, as_json)
         return
     waitings: list[BackupCost] = []
     if backups is None:
@@ -181,7 +199,6 @@ def plan(
     else:
         backup_options = BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent)
         ranks, waitings = command.waitings(backups, backup_options)
-    wires = ["fp32", "bf16"] if wire is None else [wire.value]
     options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
     command.run(options, wires, as_json, waitings)
 

@@ -27,11 +27,15 @@ from commrt.schedule import Algorithm
 __all__ = [
     "CAPS_MB",
     "BackupCost",
+    "Candidate",
     "Plan",
     "all_reduce_candidates",
     "coded_candidates",
     "exchange_plans",
+    "priced_candidates",
+    "short_name",
     "step_plans",
+    "tried_in_steps",
 ]
 
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
@@ -40,7 +44,8 @@ FEW_CAPS_MB, MOST_FOR_ALL_CAPS = (8.0, 100.0), 4096
 """Those tried on more ranks than this, where pricing a bucket takes a tenth of a second."""
 TRIED_IN_STEPS = 4
 """Algorithms tried in a training step: those that exchange all gradients soonest. Besides these, the one of least
-latency, which may suit small buckets, and the first candidate, which is the ring if that was priced."""
+latency, which may suit small buckets, and the first candidate, which is the ring if that was priced. On more than
+`MOST_FOR_ALL_CAPS` ranks only the best one."""
 COMPARED_RANKS = 1024
 """Up to so many ranks the ring, or the rings, are priced whatever they cost, to be compared with."""
 TREE_SLICES = 4, 32
@@ -85,13 +90,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The shortest call that makes the algorithm."""
-        algorithm = self.algorithm
-        if algorithm == Direct():
-            return "Direct()"
-        if not isinstance(algorithm, Torus2D):
-            return str(algorithm)
-        given = [] if algorithm.grid is None else [f"grid={algorithm.grid}"]
-        return f"Torus2D({', '.join([*given, *['both_ways=True'] * algorithm.both_ways])})"
+        return short_name(self.algorithm)
 
     @property
     def python(self) -> str:
@@ -106,6 +105,20 @@ class Plan:
     def sort_key(self) -> tuple[int, int, int]:
         """The better plan has the smaller key. Times are in nanoseconds; ties go to the plan with fewer steps."""
         return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
+
+
+def short_name(algorithm: Algorithm) -> str:
+    """Return the shortest call that makes `algorithm`.
+
+    >>> short_name(Torus2D((4, 2), both_ways=True)), short_name(Torus2D()), short_name(Direct())
+    ('Torus2D(grid=(4, 2), both_ways=True)', 'Torus2D()', 'Direct()')
+    """
+    if algorithm == Direct():
+        return "Direct()"
+    if not isinstance(algorithm, Torus2D):
+        return str(algorithm)
+    given = [] if algorithm.grid is None else [f"grid={algorithm.grid}"]
+    return f"Torus2D({', '.join([*given, *['both_ways=True'] * algorithm.both_ways])})"
 
 
 class BackupCost(NamedTuple):
@@ -158,18 +171,21 @@ def coded_candidates(ranks: int, per_node: int = 1) -> Iterator[Algorithm]:
         )
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
+    """An all-reduce that may be the best one."""
+
     algorithm: Algorithm
     pricing: Pricing
 
     def plan(self, nbytes: float) -> Plan:
+        """Return the plan to exchange `nbytes` at once."""
         price, latency = self.pricing.price(nbytes), self.pricing.price(0.0)
         return Plan(self.algorithm, nbytes, price.seconds, latency.seconds, price.steps)
 
 
-def _candidates(
+def priced_candidates(
     cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, coding: Coding | None = None
-) -> list[_Candidate]:
+) -> list[Candidate]:
     """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes.
 
     What takes longer for its latencies alone than `HalvingDoubling` takes for all `nbytes` is left out: so many steps
@@ -179,9 +195,9 @@ def _candidates(
     members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
     per_node = 1 if backups else cluster.gpus_per_node
 
-    def candidate(algorithm: Algorithm) -> _Candidate:
+    def candidate(algorithm: Algorithm) -> Candidate:
         schedule = algorithm.schedule(0, needed)
-        return _Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, coding))
+        return Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, coding))
 
     if coding is not None:
         return [candidate(each) for each in coded_candidates(needed, per_node)]
@@ -203,7 +219,7 @@ def _least_s(algorithm: Algorithm, ranks: int, cluster: Cluster) -> float:
 def exchange_plans(cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None) -> list[Plan]:
     """Return the plans to exchange `nbytes` on the wire at once, the best first; `wire` names codes, if it is any."""
     coding = CODINGS.get(wire or "")
-    plans = (each.plan(nbytes) for each in _candidates(cluster, ranks, nbytes, coding=coding))
+    plans = (each.plan(nbytes) for each in priced_candidates(cluster, ranks, nbytes, coding=coding))
     return sorted((replace(plan, wire=wire) for plan in plans), key=lambda plan: plan.sort_key)
 
 
@@ -225,23 +241,25 @@ def step_plans(
     found = list[Plan]()
     for cost in costs:
         largest = float(workload.numel * GRADIENT_NBYTES)
-        plain = _candidates(cluster, ranks, largest, cost.backups) if {*wires} - CODINGS.keys() else []
+        codings = dict.fromkeys(CODINGS.get(wire) for wire in wires)
+        priced = {coding: priced_candidates(cluster, ranks, largest, cost.backups, coding) for coding in codings}
         for wire in wires:
-            coded = _candidates(cluster, ranks, largest, cost.backups, CODINGS.get(wire)) if wire in CODINGS else plain
-            for candidate in _tried(coded, wire_nbytes(workload.numel, ITEMS[wire])):
+            for candidate in tried_in_steps(priced[CODINGS.get(wire)], wire_nbytes(workload.numel, ITEMS[wire])):
                 plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
                 slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
                 found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))
     return sorted(found, key=lambda plan: plan.sort_key)
 
 
-def _tried(candidates: Sequence[_Candidate], nbytes: float) -> list[_Candidate]:
-    soonest = sorted(candidates, key=lambda each: each.plan(nbytes).sort_key)[:TRIED_IN_STEPS]
+def tried_in_steps(candidates: Sequence[Candidate], nbytes: float) -> list[Candidate]:
+    """Return those of `candidates` that are worth pricing in a training step that exchanges `nbytes`."""
+    most = TRIED_IN_STEPS if candidates[0].pricing.schedule.ranks <= MOST_FOR_ALL_CAPS else 1
+    soonest = sorted(candidates, key=lambda each: each.plan(nbytes).sort_key)[:most]
     least_latency = min(candidates, key=lambda each: each.pricing.price(0.0).seconds)
     return list({each.algorithm: each for each in (*soonest, least_latency, candidates[0])}.values())
 
 
-def _step_plan(candidate: _Candidate, workload: Workload, compute_s: float, wire: str, *, overlaps: bool) -> Plan:
+def _step_plan(candidate: Candidate, workload: Workload, compute_s: float, wire: str, *, overlaps: bool) -> Plan:
     """Return the plan with the best bucket size, of equal ones the largest."""
 
     def step_s(cap_mb: float) -> float:

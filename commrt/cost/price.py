@@ -126,12 +126,16 @@ class _Pattern:
     adds: bool
     is_one_each: bool
     """True if no rank sends twice, and none receives twice."""
+    even: tuple[float, float] | None = None
+    """Seconds of a step, and seconds per byte of a chunk, if all ranks that begin together also end together."""
 
     def play(self, clock_s: Seconds, chunk_nbytes: float, times: int = 1) -> Seconds:
         """Return when each rank has finished `times` steps that follow each other, if it was ready at `clock_s`.
 
         Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
         """
+        if self.even is not None and np.ptp(clock_s) == 0:
+            return clock_s + times * (self.even[0] + self.even[1] * chunk_nbytes)
         for played in range(1, times + 1):
             after_s = self._step(clock_s, chunk_nbytes)
             took_s = after_s - clock_s
@@ -175,14 +179,21 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
     adds = bool(added.any())
     moves = src != dst
+    latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
+    s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
+    adding_s_per_byte = add_s_per_byte * added if adds and add_s_per_byte else np.zeros(1)
+    sent, received = (np.bincount(ends, minlength=ranks) for ends in (src, dst))
+    is_busy = bool(sent.all() and received.all())
+    is_even = is_busy and not any(np.ptp(column) for column in (latency_s, s_per_byte, adding_s_per_byte))
     return _Pattern(
         src=src,
         dst=dst,
-        latency_s=np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0),
-        s_per_byte=np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0),
-        adding_s_per_byte=add_s_per_byte * added if adds and add_s_per_byte else 0.0,
+        latency_s=latency_s,
+        s_per_byte=s_per_byte,
+        adding_s_per_byte=adding_s_per_byte if adding_s_per_byte.any() else 0.0,
         adds=adds,
-        is_one_each=np.bincount(src).max(initial=0) <= 1 and np.bincount(dst).max(initial=0) <= 1,
+        is_one_each=bool(sent.max() <= 1 and received.max() <= 1),
+        even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,
     )
 
 
