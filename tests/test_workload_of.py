@@ -127,6 +127,13 @@ def test_recurrent_layers_of_a_gpu_count_their_matrices_and_no_biases():
     assert count((5, 2, 8), [(64, 8), (64, 16), (64,), (64,)], 4) == 2 * 5 * 2 * 64 * (8 + 16)
 
 
+def test_a_compiled_model_is_read_as_the_model_that_it_holds():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    assert workload_of(torch.compile(model, backend="eager"), torch.zeros(1, 4)) == workload_of(
+        model, torch.zeros(1, 4)
+    )
+
+
 @pytest.mark.parametrize("batch", [{"x": torch.zeros(6, 4)}, (torch.zeros(6, 4),), torch.zeros(6, 4)], ids=type)
 def test_a_batch_is_a_tensor_or_positional_or_named_arguments_and_work_is_that_of_a_sample(batch):
     class Model(nn.Linear):
@@ -176,6 +183,11 @@ def test_a_model_that_refuses_its_batch_stays_as_it_was_too():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_recurrent_layers_of_a_gpu_count_packed_sequences():
+    count = UNCOUNTED[torch.ops.aten._cudnn_rnn]
+    assert count((10, 8), [(64, 8), (64, 16)], 2) == 2 * 10 * 64 * (8 + 16)
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "says"),
     [
@@ -190,6 +202,15 @@ def test_a_model_that_refuses_its_batch_stays_as_it_was_too():
 def test_what_has_no_workload_is_refused_in_words(model, batch, says):
     with pytest.raises(UsageError, match=says):
         workload_of(model, batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is")
+def test_a_model_that_hides_its_layers_is_refused_in_words():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(
+        UsageError, match="Sequential is compiled by TorchScript, which hides its layers: give the model"
+    ):
+        workload_of(model, torch.zeros(1, 4))
 
 
 def test_a_saved_workload_is_planned_and_simulated(tmp_path):

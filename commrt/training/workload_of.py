@@ -49,8 +49,9 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     >>> workload_of(model, torch.zeros(16, 4), name="mlp").layers
     (Layer(numel=40, work=32.0), Layer(numel=18, work=16.0))
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's module holds the model
     label = type(model).__name__ if name is None else name
-    _require_parameters(model, label)
+    _require_readable(model, label)
     samples = _samples(batch, label)
     calls, flops = _run(model, batch, label)
     numels, begins = zip(*((numel, call.flops) for call, numel in _fresh_numels(model, calls) if numel), strict=True)
@@ -58,7 +59,9 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     return Workload(label, tuple(map(Layer, numels, works)))
 
 
-def _require_parameters(model: nn.Module, label: str) -> None:
+def _require_readable(model: nn.Module, label: str) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UsageError(f"{label} is compiled by TorchScript, which hides its layers: give the model as it was before")
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise UsageError(f"{label} has lazy parameters, whose sizes are not known yet: run the model once first")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -160,11 +163,11 @@ def _attention_flops(query: Shape, key: Shape, value: Shape, *_: object, **__: o
 
 
 def _onednn_rnn_flops(rows: Shape, of_input: Shape, of_state: Shape, *_: object, **__: object) -> int:
-    return 2 * rows[0] * rows[1] * (prod(of_input) + prod(of_state))
+    return 2 * prod(rows[:-1]) * (prod(of_input) + prod(of_state))
 
 
 def _cudnn_rnn_flops(rows: Shape, weights: Sequence[Shape], *_: object, **__: object) -> int:
-    return 2 * rows[0] * rows[1] * sum(prod(weight) for weight in weights if len(weight) == 2)
+    return 2 * prod(rows[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2)
 
 
 UNCOUNTED = {
