@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.coding import Coding, Float8, Int2, Int4, Int8
+    from commrt.cost.workload import Workload
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from commrt.training.ddp import DDPState, ddp_hook
     from commrt.training.replica import Replica, Stats, StepReport
     from commrt.training.ring_shuffle import RingShuffle
+    from commrt.training.workload_of import workload_of
     from commrt.transport.protocol import Tag
 
 __version__ = "0.1.0"
@@ -68,6 +70,7 @@ _HOMES = {
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
     "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
+    "commrt.cost.workload": ("Workload",),
     "commrt.coding": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
@@ -82,6 +85,7 @@ _HOMES = {
     ),
     "commrt.training.attach": ("attach",),
     "commrt.training.ring_shuffle": ("RingShuffle",),
+    "commrt.training.workload_of": ("workload_of",),
     "commrt.training.ddp": ("DDPState", "ddp_hook"),
     "commrt.training.backup_workers": ("reissued",),
     "commrt.training.replica": ("Replica", "Stats", "StepReport"),
@@ -141,6 +145,7 @@ __all__ = [
     "TransportError",
     "UsageError",
     "Work",
+    "Workload",
     "World",
     "adaquant",
     "attach",
@@ -156,6 +161,7 @@ __all__ = [
     "reissued",
     "streaming_diloco",
     "verify",
+    "workload_of",
 ]
 
 

@@ -91,6 +91,14 @@ OPTIONS = {
     ),
     "plan": (None, {"--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"), "--json": None, **SHARED, **LAWS}),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
+    "export": (
+        ALGORITHM,
+        {
+            "--ranks": RANKS,
+            "--cluster": CLUSTER,
+            **SHAPES,
+        },
+    ),
     "train": (
         None,
         {
@@ -180,6 +188,12 @@ def test_draw_takes_or_refuses_any_line(nothing_starts, words, out):
     told_or_refused([*words, "--out", out])
 
 
+@cases(40)
+@given(words=lines("export"), nbytes=SIZE, out=mostly("traces", "/dev/null", bad=st.just("\0")))
+def test_export_takes_or_refuses_any_line(nothing_starts, words, nbytes, out):
+    told_or_refused([*words, "--nbytes", nbytes, "--out", out])
+
+
 @cases(60)
 @given(words=lines("train"))
 def test_train_takes_or_refuses_any_line(nothing_starts, words):
@@ -237,9 +251,10 @@ def test_bad_input_is_one_line_and_exit_code_2(nothing_starts, monkeypatch, caps
     assert len(said.err) < 2000
 
 
-@pytest.mark.parametrize("name", ["verify", "simulate", "plan", "draw"])
+@pytest.mark.parametrize("name", ["verify", "simulate", "plan", "draw", "export"])
 @pytest.mark.parametrize("ranks", ["0", "-1", "1e9", "1000000000", "65537"])
 def test_numbers_of_ranks_that_nobody_has_are_refused_at_once(nothing_starts, name, ranks):
-    words = {"verify": ["ring"], "simulate": ["ring"], "plan": [], "draw": ["ring", "--out", "a.svg"]}[name]
+    words = {"verify": ["ring"], "simulate": ["ring"], "plan": [], "draw": ["ring", "--out", "a.svg"]}
+    words |= {"export": ["ring", "--nbytes", "1", "--out", "traces"]}
     with in_time(10):
-        assert CliRunner().invoke(app, [name, *words, "--ranks", ranks]).exit_code == 2
+        assert CliRunner().invoke(app, [name, *words[name], "--ranks", ranks]).exit_code == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is in a file that a command reads back: times, a picture, or one sentence."""
+"""Whatever is in a file that a command reads back: times, a workload, a picture, or one sentence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.cli.draw import draw_recorded
+from commrt.cost.workload import Workload
 from commrt.report import traces
 from commrt.report.traces import read_times
 
@@ -58,6 +59,9 @@ DOCUMENTS = st.one_of(
     (TRACES | changed_runs() | VALUES | st.lists(st.lists(NUMBERS, max_size=3), max_size=4)).map(json.dumps), FILES
 )
 
+LAYERS = st.fixed_dictionaries({"numel": st.integers(0, 9) | NUMBERS | VALUES, "work": NUMBERS | VALUES})
+WORKLOADS = st.fixed_dictionaries({"name": st.just("mine") | VALUES, "layers": st.lists(LAYERS, max_size=4) | VALUES})
+
 
 def with_file(content, read):
     with TemporaryDirectory() as folder:
@@ -85,3 +89,12 @@ def test_a_timeline_of_any_file_is_one_or_is_refused_in_words(content):
 @given(changed_runs().map(json.dumps) | DOCUMENTS, st.none() | st.integers(-1, 7))
 def test_a_picture_of_any_run_is_drawn_or_refused_in_words(content, step):
     met(with_file, content, lambda path, out: draw_recorded(path, step, out))
+
+
+@cases(75)
+@given(WORKLOADS.map(json.dumps) | DOCUMENTS)
+def test_a_workload_of_any_file_gives_buckets_or_is_refused_in_words(content):
+    workload = met(with_file, content, lambda path, _: Workload.read(path))
+    if workload is not None:
+        assert 1 / 3 <= workload.buckets(1e6, 4)[-1].at <= 1 + 1e-9
+        assert Workload.parsed(workload.text(), "again") == workload

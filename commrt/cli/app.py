@@ -119,7 +119,7 @@ def train(
     command.run(job, compare or [], workers, as_json)
 
 
-for command_ in (commands.verify, commands.simulate, commands.plan, commands.draw):
+for command_ in (commands.verify, commands.simulate, commands.plan, commands.draw, commands.export):
     app.command(rich_help_panel=PRICE)(command_)
 
 

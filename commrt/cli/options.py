@@ -93,7 +93,7 @@ Model = Annotated[
     str | None,
     option(
         help="Exchange this model's gradients in a training step: resnet50, vgg_a, overfeat_fast, cd_dnn, "
-        "transformer:WIDTHxDEPTHxTOKENS, or a number of parameters."
+        "transformer:WIDTHxDEPTHxTOKENS, a number of parameters, or a .json file of commrt.workload_of(...).save."
     ),
 ]
 Batch = Annotated[
@@ -333,6 +333,8 @@ def workload_of(model: str) -> Workload:
     """Return the workload that --model describes; raises `UsageError`."""
     if model in MODELS:
         return MODELS[model]()
+    if model.endswith(".json"):
+        return Workload.read(model)
     if sizes := re.fullmatch(r"transformer:(\d{1,9})x(\d{1,5})x(\d{1,9})", model):
         return Workload.transformer(*map(int, sizes.groups()))
     try:
@@ -340,7 +342,7 @@ def workload_of(model: str) -> Workload:
     except (ValueError, OverflowError):
         numel = 0
     if not 0 < numel <= MOST_PARAMETERS:
-        known = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS"
+        known = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.workload_of(...).save"
         raise UsageError(f"--model {model}: give {known}, or a number of parameters, such as 25.6e6")
     return Workload.even(numel, parts=min(numel, 100))
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from commrt.coding import Coding
 from commrt.cost.wires import GRADIENT_NBYTES, Item, wire_nbytes
-from commrt.errors import UsageError
+from commrt.errors import CommrtError, UsageError
 
 __all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
 
@@ -18,6 +21,8 @@ FORWARD = 1 / 3
 """Part of a step's computing before the first gradient is ready: the backward pass multiplies twice as much."""
 FIRST_NBYTES = 1 << 20
 """Size of the first bucket, which is small so that exchanging begins early."""
+MOST_NUMEL, MOST_WORK = 10**15, 1e30
+"""Limits of a layer: sums and products of a few of them are still finite."""
 
 
 class Layer(NamedTuple):
@@ -38,10 +43,30 @@ class ReadyBucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model's layers, in the order of the forward pass."""
+    """A model's layers, in the order of the forward pass. Raises `UsageError` for layers that cannot be.
+
+    `commrt.workload_of` reads it from a model of yours.
+    """
 
     name: str
     layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(NAME, self.name):
+            raise UsageError(
+                f"a workload cannot be called {self.name!r:.120}: give up to 100 letters, digits and spaces"
+            )
+        for number, (numel, work) in enumerate(self.layers):
+            if not (type(numel) is int and 0 <= numel <= MOST_NUMEL and _is_number(work) and 0 <= work <= MOST_WORK):
+                raise UsageError(
+                    f"{self.name}: layer {number} has {numel!r:.40} parameters and work {work!r:.40}: give a whole "
+                    f"number up to {MOST_NUMEL:g}, and a number from 0 to {MOST_WORK:g}"
+                )
+        if self.numel < 1 or self.work <= 0:
+            raise UsageError(
+                f"{self.name} has {self.numel} parameters to exchange and work {self.work:g}: a workload needs a layer "
+                "with parameters and one that multiplies; give both, in the order of the forward pass"
+            )
 
     @classmethod
     def even(cls, numel: int, parts: int = 1) -> Self:
@@ -115,6 +140,49 @@ class Workload:
         name = f"transformer:{width}x{depth}x{tokens}"
         return cls(name, (embedding, *(attention, dense) * depth, last))
 
+    @classmethod
+    def read(cls, file: str | Path) -> Self:
+        """Return the workload in `file`, which `save` wrote; raises `UsageError`."""
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{str(file)!r:.200} cannot be read: {error}; write one with Workload.save") from error
+        return cls.parsed(text, str(file))
+
+    @classmethod
+    def parsed(cls, text: str, source: str) -> Self:
+        """Return the workload that a JSON document of `text` describes; `UsageError` names its `source`."""
+        try:
+            given = json.loads(text)
+            name, layers = given["name"], tuple(Layer(**layer) for layer in given["layers"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{source:.200} describes no workload ({error!r:.200}): write it with Workload.save, or as {FORMAT}"
+            ) from error
+        return cls(name, layers)
+
+    def text(self) -> str:
+        """Return the workload as a JSON document, which `parsed` reads.
+
+        >>> small = Workload("small", (Layer(10, 100.0), Layer(5, 50.0)))
+        >>> print(small.text())
+        {"name": "small", "layers": [
+          {"numel": 10, "work": 100.0},
+          {"numel": 5, "work": 50.0}
+        ]}
+        >>> Workload.parsed(small.text(), "small.json") == small
+        True
+        """
+        layers = ",\n".join(f"  {json.dumps(layer._asdict())}" for layer in self.layers)
+        return f'{{"name": {json.dumps(self.name)}, "layers": [\n{layers}\n]}}'
+
+    def save(self, file: str | Path) -> None:
+        """Write the workload to `file`, for ``commrt plan --model file.json``; `CommrtError` if that fails."""
+        try:
+            Path(file).write_text(self.text() + "\n", encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CommrtError(f"{str(file)!r:.200} could not be written: {error}; give another file") from error
+
     @property
     def work(self) -> float:
         """Multiplications of a forward pass, in the unit of the layers."""
@@ -145,6 +213,15 @@ class Workload:
                 found.append(ReadyBucket(wire_nbytes(filled, itemsize), FORWARD + (1 - FORWARD) * done / total))
                 filled, room_nbytes = 0, cap_nbytes
         return [*found, ReadyBucket(wire_nbytes(filled, itemsize), 1.0)] if filled else found
+
+
+NAME = r"[\w .,:+/()-]{1,100}"
+"""What tables, pictures and messages can show as it is."""
+FORMAT = '{"name": "mine", "layers": [{"numel": 1000, "work": 1000.0}]}'
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))

@@ -14,7 +14,15 @@ from commrt.errors import CommrtError, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["GENERATOR", "prepare_report", "require_picture", "require_writable", "save_picture", "write"]
+__all__ = [
+    "GENERATOR",
+    "prepare_folder",
+    "prepare_report",
+    "require_picture",
+    "require_writable",
+    "save_picture",
+    "write",
+]
 
 PICTURE_FORMATS = (".svg", ".png", ".pdf")
 REPORT_NAME = "report.html"
@@ -63,6 +71,19 @@ def require_picture(out: str) -> None:
 def save_picture(figure: Figure, out: str) -> None:
     """Write `figure` to `out`; raise `CommrtError` if the disk refuses."""
     write("--out", out, lambda: figure.savefig(out, dpi=150))
+
+
+def prepare_folder(option: str, folder: str, example: str) -> Path:
+    """Make `folder`, the value of `option`, and return it; raise `UsageError` if no files can be written in it."""
+    _require_name(option, folder, "folder", example)
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{option} {folder}: nothing can be written there: {error}; give another folder") from error
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"{option} {folder} cannot be written by this user: give another folder")
+    return path
 
 
 def prepare_report(folder: str) -> Path:

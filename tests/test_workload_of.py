@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A workload that is read from a model: layers, parameters and multiplications, and a model left as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from commands import refused, told
+from torch import nn
+from torch.nn import functional
+
+import commrt
+from commrt import UsageError, Workload, workload_of
+from commrt.cost.workload import Layer
+from commrt.training.workload_of import UNCOUNTED
+
+DEVICES = ("cpu", "meta")
+
+
+def vgg_a():
+    widths, channels, layers = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool"), 3, []
+    for width in widths:
+        layers += [nn.MaxPool2d(2)] if width == "pool" else [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+        channels = channels if width == "pool" else width
+    dense = (nn.Linear(25088, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+    return nn.Sequential(*layers, nn.Flatten(), *dense)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.before, self.between = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        parts = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.between(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width, depth, tokens, vocabulary, heads=4):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_vgg_a_has_the_layers_that_the_cost_model_ships():
+    with torch.device("meta"):
+        found = workload_of(vgg_a(), torch.empty(2, 3, 224, 224), name="vgg_a")
+    assert found == Workload.vgg_a()
+
+
+@pytest.mark.parametrize("shape", [(768, 12, 1024, 50_257), (64, 3, 32, 100)])
+def test_a_transformer_has_the_parameters_and_multiplications_that_the_cost_model_computes(shape):
+    width, depth, tokens, vocabulary = shape
+    with torch.device("meta"):
+        found = workload_of(Transformer(*shape), torch.empty(2, tokens, dtype=torch.int64))
+    known = Workload.transformer(width, depth, tokens, vocabulary)
+    assert (found.numel, found.work) == (known.numel, known.work)
+
+
+def test_a_cpu_counts_a_transformer_as_the_meta_device_does():
+    def found(device):
+        with torch.device(device):
+            return workload_of(Transformer(16, 2, 8, 20), torch.zeros(3, 8, dtype=torch.int64))
+
+    assert found("cpu") == found("meta")
+
+
+def test_shared_parameters_count_where_they_are_used_first_and_their_work_where_it_is_done():
+    layers = workload_of(Transformer(16, 1, 8, 20), torch.zeros(1, 8, dtype=torch.int64)).layers
+    assert layers[0] == Layer(16 * 20, 0.0)
+    assert layers[-1] == Layer(2 * 16, 8.0 * 20 * 16)
+
+
+def test_a_module_that_is_called_twice_is_one_layer_and_works_twice():
+    linear = nn.Linear(4, 4)
+    found = workload_of(nn.Sequential(linear, nn.ReLU(), linear, nn.Linear(4, 2)), torch.zeros(5, 4))
+    assert found.layers == (Layer(20, 32.0), Layer(10, 8.0))
+
+
+def test_frozen_parameters_are_not_exchanged_but_their_work_is_done():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[1].requires_grad_(requires_grad=False)
+    assert workload_of(model, torch.zeros(1, 4)).layers == (Layer(40, 32.0 + 64.0), Layer(18, 16.0))
+
+
+def test_products_without_parameters_belong_to_the_layer_before_them():
+    class Products(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            return self[1](x @ x.transpose(1, 2) @ x)
+
+    found = workload_of(Products(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(3, 5, 4))
+    assert found.layers == (Layer(20, 5.0 * 16 + 2 * 5 * 5 * 4), Layer(20, 5.0 * 16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_counts_with_the_parameters_of_a_part_that_is_never_called(device):
+    x = torch.zeros(2, 5, 16, device=device)
+    found = workload_of(nn.MultiheadAttention(16, 4, batch_first=True, device=device), (x, x, x))
+    assert found.layers == (Layer(4 * 16 * 17, 5.0 * 4 * 16 * 16 + 2 * 5 * 5 * 16),)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_count_every_step_both_ways(kind, gates, device):
+    model = kind(8, 16, num_layers=2, bidirectional=True, batch_first=True, device=device)
+    found = workload_of(model, torch.zeros(2, 5, 8, device=device))
+    assert found.work == 5.0 * gates * 16 * 2 * ((8 + 16) + (32 + 16))
+
+
+def test_recurrent_layers_of_a_gpu_count_their_matrices_and_no_biases():
+    count = UNCOUNTED[torch.ops.aten._cudnn_rnn]
+    assert count((5, 2, 8), [(64, 8), (64, 16), (64,), (64,)], 4) == 2 * 5 * 2 * 64 * (8 + 16)
+
+
+def test_a_compiled_model_is_read_as_the_model_that_it_holds():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    assert workload_of(torch.compile(model, backend="eager"), torch.zeros(1, 4)) == workload_of(
+        model, torch.zeros(1, 4)
+    )
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.zeros(6, 4)}, (torch.zeros(6, 4),), torch.zeros(6, 4)], ids=type)
+def test_a_batch_is_a_tensor_or_positional_or_named_arguments_and_work_is_that_of_a_sample(batch):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    assert workload_of(Model(4, 3), batch).layers == (Layer(15, 12.0),)
+
+
+class Changing(nn.Module):
+    """It counts its calls in a buffer, and draws random numbers in eval mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.parts.train()
+        return self.parts(x) + torch.rand(4)
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_were():
+    model, random = Changing(), torch.get_rng_state()
+    model.parts[2].eval()
+    before = copy.deepcopy(model)
+    workload_of(model, torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert all(
+        torch.equal(*pair) for pair in zip(model.state_dict().values(), before.state_dict().values(), strict=True)
+    )
+    assert [each.training for each in model.modules()] == [each.training for each in before.modules()]
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_refuses_its_batch_stays_as_it_was_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    with pytest.raises(
+        UsageError, match=r"Sequential does not take the batch \(RuntimeError: .*shapes.*\): give what its"
+    ):
+        workload_of(model, torch.zeros(2, 3))
+    assert model.training
+    assert not any(each._forward_pre_hooks for each in model.modules())
+    assert torch.is_grad_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_recurrent_layers_of_a_gpu_count_packed_sequences():
+    count = UNCOUNTED[torch.ops.aten._cudnn_rnn]
+    assert count((10, 8), [(64, 8), (64, 16)], 2) == 2 * 10 * 64 * (8 + 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "says"),
+    [
+        (nn.ReLU(), torch.zeros(1, 4), "ReLU has no parameters that need a gradient"),
+        (nn.Linear(4, 4).requires_grad_(requires_grad=False), torch.zeros(1, 4), "call requires_grad_"),
+        (nn.LazyLinear(4), torch.zeros(1, 4), "LazyLinear has lazy parameters"),
+        (nn.Linear(4, 4), torch.zeros(0, 4), "the batch for Linear holds no samples"),
+        (nn.Linear(4, 4), 7, "the batch for Linear holds no samples"),
+        (nn.Embedding(4, 4), torch.zeros(1, 4, dtype=torch.int64), "one that multiplies"),
+    ],
+)
+def test_what_has_no_workload_is_refused_in_words(model, batch, says):
+    with pytest.raises(UsageError, match=says):
+        workload_of(model, batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is")
+def test_a_model_that_hides_its_layers_is_refused_in_words():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(
+        UsageError, match="Sequential is compiled by TorchScript, which hides its layers: give the model"
+    ):
+        workload_of(model, torch.zeros(1, 4))
+
+
+def test_a_saved_workload_is_planned_and_simulated(tmp_path):
+    file = tmp_path / "mine.json"
+    workload = workload_of(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), torch.zeros(1, 512), name="mine")
+    workload.save(file)
+    assert Workload.read(file) == workload
+    step = ("--ranks", 8, "--model", file, "--compute-ms", 30)
+    assert told("simulate", "ring", *step)["nbytes"] == 4 * workload.numel
+    assert told("plan", *step)["best"]["step_seconds"] > 0.03
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "describes no workload (JSONDecodeError("),
+        ("[]", "describes no workload (TypeError("),
+        ('{"name": "a"}', "describes no workload (KeyError('layers'))"),
+        ('{"name": "a", "layers": [{"numel": 1}]}', "write it with Workload.save, or as {"),
+        ('{"name": "a", "layers": [{"numel": 1.5, "work": 1}]}', "layer 0 has 1.5 parameters and work 1: give a whole"),
+        ('{"name": "a", "layers": [{"numel": 1, "work": NaN}]}', "layer 0 has 1 parameters and work nan"),
+        ('{"name": "a", "layers": [{"numel": 0, "work": 1}]}', "a has 0 parameters to exchange and work 1"),
+        ('{"name": "[/b]", "layers": [{"numel": 1, "work": 1}]}', "a workload cannot be called '[/b]'"),
+    ],
+)
+def test_a_file_that_describes_no_workload_is_refused_in_words(tmp_path, text, says):
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    assert says in refused("plan", "--model", file, "--compute-ms", 30)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
+    assert "'none.json' cannot be read" in refused("plan", "--model", "none.json", "--compute-ms", 30)
+    with pytest.raises(commrt.CommrtError, match="could not be written"):
+        Workload.vgg_a().save(tmp_path / "none" / "mine.json")
