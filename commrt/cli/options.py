@@ -98,7 +98,8 @@ Model = Annotated[
     ),
 ]
 Batch = Annotated[
-    int | None, option(min=1, show_default="32", help="Images per rank, if the cluster's speed is known.")
+    int | None,
+    option(min=1, max=1_000_000_000, show_default="32", help="Images per rank, if the cluster's speed is known."),
 ]
 ComputeMs = Annotated[float | None, option(min=0.001, help="How long a step computes, in milliseconds.")]
 WIRE_HELP = "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2, float8."
