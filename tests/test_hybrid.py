@@ -101,6 +101,33 @@ def test_gradients_overlap_the_backward_pass_and_activations_do_not():
     assert step.gradients_s == pytest.approx(costs[0].gradients_s)
 
 
+def test_activations_wait_for_gradients_that_were_ready_before_them():
+    dense = Layer(16_004_000, 1.0, 4000, 4000)
+    found = pricing(Workload("two", (dense, dense)), compute_s=1e-9)
+    step = found.step([4, 16])
+    first, last = found.costs(step)
+    assert step.activations_s == pytest.approx(first.activations_s + last.gradients_s)
+
+
+def test_small_layers_share_a_bucket_only_if_they_have_the_same_groups():
+    small = Layer(10_100, 1.0, 100, 100)
+    found = pricing(Workload("small", (small, small)), on=cluster(latency_us=100.0))
+    alone_s, shared_s = (
+        found.step(groups).exchange_s - sum(cost.activations_s for cost in found.costs(found.step(groups)))
+        for groups in ([4, 16], [16, 16])
+    )
+    assert alone_s == pytest.approx(sum(cost.gradients_s for cost in found.costs(found.step([4, 16]))))
+    assert shared_s < alone_s
+
+
+def test_groups_are_consecutive_ranks_that_exchange_activations_inside_nodes():
+    nodes = Cluster("nodes", "", 4, Link(0.0, 40.0), Between(0.0, 10.0))
+    found = pricing(on=nodes)
+    (cost,) = found.costs(found.uniform(4))
+    assert cost.activations_s == pytest.approx(cost.activations_nbytes / 40e9)
+    assert cost.gradients_s == pytest.approx(4 * cost.gradients_nbytes / 10e9)  # ranks of a node share its card
+
+
 def test_a_layer_has_no_more_ranks_in_a_group_than_outputs():
     few = Layer(6_000, 1.0, 1_000, 6)
     assert pricing(Workload("few", (few,)), ranks=16).choices(few) == [4, 8, 16]
