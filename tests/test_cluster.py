@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from commands import told
 
 from commrt.cost.cluster import Cluster, builtin_clusters
 from commrt.errors import UsageError
@@ -24,6 +27,9 @@ nics = 2
 [racks]
 nodes = 1
 oversubscription = 3.0
+[kernel_efficiency]
+64 = 1.0
+4 = 0.8
 """
 
 
@@ -61,6 +67,14 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
         ("per_s = 1.5", "per_s = 0", "desk: code_gbytes_per_s is 0: it must be a number of at least 1e-09"),
         ("nics = 2", "nics_per_rank = 2", "a rank cannot use 2 cards of a node that has 1"),
         ("oversubscription = 3.0", "oversubscription = 0.5", "racks: oversubscription is 0.5"),
+        ("4 = 0.8", "4 = 0", "kernel_efficiency of 4 samples is 0: it must be a number above 0 and up to 1"),
+        ("4 = 0.8", "4 = 1.01", "kernel_efficiency of 4 samples is 1.01"),
+        ("4 = 0.8", "4 = nan", "kernel_efficiency of 4 samples is nan"),
+        ("4 = 0.8", "4 = true", "kernel_efficiency of 4 samples is True"),
+        ("4 = 0.8", "4.5 = 0.8", "kernel_efficiency of 4 samples is {'5': 0.8}"),
+        ("4 = 0.8", "0 = 0.8", "kernel_efficiency has the key '0': give whole numbers of samples per rank, from 1 on"),
+        ("4 = 0.8", "few = 0.8", "kernel_efficiency has the key 'few'"),
+        ("[kernel_efficiency]\n64 = 1.0\n4 = 0.8", "kernel_efficiency = 1", "racks: 'kernel_efficiency' is not known"),
         ("[racks]\nnodes = 1\noversubscription = 3.0", "[racks]", "desk: racks: .*missing 1 required"),
     ],
 )
@@ -68,6 +82,48 @@ def test_a_description_that_cannot_be_is_refused_in_words(old, new, says):
     assert old in WHOLE
     with pytest.raises(UsageError, match=says):
         Cluster.parsed(WHOLE.replace(old, new, 1), "desk")
+
+
+@pytest.mark.parametrize(
+    ("samples", "share"), [(1, 0.8), (4, 0.8), (8, 0.85), (16, 0.9), (32, 0.95), (64, 1.0), (10**9, 1.0)]
+)
+def test_kernel_efficiency_is_linear_in_the_logarithm_of_the_samples_and_constant_beyond_its_ends(samples, share):
+    assert Cluster.parsed(WHOLE, "desk").efficiency_at(samples) == pytest.approx(share)
+
+
+def test_kernels_of_a_cluster_that_says_nothing_of_them_always_reach_full_speed():
+    assert Cluster.named("abci").efficiency_at(1) == 1.0
+
+
+def test_kernel_efficiency_of_no_samples_is_refused():
+    with pytest.raises(UsageError, match="0 samples per rank: give at least 1"):
+        Cluster.parsed(WHOLE, "desk").efficiency_at(0)
+
+
+def test_kernel_efficiency_is_written_and_read_again_in_order_of_the_samples():
+    cluster = Cluster.parsed(WHOLE, "desk")
+    assert [*cluster.kernel_efficiency.items()] == [(4, 0.8), (64, 1.0)]
+    assert Cluster.parsed(cluster.text(), "desk") == cluster
+
+
+def test_kernel_efficiency_takes_numbers_and_their_texts_but_each_only_once():
+    cluster = Cluster.parsed(WHOLE, "desk")
+    assert replace(cluster, kernel_efficiency={"4": 0.8, 64: 1}) == cluster
+    with pytest.raises(UsageError, match="kernel_efficiency of 4 samples is given twice"):
+        replace(cluster, kernel_efficiency={"4": 0.8, 4: 0.9})
+
+
+def test_a_step_of_few_samples_computes_at_the_speed_of_its_kernels(tmp_path):
+    (tmp_path / "desk.toml").write_text(f"{WHOLE}[compute]\nresnet50 = 100\n")
+    common = ("simulate", "ring", "--ranks", 8, "--cluster", tmp_path / "desk.toml", "--model", "resnet50")
+    times_s = {}
+    for batch in (4, 64):
+        record = told(*common, "--batch", batch)
+        after = record["exchanges"][0]
+        times_s[batch] = after["step_seconds"] * after["efficiency"]
+        rate = {4: 80, 64: 100}[batch]
+        assert record["images_per_second"] == pytest.approx(8 * rate * record["exchanges"][-1]["efficiency"])
+    assert times_s == {4: pytest.approx(4 / 80), 64: pytest.approx(64 / 100)}
 
 
 def test_a_part_that_is_no_table_is_refused_in_words():

@@ -29,6 +29,8 @@ KEYS = [
     "pack_gbytes_per_s",
     "code_gbytes_per_s",
     "compute",
+    "kernel_efficiency",
+    "4",
     "latency_us",
     "gbytes_per_s",
     "nics",
@@ -87,6 +89,7 @@ WHOLE = {
     "racks.nodes": "1",
     "racks.oversubscription": "3",
     "compute.resnet50": "300",
+    "kernel_efficiency.4": "0.8",
 }
 
 
@@ -94,7 +97,11 @@ def changed(changes):
     return "\n".join(f"{key} = {value}" for key, value in (WHOLE | changes).items())
 
 
-CHANGES = st.dictionaries(st.sampled_from([*WHOLE, "name", "compute.x", "compute"]), LITERALS, max_size=2)
+CHANGES = st.dictionaries(
+    st.sampled_from([*WHOLE, "name", "compute.x", "compute", "kernel_efficiency.x", "kernel_efficiency"]),
+    LITERALS,
+    max_size=2,
+)
 
 
 def priced(text):
@@ -106,6 +113,7 @@ def priced(text):
     seconds = Pricing(Ring().schedule(0, 4), cluster).price(1e6).seconds
     assert 0 <= all_reduce_bound_s(cluster, 4, 1e6) <= seconds * (1 + 1e-9)
     assert isfinite(seconds)
+    assert 0 < cluster.efficiency_at(3) <= 1
 
 
 @cases(100)
@@ -120,6 +128,8 @@ def priced(text):
 @example(changed({"racks.oversubscription": "1e308"}))
 @example(changed({"name": "3"}))
 @example(changed({"compute.resnet50": "'fast'"}))
+@example(changed({"kernel_efficiency.'4 '": "0.5"}))
+@example(changed({"kernel_efficiency." + "9" * 5000: "0.5"}))
 def test_a_document_is_a_cluster_or_is_refused_in_words(text):
     met(priced, text)
 

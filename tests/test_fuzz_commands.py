@@ -89,7 +89,17 @@ OPTIONS = {
             **LOCAL,
         },
     ),
-    "plan": (None, {"--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"), "--json": None, **SHARED, **LAWS}),
+    "plan": (
+        None,
+        {
+            "--nbytes": SIZE,
+            "--backups": mostly("auto", "1", "0", "3"),
+            "--hybrid": None,
+            "--json": None,
+            **SHARED,
+            **LAWS,
+        },
+    ),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
     "export": (
         ALGORITHM,

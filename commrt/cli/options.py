@@ -23,6 +23,7 @@ from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
 __all__ = [
+    "BATCH",
     "CLUSTER",
     "WIRE_HELP",
     "BackupOptions",
@@ -97,7 +98,8 @@ Model = Annotated[
     ),
 ]
 Batch = Annotated[
-    int | None, option(min=1, show_default="32", help="Images per rank, if the cluster's speed is known.")
+    int | None,
+    option(min=1, max=1_000_000_000, show_default="32", help="Images per rank, if the cluster's speed is known."),
 ]
 ComputeMs = Annotated[float | None, option(min=0.001, help="How long a step computes, in milliseconds.")]
 WIRE_HELP = "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2, float8."
@@ -318,15 +320,16 @@ def _finite(facts: object) -> object:
 
 
 def compute_of(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:
-    """Return how long a step computes in seconds, and images per second of a rank if that is known."""
+    """Return how long a step computes in seconds, and images per second of a rank with that batch if it is known."""
     if options.compute_ms is not None:
         return options.compute_ms / 1e3, None
     if workload.name not in cluster.compute:
         raise UsageError(
             f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
         )
-    rate = cluster.compute[workload.name]
-    return (options.batch or BATCH) / rate, rate
+    batch = options.batch or BATCH
+    rate = cluster.compute[workload.name] * cluster.efficiency_at(batch)
+    return batch / rate, rate
 
 
 def workload_of(model: str) -> Workload:

@@ -166,11 +166,20 @@ def plan(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
+    hybrid: Annotated[
+        bool,
+        typer.Option(
+            "--hybrid",
+            help="With --model: price steps in which groups of ranks share fully connected layers. commrt does not run "
+            "them.",
+        ),
+    ] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
-    With --model and --backups also how many backup workers. With --collective, the schedule of one collective.
+    With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
+    --hybrid, the layers that groups of ranks should share.
     """
     from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
 
@@ -178,21 +187,29 @@ def plan(
     if collective is not None:
         from commrt.cli import plan_collective  # noqa: PLC0415
 
-        of_training = {"--model": model, "--wire": wire, "--batch": batch, "--backups": backups}
-        of_training |= {"--fsdp": is_sharded or None}
-        leave_out("a collective has no training step", of_training | {"--compute-ms": compute_ms})
+        of_training: dict[str, object] = {"--model": model, "--wire": wire, "--batch": batch, "--backups": backups}
+        of_training |= {"--compute-ms": compute_ms, "--hybrid": hybrid or None, "--fsdp": is_sharded or None}
+        leave_out("a collective has no training step", of_training)
         plan_collective.run(collective, ranks or 4, cluster, nbytes, as_json)
         return
+    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
     if is_sharded:
         from commrt.cli import fsdp  # noqa: PLC0415
 
-        leave_out("FSDP waits for all ranks", {"--backups": backups})
+        why = "--fsdp prices steps without backups"
+        leave_out(why, times_of_ranks | {"--backups": backups, "--hybrid": hybrid or None})
         fsdp_options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
         fsdp.run(fsdp_options, wires, fsdp.UNITS_MB, as_json)
         return
+    if hybrid:
+        from commrt.cli import plan_hybrid  # noqa: PLC0415
+
+        why = "--hybrid prices steps of a model, with fp32 and without backups"
+        leave_out(why, times_of_ranks | {"--nbytes": nbytes, "--wire": wire, "--backups": backups})
+        plan_hybrid.run(ExchangeOptions(ranks or 4, cluster, None, model, batch=batch, compute_ms=compute_ms), as_json)
+        return
     waitings: list[BackupCost] = []
     if backups is None:
-        times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
         leave_out("without --backups no rank is slow", times_of_ranks)
     elif model is None:
         raise UsageError("--backups needs a training step: give --model too, or use commrt simulate backup")

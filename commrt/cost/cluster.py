@@ -13,9 +13,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
-from math import ceil, inf
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+import numpy as np
 
 from commrt.errors import UsageError
 
@@ -105,15 +107,17 @@ class Cluster:
     pack_gbytes_per_s: float | None = None
     """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no time."""
     compute: Mapping[str, float] = field(default_factory=dict)
-    """Samples (images, say) per second and GPU, by model."""
+    """Samples (images, say) per second and GPU at full speed, by model."""
     message_us: float = 0.0
     """What a step takes a rank for each further message, if it sends and receives more than one each."""
     code_gbytes_per_s: float | None = None
     """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes no time."""
+    kernel_efficiency: Mapping[int, float] = field(default_factory=dict)
+    """Share of full speed that kernels reach, by samples per rank in a step; empty if that is always 1."""
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
-        kinds |= {} if self.racks is None else {"racks": Racks}
+        kinds |= {"kernel_efficiency": Mapping} | ({} if self.racks is None else {"racks": Racks})
         for what, kind in kinds.items():
             if not isinstance(value := getattr(self, what), kind):
                 raise UsageError(f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}")
@@ -123,6 +127,7 @@ class Cluster:
         rates = {name: getattr(self, name) for name in names}
         _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
         _require_numbers(self.name, message_us=self.message_us)
+        object.__setattr__(self, "kernel_efficiency", _shares_by_samples(self.name, self.kernel_efficiency))
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -158,11 +163,12 @@ class Cluster:
         True
         """
         flat = {key: value for key, value in asdict(self).items() if value not in (None, {}) and key != "name"}
-        tables = {key: flat.pop(key) for key in ("within", "between", "racks", "compute") if key in flat}
+        names = ("within", "between", "racks", "compute", "kernel_efficiency")
+        tables = {key: flat.pop(key) for key in names if key in flat}
         tables["within"] = {key: value for key, value in tables["within"].items() if value is not None}
         lines = [_toml_line(*pair) for pair in flat.items()]
         for name, table in tables.items():
-            lines += ["", f"[{name}]", *(_toml_line(*pair) for pair in table.items())]
+            lines += ["", f"[{name}]", *(_toml_line(str(key), value) for key, value in table.items())]
         return "\n".join([*lines, ""])
 
     def ranks(self) -> float:
@@ -180,6 +186,20 @@ class Cluster:
     def nodes_of(self, ranks: int) -> int:
         """Return how many nodes `ranks` ranks fill."""
         return ceil(ranks / self.gpus_per_node)
+
+    def efficiency_at(self, samples: int) -> float:
+        """Return the share of full speed that kernels reach with so many samples per rank in a step.
+
+        Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends, constant.
+
+        >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency={4: 0.8, 64: 1.0})
+        >>> [round(cpus.efficiency_at(samples), 3) for samples in (1, 4, 16, 256)]
+        [0.8, 0.8, 0.9, 1.0]
+        """
+        if samples < 1:
+            raise UsageError(f"{samples} samples per rank: give at least 1")
+        known = self.kernel_efficiency
+        return float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()])) if known else 1.0
 
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` takes."""
@@ -234,6 +254,23 @@ def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **va
             raise UsageError(f"{what}: {name} is {_short(value)}: {must}")
         if whole and not isinstance(value, int):
             raise UsageError(f"{what}: {name} is {value}: it must be a whole number")
+
+
+def _shares_by_samples(what: str, given: Mapping[Any, Any]) -> dict[int, float]:
+    """Return `kernel_efficiency` in order of the samples, which TOML gives as text; raise `UsageError`."""
+    found = dict[int, float]()
+    for samples, share in given.items():
+        text = samples if isinstance(samples, str) else _short(samples)
+        if not re.fullmatch("[1-9][0-9]{0,8}", text):
+            must = "give whole numbers of samples per rank, from 1 on"
+            raise UsageError(f"{what}: kernel_efficiency has the key {_short(samples)}: {must}")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not SMALLEST_SPEED <= share <= 1:
+            must = "it must be a number above 0 and up to 1"
+            raise UsageError(f"{what}: kernel_efficiency of {text} samples is {_short(share)}: {must}")
+        if int(text) in found:
+            raise UsageError(f"{what}: kernel_efficiency of {text} samples is given twice: leave one out")
+        found[int(text)] = share
+    return dict(sorted(found.items()))
 
 
 def _short(value: object) -> str:

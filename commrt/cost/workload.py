@@ -31,6 +31,10 @@ class Layer(NamedTuple):
     numel: int
     work: float
     """Multiplications, in any unit that all layers share."""
+    inputs: int | None = None
+    """Of a fully connected layer: activations that go in, per sample. None for other layers."""
+    outputs: int | None = None
+    """Likewise, activations that come out."""
 
 
 class ReadyBucket(NamedTuple):
@@ -239,7 +243,7 @@ def _resnet50() -> Iterator[Layer]:
             if block == 0:
                 yield _convolution(channels, 4 * width, 1, side)
             channels = 4 * width
-    yield Layer(channels * 1000 + 1000, channels * 1000)
+    yield from _dense(channels, 1000)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, side: int, extra: int = 2) -> Layer:
@@ -250,4 +254,5 @@ def _convolution(inputs: int, outputs: int, kernel: int, side: int, extra: int =
 
 def _dense(*widths: int) -> Iterator[Layer]:
     """Yield the fully connected layers between `widths`."""
-    yield from (Layer((inputs + 1) * outputs, float(inputs * outputs)) for inputs, outputs in pairwise(widths))
+    for inputs, outputs in pairwise(widths):
+        yield Layer((inputs + 1) * outputs, float(inputs * outputs), inputs, outputs)

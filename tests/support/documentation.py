@@ -247,6 +247,7 @@ def _run_commands(pipe: Connection, name, environment):
     try:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
+            Path("examples").symlink_to(ROOT / "examples")  # pages name files of the checkout
             ran = [
                 (block.line, "".join(_run_lines(block)))
                 for block in blocks(Path(name))
