@@ -85,6 +85,22 @@ def test_an_accumulated_gradient_counts_once():
     assert [*curve.signal, *curve.noise] == pytest.approx([3, 2])
 
 
+def test_a_parameter_that_a_step_does_not_use_does_not_count():
+    def body(world):
+        model = nn.Linear(1, 1)
+        recorder, optimizer = CurveRecorder(model), torch.optim.SGD(model.parameters(), 0.0)
+        commrt.attach(model, optimizer, world=world)
+        for used in ([model.weight, model.bias], [model.weight]):
+            optimizer.zero_grad()
+            sum(param.sum() for param in used).backward()
+            optimizer.step()
+            recorder.record(0.0)
+        return recorder.curve(world, SYNCHRONOUS, world.size)
+
+    curve = recorded(2, body)
+    assert [*curve.signal, *curve.noise] == pytest.approx([2, 1, 0, 0])
+
+
 def test_one_rank_has_no_statistics():
     def body(world):
         model = net()
