@@ -3,7 +3,8 @@
 
 Network and images are those of ``bench/local_learning.py``: 16 images per rank, and momentum 0.9. The rate is 0.005 per
 rank: it climbs within 20 steps, and then stays. Each run is trained with the real runtime, one thread per rank. It
-ends when the loss has long been below the targets that steps are counted to, 0.3 and 0.2.
+ends when the loss has long been below the targets that steps are counted to, 0.3 and 0.2. All 45 runs take 11 minutes
+of processor time.
 """
 
 from __future__ import annotations
