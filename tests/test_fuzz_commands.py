@@ -126,6 +126,7 @@ OPTIONS = {
             "--timeout-s": SIZE,
             "--start-timeout-s": SIZE,
             "--trace": FILE,
+            "--curve": FILE,
             "--json": None,
             **LOCAL,
             "--outer": mostly("0.7,0.9", "1,0", "0.7", "nan,0", "1e400,0", "0.7,0.9,1", ","),

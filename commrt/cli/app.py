@@ -88,6 +88,10 @@ def train(
         str | None,
         typer.Option(metavar="DIR", help="Write a page about the run and those it is compared with: DIR/report.html."),
     ] = None,
+    curve: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the loss of each step to this file, and how noisy the gradients are."),
+    ] = None,
     inject: opt.Faults = None,
     period: opt.Period = None,
     delay: opt.Delay = None,
@@ -114,7 +118,7 @@ def train(
     faults = tuple(parse(fault) for fault in inject or ())
     job = Job(
         algorithm, epochs, batch_size, lr, seed, wire.value, bucket_cap_mb, timeout_s, start_timeout_s, trace, faults,
-        1 if backups is None else backups, recipe.value, report, local,
+        1 if backups is None else backups, recipe.value, report, local, curve,
     )  # fmt: skip
     command.run(job, compare or [], workers, as_json)
 

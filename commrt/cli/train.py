@@ -77,7 +77,7 @@ def _warnings(jobs: Sequence[Job], workers: int) -> list[str]:
 def _compared(job: Job, algorithm: str) -> Job:
     """Return `job` with another algorithm; DDP has no codes, and takes fp32 instead of them."""
     wire = PLAIN_WIRE if algorithm == DDP and job.wire in CODINGS else job.wire
-    return replace(job, algorithm=algorithm, trace=None, wire=wire)
+    return replace(job, algorithm=algorithm, trace=None, curve=None, wire=wire)
 
 
 def _work_through(jobs: Sequence[Job]) -> list[Result]:

@@ -29,6 +29,7 @@ from commrt.cli import dataset
 from commrt.cli.dataset import RECIPES, TRAIN_IMAGES, Images, lenet
 from commrt.cli.inject_faults import Fault, Injection, check
 from commrt.cli.options import LocalOptions
+from commrt.cli.training_curve import RecordedRun, recording_curve
 from commrt.coding import Coding
 from commrt.cost.wires import CODINGS, require_carried
 from commrt.errors import UsageError
@@ -80,6 +81,8 @@ class Job:
     """Folder for a page about the run."""
     local: LocalOptions = LocalOptions()  # noqa: RUF009  # a tuple
     """For algorithm local."""
+    curve: str | None = None
+    """File for the loss of each step."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for settings that cannot work, before any process starts."""
@@ -105,6 +108,8 @@ class Job:
             check(fault, workers, self.steps(workers))
         if self.trace is not None:
             require_writable("--trace", self.trace, "trace.json")
+        if recorded := self.recorded(workers):
+            recorded.check()
 
     def _check_wire(self, workers: int) -> None:
         if self.algorithm != DDP:
@@ -123,6 +128,13 @@ class Job:
     def unwise(self, workers: int) -> list[str]:
         """Return what speaks against the settings, in sentences."""
         return self.local.algorithm(self.wire).unwise(self.steps(workers)) if self.algorithm == LOCAL else []
+
+    def recorded(self, workers: int) -> RecordedRun | None:
+        """Return what is recorded; None without --curve."""
+        if self.curve is None:
+            return None
+        batch = self.batch_size // workers * workers
+        return RecordedRun(self.curve, self.algorithm, self.wire, self.recipe, self.local, batch, self.seed)
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""
@@ -191,9 +203,13 @@ class _Part(NamedTuple):
 def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
     """Train as one rank of the world that this process was launched into; collective."""
     torch.set_num_threads(1)
+    model, recipe = lenet(job.seed), RECIPES[job.recipe]
     joined = init(job.timeout_s, start_timeout_s=job.start_timeout_s)
-    with joined as world, ddp_group(world) if job.algorithm == DDP else nullcontext():
-        model, recipe = lenet(job.seed), RECIPES[job.recipe]
+    with (
+        joined as world,
+        ddp_group(world) if job.algorithm == DDP else nullcontext(),
+        recording_curve(world, model, job.recorded(world.size)) as record_loss,
+    ):
         control = job.batches((world.rank, world.size))
         optimizer = recipe.optimizer(model, job.lr)
         rate = recipe.rate(optimizer, control, job.epochs)
@@ -206,6 +222,7 @@ def work(job: Job, data: tuple[Images, Images], progress: Progress) -> Result:
                 batch = feed.batch(step)
                 injected.begin_step()
                 outputs, loss = _step(world, replica, optimizer, batch, injected, recipe.smoothing)
+                record_loss(loss)
                 rate.step()
                 progress(replica.step, loss, replica.stats())
                 images += len(batch.digits) * (replica.last is None or replica.last.counted)

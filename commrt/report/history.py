@@ -21,7 +21,7 @@ from commrt.training.replica import StepReport
 
 __all__ = [
     "MAX_ITERATIONS", "TIMELINE_ITERATIONS", "AveragedStep", "HistoryRecorder", "Iteration", "RankHistory", "RunRecord",
-    "gather_record", "recording_timeline",
+    "gather", "gather_record", "recording_timeline",
 ]  # fmt: skip
 
 MAX_ITERATIONS = 20_000
@@ -157,7 +157,7 @@ class HistoryRecorder:
 def gather_record(world: World, recorder: HistoryRecorder) -> RunRecord | None:
     """Return what all ranks recorded, on the first rank that is left; collective."""
     recorder.stop_timeline()
-    texts = _gather(world, "history", recorder.history.to_json())
+    texts = gather(world, "history", recorder.history.to_json())
     if texts is None:
         return None
     return RunRecord(world.transport.kind, tuple(map(RankHistory.from_json, texts)), world.lost)
@@ -172,13 +172,13 @@ def recording_timeline(world: World, path: str | None) -> Iterator[None]:
     world.recorder = timeline = Timeline(world.rank)
     yield
     world.recorder = None
-    texts = _gather(world, "trace", json.dumps(timeline.events))
+    texts = gather(world, "trace", json.dumps(timeline.events))
     if texts is not None:
         text = json.dumps(chrome_trace(event for each in texts for event in json.loads(each)))
         write("--trace", path, lambda: Path(path).write_text(text, encoding="utf-8"))
 
 
-def _gather(world: World, topic: str, text: str) -> list[bytes] | None:
+def gather(world: World, topic: str, text: str) -> list[bytes] | None:
     """Return the texts of all ranks on the first rank that is left, None on the others; collective."""
     world.store.set(f"{topic}/{world.rank}", text)
     world.agree(topic)

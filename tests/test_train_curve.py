@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt train --curve``: the file that it writes, what the file says about the run, and runs that have no curve."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import refused
+
+from commrt.cli.options import LocalOptions
+from commrt.cli.training_curve import RecordedRun
+from commrt.report.curves import read_curve
+
+COMMAND = Path(sys.executable).with_name("commrt")
+
+
+def trained(file, *options):
+    """Return the curve of two workers, in two steps of 999 images each."""
+    args = ["train", "--workers", "2", "--epochs", "1", "--batch-size", "1999", "--curve", file, *options]
+    result = subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 0, result.stderr
+    return read_curve(str(file))
+
+
+def run_of(algorithm, wire="fp32", local=None):
+    return RecordedRun("curve.jsonl", algorithm, wire, "plain", local or LocalOptions(), 64, 0)
+
+
+@pytest.mark.processes
+def test_train_writes_the_curve_of_its_first_run(tmp_path):
+    curve = trained(tmp_path / "a.jsonl", "--algorithm", "ring", "--seed", "3", "--compare", "gossip")
+    assert (curve.method, curve.ranks, curve.batch, curve.seed) == ("synchronous", 2, 2 * 999, 3)
+    assert curve.losses == pytest.approx([2.3, 2.3], abs=0.1)
+    assert (curve.noise > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ddp_has_the_same_curve_as_an_all_reduce(tmp_path):
+    ours, theirs = (trained(tmp_path / "a.jsonl", "--algorithm", name) for name in ("ring", "ddp"))
+    for name in ("losses", "signal", "noise"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))  # two ranks sum in one way only
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_local_sgd_has_a_curve_without_statistics(tmp_path):
+    curve = trained(tmp_path / "a.jsonl", "--algorithm", "local", "--period", "2")
+    assert (curve.method, curve.signal, curve.noise) == ("local, period 2", None, None)
+    assert np.isfinite(curve.losses).all()
+
+
+@pytest.mark.parametrize(
+    ("run", "training", "settings"),
+    [
+        (run_of("torus2d"), "synchronous", {}),
+        (run_of("ddp", "bf16"), "synchronous", {"wire": "bf16"}),
+        (run_of("gossip"), "gossip", {}),
+        (run_of("local"), "local", {"period": 16}),
+        (
+            run_of("local", "int4", LocalOptions(8, 2, 4, "0.7,0.5")),
+            "local",
+            {"period": 8, "delay": 2, "fragments": 4, "outer": "0.7,0.5", "wire": "int4"},
+        ),
+    ],
+    ids=lambda value: value.algorithm if isinstance(value, RecordedRun) else None,
+)
+def test_a_curve_says_what_else_decides_how_training_converges(run, training, settings):
+    assert (run.training, run.settings) == (training, settings)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wire", "expected"),
+    [("ring", "bf16", True), ("ddp", "fp32", True), ("direct", "int8", False), ("gossip", "fp32", False)],
+)
+def test_statistics_are_recorded_where_each_step_averages_gradients_and_not_codes(algorithm, wire, expected):
+    assert run_of(algorithm, wire).has_statistics is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--algorithm", "backup"], "--curve with backup"),
+        (["--recipe", "large-batch"], "its batches grow"),
+        (["--curve", "missing/a.jsonl"], "there is no folder"),
+        (["--curve", ""], "the name of the file is empty"),
+    ],
+    ids=["backup workers", "growing batches", "missing folder", "no name"],
+)
+def test_what_has_no_curve_is_refused_before_anything_starts(options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in refused("train", "--curve", "a.jsonl", *options)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_that_is_compared_may_have_no_curve(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refused("train", "--curve", "a.jsonl", "--compare", "backup", "--batch-size", "5000")
+    assert said.startswith("--batch-size 5000")
