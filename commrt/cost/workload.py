@@ -36,6 +36,16 @@ class Layer(NamedTuple):
     outputs: int | None = None
     """Likewise, activations that come out."""
 
+    def is_possible(self) -> bool:
+        """Return whether all numbers are of their kind and in range."""
+        shape = [each for each in (self.inputs, self.outputs) if each is not None]
+        counts = all(type(each) is int and 0 <= each <= MOST_NUMEL for each in (self.numel, *shape))
+        return counts and _is_number(self.work) and 0 <= self.work <= MOST_WORK
+
+    def facts(self) -> dict[str, float]:
+        """Return what is known, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
 
 class ReadyBucket(NamedTuple):
     """One bucket, and when it is ready."""
@@ -60,11 +70,11 @@ class Workload:
             raise UsageError(
                 f"a workload cannot be called {self.name!r:.120}: give up to 100 letters, digits and spaces"
             )
-        for number, (numel, work) in enumerate(self.layers):
-            if not (type(numel) is int and 0 <= numel <= MOST_NUMEL and _is_number(work) and 0 <= work <= MOST_WORK):
+        for number, layer in enumerate(self.layers):
+            if not layer.is_possible():
                 raise UsageError(
-                    f"{self.name}: layer {number} has {numel!r:.40} parameters and work {work!r:.40}: give a whole "
-                    f"number up to {MOST_NUMEL:g}, and a number from 0 to {MOST_WORK:g}"
+                    f"{self.name}: layer {number} is {layer.facts()!s:.200}: give whole numbers up to {MOST_NUMEL:g}, and a "
+                    f"work from 0 to {MOST_WORK:g}"
                 )
         if self.numel < 1 or self.work <= 0:
             raise UsageError(
@@ -177,7 +187,7 @@ class Workload:
         >>> Workload.parsed(small.text(), "small.json") == small
         True
         """
-        layers = ",\n".join(f"  {json.dumps(layer._asdict())}" for layer in self.layers)
+        layers = ",\n".join(f"  {json.dumps(layer.facts())}" for layer in self.layers)
         return f'{{"name": {json.dumps(self.name)}, "layers": [\n{layers}\n]}}'
 
     def save(self, file: str | Path) -> None:

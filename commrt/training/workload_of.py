@@ -46,8 +46,8 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     convolutions, attention and recurrent layers are counted, and everything else is free.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> workload_of(model, torch.zeros(16, 4), name="mlp").layers
-    (Layer(numel=40, work=32.0), Layer(numel=18, work=16.0))
+    >>> [layer.facts() for layer in workload_of(model, torch.zeros(16, 4), name="mlp").layers]
+    [{'numel': 40, 'work': 32.0}, {'numel': 18, 'work': 16.0}]
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's module holds the model
     label = type(model).__name__ if name is None else name
