@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -157,14 +158,29 @@ def plan(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
+    target_loss: opt.TargetLoss = None,
+    curves: opt.Curves = None,
+    more_curves: opt.MoreCurves = None,
+    out: opt.TargetPicture = None,
     as_json: opt.Json = False,
 ) -> None:
     """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
-    With --model and --backups also how many backup workers. With --collective, the schedule of one collective.
+    With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
+    --target-loss and --curves, which way of training reaches a loss first, on how many ranks.
     """
     from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
 
+    if target_loss is not None:
+        _plan_target(
+            curves, more_curves, target_loss, ranks, ExchangeOptions(4, cluster, model=model, compute_ms=compute_ms),
+            wire, as_json, out,
+            {"--nbytes": nbytes, "--batch": batch, "--collective": collective, "--backups": backups, "--law": law}
+            | {"--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent},
+        )  # fmt: skip
+        return
+    of_targets = {"--curves": curves or None, "FILES": more_curves or None, "--out": out}
+    leave_out("curves are for --target-loss", of_targets)
     if collective is not None:
         from commrt.cli import plan_collective  # noqa: PLC0415
 
@@ -184,6 +200,19 @@ def plan(
     wires = ["fp32", "bf16"] if wire is None else [wire.value]
     options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
     command.run(options, wires, as_json, waitings)
+
+
+def _plan_target(
+    curves: Sequence[str] | None, more_curves: Sequence[str] | None, target_loss: float, ranks: int | None,
+    options: ExchangeOptions, wire: Wire | None, as_json: bool, out: str | None, others: Mapping[str, object],
+) -> None:  # fmt: skip
+    from commrt.cli import plan_target  # noqa: PLC0415  # commands are imported when called
+
+    leave_out("a time to --target-loss is planned without it", others)
+    if more_curves and not curves:
+        raise UsageError(f"what is {more_curves[0]}? Write --curves before files of curves")
+    files = [*(curves or ()), *(more_curves or ())]
+    plan_target.run(files, target_loss, ranks, options, None if wire is None else wire.value, as_json, out)
 
 
 def draw(

@@ -217,7 +217,7 @@ class Convergence:
         counts, or for more than four times the largest of them.
         """
         if ranks in self.recorded:
-            return interval(mean_log(self.runs, ranks), deviation(self.runs, lambda runs: mean_log(runs, ranks)))
+            return interval(mean_log(self.runs, ranks), self._spread(ranks))
         self.require(ranks)
         values = [self._log_steps(self.runs, ranks, family) for family in self.rivals]
         if not all(map(isfinite, values)):
@@ -227,6 +227,20 @@ class Convergence:
         found = interval(values[0], sqrt(sampled**2 + (doublings * self.error) ** 2))
         low, high = min(found.low, exp(min(values))), max(found.high, exp(max(values)))
         return Steps(found.steps, low, high, is_recorded=False)
+
+    def _spread(self, ranks: int) -> float:
+        """Return the standard deviation of the mean log steps of a recorded count.
+
+        Runs of one count differ alike for all counts. If no count has two runs, the error of the family, which is held
+        to be larger, stands for it; without one, it is infinite.
+        """
+        groups = [[log(run.steps) for run in self.runs if run.ranks == count] for count in self.recorded]
+        freedom = sum(len(group) - 1 for group in groups)
+        if freedom:
+            one = sqrt(sum(len(group) * float(np.var(group)) for group in groups) / freedom)
+        else:
+            one = self.error if self.can_predict else inf
+        return one / sqrt(len(groups[self.recorded.index(ranks)]))
 
     def require(self, ranks: int) -> None:
         """Raise `UsageError` if the steps of `ranks` ranks can be neither read nor predicted."""
