@@ -50,6 +50,19 @@ def test_a_run_that_diverges_after_the_target_has_reached_it():
     assert steps_to(np.array([1.0, 0.4, 0.3, 0.3, np.inf, np.nan]), 0.45) == 2
 
 
+@pytest.mark.parametrize("last", [-1.0, 0.0, float("-inf"), 1e308])
+def test_odd_losses_after_the_target_change_nothing(last):
+    curves = {f"{n}": made(FLOOR(n), n) for n in (1, 2, 4)}
+    odd = Curve("synchronous", 4, 64, np.append(curves["4"].losses, [last, last]))
+    steps = [convergence_of(curves | {"4": each}, TARGET)[0].steps(8).steps for each in (curves["4"], odd)]
+    assert steps[0] == pytest.approx(steps[1])
+
+
+def test_a_loss_that_jumps_below_zero_reaches_the_target():
+    curves = {f"{n}": Curve("synchronous", n, n, np.append(np.ones(40 // n), -np.ones(9))) for n in (1, 2, 4)}
+    assert convergence_of(curves, TARGET)[0].steps(8).steps < convergence_of(curves, TARGET)[0].steps(4).steps
+
+
 def test_steps_that_fall_to_a_floor_are_fitted_exactly():
     runs = [run for run in fitted(FLOOR).runs if run.points is not None]
     exact = [type(run)(run.ranks, 10 + 100 / run.ranks, run.points) for run in runs]

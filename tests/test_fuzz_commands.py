@@ -89,7 +89,19 @@ OPTIONS = {
             **LOCAL,
         },
     ),
-    "plan": (None, {"--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"), "--json": None, **SHARED, **LAWS}),
+    "plan": (
+        None,
+        {
+            "--nbytes": SIZE,
+            "--backups": mostly("auto", "1", "0", "3"),
+            "--target-loss": SIZE,
+            "--curves": FILE,
+            "--out": mostly("a.svg", "a.txt", "/"),
+            "--json": None,
+            **SHARED,
+            **LAWS,
+        },
+    ),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
     "train": (
         None,

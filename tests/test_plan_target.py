@@ -128,7 +128,7 @@ def test_the_answer_says_what_would_decide(two_methods):
 
 def test_the_answer_says_how_steps_were_predicted(one_method):
     output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *one_method, *STEP).stdout.split())
-    assert re.search(r"synchronous: predicted by .*; errors for recorded counts that were held out: ", output)
+    assert re.search(r"synchronous: predicted by .*; errors per doubling for counts that were held out: ", output)
     assert re.search(r"least time: synchronous with \S+\(\) on 8 ranks, [\d.]+ s \[", output)
 
 

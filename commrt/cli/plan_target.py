@@ -239,7 +239,8 @@ def _fits(known: Sequence[Convergence]) -> Iterator[str]:
     for each in known:
         if each.family is not None:
             errors = ", ".join(f"{name} {error:.0%}" for name, error in each.errors.items() if isfinite(error))
-            yield f"{each.method}: predicted by {each.family}; errors for recorded counts that were held out: {errors}"
+            held_out = f"errors per doubling for counts that were held out: {errors}"
+            yield f"{each.method}: predicted by {each.family}; {held_out}"
 
 
 def _answer(times: Sequence[TimeToTarget], prices: Prices | None) -> Iterator[str]:

@@ -42,7 +42,7 @@ def smoothed(losses: Losses) -> Losses:
     """Return the mean loss around each step, from i/1.25 to 1.25 i, or to the last step.
 
     The window is a share of the steps so far. So it changes the steps to a target by the same share in quick and in
-    slow runs.
+    slow runs. From the first loss on that is not finite, means are nan.
 
     >>> smoothed(np.array([4.0, 3.0, 2.0, 1.0]))
     array([4. , 3. , 2. , 1.5])
@@ -50,9 +50,10 @@ def smoothed(losses: Losses) -> Losses:
     steps = np.arange(1, len(losses) + 1)
     begin = np.ceil(steps / WINDOW).astype(int) - 1
     end = np.minimum((steps * WINDOW).astype(int), len(losses))
-    with np.errstate(invalid="ignore"):  # a run may end in infinite losses
+    with np.errstate(invalid="ignore", over="ignore"):  # a run may end in infinite losses
         sums = np.concatenate([[0.0], np.cumsum(losses)])
-        return np.asarray((sums[end] - sums[begin]) / (end - begin))
+        means = (sums[end] - sums[begin]) / (end - begin)
+    return np.where(np.isfinite(means), means, np.nan)
 
 
 def steps_to(losses: Losses, target: float) -> int | None:
@@ -95,8 +96,9 @@ def run_of(curve: Curve, target: float) -> Run | None:
     begin = int(np.flatnonzero(losses <= HIGHEST * target)[0]) + 1
     end = min(ceil(steps * WINDOW), len(losses))
     chosen = np.unique(np.geomspace(begin, end, POINTS).round().astype(int))
-    finite = chosen[np.isfinite(losses[chosen - 1]) & (losses[chosen - 1] > 0)]
-    return Run(curve.ranks, steps, LossPoints(curve.ranks, finite.astype(np.float64), losses[finite - 1]))
+    finite = chosen[np.isfinite(losses[chosen - 1])]
+    positive = np.maximum(losses[finite - 1], target / HIGHEST)  # their logarithms are fitted
+    return Run(curve.ranks, steps, LossPoints(curve.ranks, finite.astype(np.float64), positive))
 
 
 def fit_floor(runs: Sequence[Run], _target: float) -> Prediction:

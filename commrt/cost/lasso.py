@@ -93,14 +93,18 @@ def fit_losses(runs: Sequence[LossPoints], penalties: Sequence[float]) -> list[L
 
 def descend(gram: Values, moments: Values, penalty: float, start: Values) -> Values:
     """Return the weights w that minimise ``w'gram w / 2 - moments'w + penalty |w|``, one coordinate at a time."""
-    weights, places = start.copy(), np.flatnonzero(gram.diagonal()).tolist()
+    weights, owns = start.copy(), gram.diagonal().tolist()
+    rest = moments - gram @ weights
     for _ in range(MOST_SWEEPS):
         largest = 0.0
-        for place in places:
-            before, own = float(weights[place]), float(gram[place, place])
-            rest = float(moments[place] - gram[place] @ weights) + own * before
-            weights[place] = copysign(max(abs(rest) - penalty, 0.0) / own, rest)
-            largest = max(largest, abs(float(weights[place]) - before))
+        for place, own in enumerate(owns):
+            before = float(weights[place])
+            pull = float(rest[place]) + own * before
+            after = copysign(abs(pull) - penalty, pull) / own if abs(pull) > penalty else 0.0
+            if after != before:
+                weights[place] = after
+                rest -= gram[place] * (after - before)
+                largest = max(largest, abs(after - before))
         if largest < TOLERANCE:
             break
     return weights
