@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
 from typing import Any
 
+import numpy as np
 import torch
 from coded_training import MOMENTUM, network
 from curves import METHODS, RATE, WARMUP
@@ -30,6 +31,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.cost.convergence import steps_to
+from commrt.cost.curve import Curve
 from commrt.cost.planner import all_reduce_candidates, short_name
 from commrt.cost.workload import FORWARD
 from commrt.report.curve_recorder import CurveRecorder
@@ -115,7 +117,9 @@ def main() -> None:
     with cluster(Cabling(HOSTS, options.rate)), TemporaryDirectory() as folder:
         _, ends_s = _run(options, ALONE, steps=MEASURED_ALONE)
         compute_s = ends_s[-1] / MEASURED_ALONE
-        print(f"a step computes for {1e3 * compute_s:.1f} ms; {HOSTS} hosts of {PER_HOST} ranks, {options.rate:g} Mbit/s")
+        print(
+            f"a step computes for {1e3 * compute_s:.1f} ms; {HOSTS} hosts of {PER_HOST} ranks, {options.rate:g} Mbit/s"
+        )
         for method, plan in predicted(options, Path(folder), compute_s).items():
             print(_row(method, plan, [*_measured(options, method, plan["algorithm"])]), flush=True)
 
@@ -133,7 +137,8 @@ def _measured(options: argparse.Namespace, method: str, algorithm: str) -> Itera
     """Yield steps and seconds to the target, for each seed."""
     for seed in range(options.seeds):
         losses, ends_s = _run(options, method, algorithm=algorithm, seed=seed, steps=options.steps)
-        steps = steps_to(_comparable(method, losses), options.target)
+        curve = Curve(method, RANKS, BATCH * RANKS, np.array(losses), METHODS[method].settings)
+        steps = steps_to(curve.common_losses, options.target)
         if steps is None:
             sys.exit(f"{method} does not reach a loss of {options.target:g} in {options.steps} steps: give --steps")
         yield steps, ends_s[steps - 1]
@@ -143,9 +148,9 @@ def _row(method: str, plan: dict[str, Any], found: Sequence[tuple[int, float]]) 
     steps, seconds = (mean(column) for column in zip(*found, strict=True))
     each = ", ".join(f"{own:.1f}" for _, own in found)
     step_ms = 1e3 * seconds / steps
+    expected = f"{plan['steps']:.0f} steps of {1e3 * plan['step_seconds']:.1f} ms = {plan['seconds']:.1f} s"
     return (
-        f"{method:12} {plan['algorithm']:24} predicted {plan['steps']:.0f} steps of {1e3 * plan['step_seconds']:.1f} ms = "
-        f"{plan['seconds']:.1f} s; measured {steps:.0f} of {step_ms:.1f} ms = {seconds:.1f} s ({each}); "
+        f"{method:12} {plan['algorithm']:24} predicted {expected}; measured {steps:.0f} of {step_ms:.1f} ms = {seconds:.1f} s ({each}); "
         f"predicted / measured {plan['seconds'] / seconds:.2f}"
     )
 

@@ -44,3 +44,20 @@ def test_a_malformed_curve_is_refused_with_its_place(text: str, said: str, tmp_p
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=said):
         read_curve(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [9, 1, 5, 6, 2, 7, 8]),
+        ({"period": 3}, [9, 9, 9, 6, 6, 6, 8]),
+        ({"period": 3, "delay": 1}, [9, 1, 1, 1, 2, 2, 2]),
+        ({"period": 8, "delay": 8}, [9, 1, 5, 6, 2, 7, 8]),
+        ({"period": "often"}, [9, 1, 5, 6, 2, 7, 8]),
+    ],
+)
+def test_the_loss_of_local_sgd_is_that_after_an_average(
+    settings: dict[str, int | float | str], expected: list[int]
+) -> None:
+    losses = np.array([9.0, 1.0, 5.0, 6.0, 2.0, 7.0, 8.0])
+    assert Curve(LOCAL, 2, 2, losses, settings).common_losses.tolist() == expected

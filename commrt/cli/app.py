@@ -12,6 +12,7 @@ import commrt
 from commrt.cli import options as opt
 from commrt.cli import price_commands as commands
 from commrt.cli.options import LocalOptions, RecipeName, Wire, leave_out
+from commrt.cli.plan_command import plan
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 
 __all__ = ["app", "in_one_line", "main"]
@@ -123,7 +124,7 @@ def train(
     command.run(job, compare or [], workers, as_json)
 
 
-for command_ in (commands.verify, commands.simulate, commands.plan, commands.draw, commands.export):
+for command_ in (commands.verify, commands.simulate, plan, commands.draw, commands.export):
     app.command(rich_help_panel=PRICE)(command_)
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "BucketCapMb",
     "ClusterName",
     "ComputeMs",
+    "Curves",
     "Delay",
     "ExchangeOptions",
     "Exponent",
@@ -43,6 +44,7 @@ __all__ = [
     "LawName",
     "LocalOptions",
     "Model",
+    "MoreCurves",
     "Nbytes",
     "Outer",
     "Parameters",
@@ -52,6 +54,8 @@ __all__ = [
     "Seed",
     "ShapeOptions",
     "Steps",
+    "TargetLoss",
+    "TargetPicture",
     "TimesFile",
     "TopologyName",
     "Wire",
@@ -169,6 +173,22 @@ Fragments = Annotated[
         min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave one after the other in a period."
     ),
 ]
+target_option = partial(typer.Option, rich_help_panel="Time to a loss")
+TargetLoss = Annotated[
+    float | None, target_option(metavar="LOSS", help="Plan the least time to this training loss, from curves.")
+]
+Curves = Annotated[
+    list[str] | None,
+    target_option(
+        metavar="FILE...", help="Curves that commrt train --curve recorded, of several rank counts; one or more files."
+    ),
+]
+MoreCurves = Annotated[
+    list[str] | None, typer.Argument(metavar="FILES", show_default=False, help="More files of --curves.")
+]
+TargetPicture = Annotated[
+    str | None, target_option("--out", metavar="FILE", help="Draw times over ranks: .svg, .png or .pdf.")
+]
 Outer = Annotated[
     str | None,
     local_option(
@@ -264,6 +284,16 @@ class BackupOptions(NamedTuple):
     """Of the law, each as NAME=NUMBER."""
     times: str | None
     exponent: float | None
+
+    def given(self) -> dict[str, object]:
+        """Return the options about times of ranks by name; None for one that was not given."""
+        return {
+            "--law": self.law,
+            "--set": self.parameters or None,
+            "--times": self.times,
+            "--steps": self.steps,
+            "--exponent": self.exponent,
+        }
 
     @property
     def law_name(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of ``commrt verify``, ``simulate``, ``plan``, ``draw`` and ``export``; their code is imported late."""
+"""The options of ``commrt verify``, ``simulate``, ``draw`` and ``export``; their code is imported late."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import typer
 from commrt.cli import options as opt
 from commrt.cli.options import CLUSTER, BackupOptions, ExchangeOptions, LocalOptions, ShapeOptions, Wire, leave_out
 from commrt.cost.cluster import Cluster
-from commrt.cost.planner import BackupCost
-from commrt.errors import UsageError
 
-__all__ = ["draw", "export", "plan", "simulate", "verify"]
+__all__ = ["draw", "export", "simulate", "verify"]
 
 
 def verify(
@@ -135,89 +133,6 @@ def simulate(
         simulate_local.run(local, options, as_json)
         return
     command.run(chosen, options, as_json)
-
-
-def plan(
-    ranks: Annotated[
-        int | None, typer.Option(min=1, max=65536, show_default="4; --backups: 100", help="Number of ranks.")
-    ] = None,
-    cluster: opt.ClusterName = None,
-    nbytes: opt.Nbytes = None,
-    model: opt.Model = None,
-    wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help=opt.WIRE_HELP)] = None,
-    batch: opt.Batch = None,
-    compute_ms: opt.ComputeMs = None,
-    collective: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan this collective of torch.distributed instead of training: all_reduce, all_gather, "
-            "reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier."
-        ),
-    ] = None,
-    is_sharded: Annotated[
-        bool, typer.Option("--fsdp", help="With --model: plan FSDP, which shards the parameters over the ranks.")
-    ] = False,
-    backups: Annotated[
-        str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
-    ] = None,
-    steps: opt.Steps = None,
-    seed: opt.Seed = 0,
-    law: opt.Law = None,
-    parameters: opt.Parameters = None,
-    times: opt.TimesFile = None,
-    exponent: opt.Exponent = None,
-    hybrid: Annotated[
-        bool,
-        typer.Option(
-            "--hybrid",
-            help="With --model: price steps in which groups of ranks share fully connected layers. commrt does not run "
-            "them.",
-        ),
-    ] = False,
-    as_json: opt.Json = False,
-) -> None:
-    """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
-
-    With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
-    --hybrid, the layers that groups of ranks should share.
-    """
-    from commrt.cli import plan as command  # noqa: PLC0415  # commands are imported when called
-
-    wires = ["fp32", "bf16"] if wire is None else [wire.value]
-    if collective is not None:
-        from commrt.cli import plan_collective  # noqa: PLC0415
-
-        of_training: dict[str, object] = {"--model": model, "--wire": wire, "--batch": batch, "--backups": backups}
-        of_training |= {"--compute-ms": compute_ms, "--hybrid": hybrid or None, "--fsdp": is_sharded or None}
-        leave_out("a collective has no training step", of_training)
-        plan_collective.run(collective, ranks or 4, cluster, nbytes, as_json)
-        return
-    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--steps": steps, "--exponent": exponent}
-    if is_sharded:
-        from commrt.cli import fsdp  # noqa: PLC0415
-
-        why = "--fsdp prices steps without backups"
-        leave_out(why, times_of_ranks | {"--backups": backups, "--hybrid": hybrid or None})
-        fsdp_options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
-        fsdp.run(fsdp_options, wires, fsdp.UNITS_MB, as_json)
-        return
-    if hybrid:
-        from commrt.cli import plan_hybrid  # noqa: PLC0415
-
-        why = "--hybrid prices steps of a model, with fp32 and without backups"
-        leave_out(why, times_of_ranks | {"--nbytes": nbytes, "--wire": wire, "--backups": backups})
-        plan_hybrid.run(ExchangeOptions(ranks or 4, cluster, None, model, batch=batch, compute_ms=compute_ms), as_json)
-        return
-    waitings: list[BackupCost] = []
-    if backups is None:
-        leave_out("without --backups no rank is slow", times_of_ranks)
-    elif model is None:
-        raise UsageError("--backups needs a training step: give --model too, or use commrt simulate backup")
-    else:
-        backup_options = BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent)
-        ranks, waitings = command.waitings(backups, backup_options)
-    options = ExchangeOptions(ranks or 4, cluster, nbytes, model, wires[0], batch=batch, compute_ms=compute_ms)
-    command.run(options, wires, as_json, waitings)
 
 
 def draw(

@@ -109,7 +109,7 @@ class ExchangeEstimate:
         compute_s, rate = compute_of(self.options, workload, self.cluster)
         exchanges: list[dict[str, Any]] = [
             {"when": when, "step_seconds": s, "exposed_seconds": s - compute_s, "efficiency": compute_s / s}
-            for when, s in self._step_times_s(workload, compute_s, exchange_s).items()
+            for when, s in self.step_times_s(workload, compute_s, exchange_s).items()
         ]
         best = max(each["efficiency"] for each in exchanges[:2])
         found = {
@@ -121,7 +121,7 @@ class ExchangeEstimate:
         }
         return found if self.options.jitter is None else found | self._jitter_record(workload, compute_s, exchange_s)
 
-    def _step_times_s(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, float]:
+    def step_times_s(self, workload: Workload, compute_s: float, exchange_s: float) -> dict[str, float]:
         """Return the time of a step by when it exchanges."""
         if isinstance(self.algorithm, Gossip):  # of weights, which exist only after the step
             rest_s = (1 - FORWARD) * compute_s

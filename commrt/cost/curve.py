@@ -54,3 +54,16 @@ class Curve:
     def method(self) -> str:
         """How the ranks train, in words; curves of one method are fitted together."""
         return ", ".join([self.training, *(f"{name} {value}" for name, value in self.settings.items())])
+
+    @property
+    def common_losses(self) -> Losses:
+        """[steps]: losses of the steps in which ranks agree, each held until they agree again.
+
+        In local SGD that is the step after each average. Within a period ranks drift apart, and the mean of their
+        losses rises: it is the loss of no model. Where ranks average in each step, and in gossip, all losses count.
+        """
+        period, delay = (self.settings.get(name, default) for name, default in (("period", 1), ("delay", 0)))
+        if not (isinstance(period, int) and isinstance(delay, int) and period > 1 and delay >= 0):
+            return self.losses
+        held = self.losses[delay::period].repeat(period)
+        return np.concatenate([self.losses[:delay], held])[: len(self.losses)]

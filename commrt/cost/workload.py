@@ -73,8 +73,8 @@ class Workload:
         for number, layer in enumerate(self.layers):
             if not layer.is_possible():
                 raise UsageError(
-                    f"{self.name}: layer {number} is {layer.facts()!s:.200}: give whole numbers up to {MOST_NUMEL:g}, and a "
-                    f"work from 0 to {MOST_WORK:g}"
+                    f"{self.name}: layer {number} is {layer.facts()!s:.200}: give whole numbers up to {MOST_NUMEL:g}, "
+                    f"and a work from 0 to {MOST_WORK:g}"
                 )
         if self.numel < 1 or self.work <= 0:
             raise UsageError(

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt plan --target-loss``: which method on how many ranks reaches a loss first. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from commrt.algorithms.gossip import Gossip
+from commrt.cli.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of, json_of, workload_of
+from commrt.cli.simulate import ExchangeEstimate
+from commrt.cost.cluster import Cluster
+from commrt.cost.convergence import Convergence, Steps, convergence_of
+from commrt.cost.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
+from commrt.cost.local_steps import LocalSteps
+from commrt.cost.planner import exchange_plans, step_plans
+from commrt.cost.price import Pricing
+from commrt.cost.target import TimeToTarget, Verdict
+from commrt.cost.wires import CODINGS, ITEMS, wire_nbytes
+from commrt.cost.workload import Workload
+from commrt.errors import UsageError
+from commrt.report.curves import read_curve
+from commrt.report.files import require_picture, save_picture
+
+__all__ = ["run"]
+
+MIN_WIDTH = 124
+"""Of the table: names that are cut off cannot be told apart."""
+ALONE = "-"
+"""The algorithm of one rank."""
+
+
+def run(
+    files: Sequence[str], target: float, most: int | None, options: ExchangeOptions, wire: str | None, as_json: bool,
+    out: str | None,
+) -> None:  # fmt: skip
+    """Predict times to `target` for up to `most` ranks from curves in `files`, and print them; raises `UsageError`.
+
+    Without a model, print only steps. Draw times to the file `out`.
+    """
+    curves = _curves(files, target)
+    known = convergence_of(curves, target)
+    counts = _rank_counts(known, most)
+    steps = {(each.method, ranks): each.steps(ranks) for each in known for ranks in counts if ranks >= each.recorded[0]}
+    prices = _prices(curves, options, wire)
+    times = [] if prices is None else [prices.time(*at, found) for at, found in steps.items()]
+    if out is not None:
+        _draw(times, f"{prices.title}: " if prices else "", target, out)
+    if as_json:
+        print(json_of(_record(known, steps, times, target, prices)))
+        return
+    _show(known, steps, times, target)
+    for line in (*_fits(known), *_answer(times, prices)):
+        print(line)
+
+
+def _curves(files: Sequence[str], target: float) -> dict[str, Curve]:
+    if not 0 < target < float("inf"):
+        raise UsageError(f"--target-loss {target:g}: give a loss above 0, such as 0.2")
+    if not files:
+        raise UsageError("--target-loss needs recorded curves: give --curves a.jsonl b.jsonl, of commrt train --curve")
+    return {file: read_curve(file) for file in files}
+
+
+def _rank_counts(known: Sequence[Convergence], most: int | None) -> list[int]:
+    """Return the recorded counts and powers of two, up to `most`, by default one doubling of the largest recorded."""
+    recorded = sorted({count for each in known for count in each.recorded})
+    most = most or (2 * recorded[-1] if any(each.can_predict for each in known) else recorded[-1])
+    if most < recorded[0]:
+        raise UsageError(f"--ranks {most}: the curves begin at {recorded[0]} ranks; give as many or more")
+    powers = [2**power for power in range(most.bit_length()) if 2**power >= recorded[0]]
+    return sorted({*powers, *(count for count in recorded if count <= most), most})
+
+
+def _prices(curves: Mapping[str, Curve], options: ExchangeOptions, wire: str | None) -> Prices | None:
+    """Return what prices steps; None without a model."""
+    options.check_numbers()
+    if options.model is None:
+        if options.compute_ms is not None or options.cluster is not None or wire is not None:
+            raise UsageError("--cluster, --compute-ms and --wire are for the time of a step: give --model too")
+        return None
+    first = next(iter(curves.values()))
+    cluster, workload = Cluster.named(options.cluster or CLUSTER), workload_of(options.model)
+    batch = first.batch // first.ranks if options.compute_ms is None else None
+    compute_s, _ = compute_of(replace(options, batch=batch), workload, cluster)
+    return Prices({each.method: each for each in curves.values()}, options, wire, cluster, workload, compute_s)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Times of training steps on a cluster."""
+
+    curves: Mapping[str, Curve]
+    """One of each method, which says how it trains."""
+    options: ExchangeOptions
+    wire: str | None
+    """As it was asked for."""
+    cluster: Cluster
+    workload: Workload
+    compute_s: float
+
+    def time(self, method: str, ranks: int, steps: Steps) -> TimeToTarget:
+        """Return the time to the target of `method` on `ranks` ranks."""
+        algorithm, step_s = self._step(self.curves[method], ranks)
+        return TimeToTarget(method, algorithm, ranks, steps, step_s)
+
+    def _step(self, curve: Curve, ranks: int) -> tuple[str, float]:
+        """Return what exchanges, and the time of a step."""
+        self.cluster.require_room(ranks)
+        if ranks == 1:
+            return ALONE, self.compute_s
+        wire = self._wire(curve)
+        if curve.training == SYNCHRONOUS:
+            plan = step_plans(self.cluster, ranks, self.workload, self.compute_s, [wire])[0]
+            return plan.name, plan.seconds
+        if curve.training == LOCAL:
+            return self._local_step(curve, ranks, wire)
+        if curve.training == GOSSIP:
+            return self._gossip_step(ranks, wire)
+        raise UsageError(f"no step of {curve.training!r} has a price: take curves of {SYNCHRONOUS}, {LOCAL}, {GOSSIP}")
+
+    def _wire(self, curve: Curve) -> str:
+        recorded = curve.settings.get("wire")
+        if recorded is not None and (recorded not in ITEMS or self.wire not in {None, recorded}):
+            raise UsageError(f"curves of {curve.method} were recorded with wire {recorded}: leave --wire out for them")
+        return str(recorded or self.wire or "fp32")
+
+    def _local_step(self, curve: Curve, ranks: int, wire: str) -> tuple[str, float]:
+        """Return the all-reduce that averages weights soonest, and the mean step of local SGD with it."""
+        given = LocalOptions(_whole(curve, "period"), _whole(curve, "delay"), _whole(curve, "fragments"))
+        if given.period is None:
+            raise UsageError(f"curves of {curve.method} do not say a period: record them again with train --curve")
+        local, nbytes = given.algorithm(wire), wire_nbytes(self.workload.numel, ITEMS[wire])
+        coded = wire if wire in CODINGS else None
+        best = exchange_plans(self.cluster, ranks, nbytes / local.fragments, coded)[0]
+        pricing = Pricing(best.algorithm.schedule(0, ranks), self.cluster, CODINGS.get(wire))
+        steps = LocalSteps.priced(pricing, nbytes, self.compute_s, local.period, local.fragments)
+        return best.name, steps.step_s(local.delay)
+
+    def _gossip_step(self, ranks: int, wire: str) -> tuple[str, float]:
+        """Return gossip, and a step whose exchange runs under the next forward pass."""
+        options = replace(self.options, ranks=ranks, wire=wire, batch=None, compute_ms=1e3 * self.compute_s)
+        estimate = ExchangeEstimate(Gossip(), options, self.cluster)
+        times_s = estimate.step_times_s(self.workload, self.compute_s, estimate.price().seconds)
+        return "Gossip()", times_s["under the next forward pass"]
+
+    @property
+    def title(self) -> str:
+        """Return what is trained, and where."""
+        return f"{self.workload.name} on {self.cluster.name}"
+
+
+def _whole(curve: Curve, name: str) -> int | None:
+    value = curve.settings.get(name)
+    if value is not None and not isinstance(value, int):
+        raise UsageError(f"curves of {curve.method}: {name} is {value!r}, not a whole number; record them again")
+    return value
+
+
+Found = Mapping[tuple[str, int], Steps]
+"""By method and ranks."""
+
+
+def _record(
+    known: Sequence[Convergence], steps: Found, times: Sequence[TimeToTarget], target: float, prices: Prices | None
+) -> dict[str, Any]:
+    """Return all of it for JSON."""
+    verdict = Verdict(times) if times else None
+    rows = {(each.method, each.ranks): _time_record(each) for each in times}
+    return {
+        "target_loss": target,
+        "cluster": None if prices is None else prices.cluster.name,
+        "model": None if prices is None else prices.workload.name,
+        "compute_seconds": None if prices is None else prices.compute_s,
+        "methods": [
+            {"method": each.method, "recorded_ranks": each.recorded, "family": each.family,
+             "errors_per_doubling": each.errors} for each in known
+        ],
+        "plans": [_steps_record(*at, found) | rows.get(at, {}) for at, found in steps.items()],
+        "best": None if verdict is None or verdict.winner is None else _place(verdict.winner),
+        "undecided": [] if verdict is None else [_place(each) for each in verdict.undecided],
+        "deciding_ranks": None if verdict is None else verdict.deciding_ranks,
+    }  # fmt: skip
+
+
+def _place(time: TimeToTarget) -> dict[str, Any]:
+    return {"method": time.method, "ranks": time.ranks} | _time_record(time)
+
+
+def _steps_record(method: str, ranks: int, steps: Steps) -> dict[str, Any]:
+    interval = {"steps": steps.steps, "steps_low": steps.low, "steps_high": steps.high}
+    return {"method": method, "ranks": ranks, "recorded": steps.is_recorded, **interval}
+
+
+def _time_record(time: TimeToTarget) -> dict[str, Any]:
+    interval = {"seconds": time.seconds, "seconds_low": time.low_s, "seconds_high": time.high_s}
+    return {"algorithm": time.algorithm, "step_seconds": time.step_s, **interval}
+
+
+def _show(known: Sequence[Convergence], steps: Found, times: Sequence[TimeToTarget], target: float) -> None:
+    """Print a row for each method and number of ranks, the least time in bold if it is certain."""
+    columns = ["ranks", "steps", "", *(["step, ms", "time, s", ""] if times else [])]
+    table = Table("method", *(["algorithm"] if times else []), title=f"to a loss of {target:g}")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    winner = Verdict(times).winner if times else None
+    of_times = {(each.method, each.ranks): each for each in times}
+    for method in [each.method for each in known]:
+        for (own, ranks), found in steps.items():
+            if own == method:
+                time = of_times.get((method, ranks))
+                style = "bold" if time is winner is not None else None
+                table.add_row(*map(escape, _cells(method, ranks, found, time)), style=style)
+        table.add_section()
+    Console(width=max(Console().width, MIN_WIDTH)).print(table)
+
+
+def _cells(method: str, ranks: int, steps: Steps, time: TimeToTarget | None) -> list[str]:
+    how = "" if steps.is_recorded else ", predicted"
+    counted = [f"{ranks:,}", f"{steps.steps:,.0f}", f"{_between(steps.low, steps.high, ',.0f')}{how}"]
+    if time is None:
+        return [method, *counted]
+    priced = [f"{1e3 * time.step_s:,.2f}", f"{time.seconds:,.4g}", _between(time.low_s, time.high_s)]
+    return [method, time.algorithm, *counted, *priced]
+
+
+def _between(low: float, high: float, digits: str = ",.4g") -> str:
+    return f"[{low:{digits}} .. {high:{digits}}]" if isfinite(high) else "(one seed: unknown)"
+
+
+def _fits(known: Sequence[Convergence]) -> Iterator[str]:
+    """Yield how steps of each method were predicted."""
+    for each in known:
+        if each.family is not None:
+            errors = ", ".join(f"{name} {error:.0%}" for name, error in each.errors.items() if isfinite(error))
+            held_out = f"errors per doubling for counts that were held out: {errors}"
+            yield f"{each.method}: predicted by {each.family}; {held_out}"
+
+
+def _answer(times: Sequence[TimeToTarget], prices: Prices | None) -> Iterator[str]:
+    """Yield which method and how many ranks to take, or which cannot be told apart."""
+    if prices is None:
+        yield "these are steps: give --model, --cluster and --compute-ms for their times"
+        return
+    verdict = Verdict(times)
+    if verdict.winner is None:
+        named = "; ".join(_named(each) for each in verdict.undecided)
+        more = verdict.deciding_ranks
+        yield f"no winner, as the intervals of time overlap: {named}"
+        yield f"a curve on {more:,} ranks would decide" if more else "curves with more seeds would decide"
+    else:
+        yield f"least time: {_named(verdict.winner)}"
+        if verdict.alike:
+            yield f"may take as long: {'; '.join(_named(each) for each in verdict.alike)}"
+    yield f"{prices.title}, {1e3 * prices.compute_s:.2f} ms to compute. {' '.join(prices.cluster.about.split())}"
+
+
+def _named(time: TimeToTarget) -> str:
+    how = "" if time.algorithm == ALONE else f" with {time.algorithm}"
+    times = f"{time.seconds:,.4g} s {_between(time.low_s, time.high_s)}"
+    return f"{time.method}{how} on {time.ranks:,} rank{'s' * (time.ranks > 1)}, {times}"
+
+
+def _draw(times: Sequence[TimeToTarget], place: str, target: float, out: str) -> None:
+    require_picture(out)
+    if not times:
+        raise UsageError("--out draws times: give --model too")
+    from commrt.report.drawing import draw_times_to_target  # noqa: PLC0415  # needs matplotlib
+
+    save_picture(draw_times_to_target(f"{place}time to a loss of {target:g}", times), out)

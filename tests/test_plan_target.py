@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt plan --target-loss``, as a user calls it."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+from commands import invoke, refused, told
+from made_curves import curves_of, made, steps_of, written
+
+from commrt.cost.convergence import Steps
+from commrt.cost.curve import GOSSIP, LOCAL, Curve
+from commrt.cost.target import TimeToTarget, Verdict
+
+STEP = ("--model", "resnet50", "--cluster", "ethernet-10g", "--compute-ms", 100)
+COUNTS = (1, 2, 4)
+
+
+def synchronous(ranks):
+    return 4 + 40 / ranks
+
+
+def planned(files, *args):
+    """What the command says, with files as a shell gives them."""
+    return told("plan", "--target-loss", 0.2, "--curves", *files, *args)
+
+
+@pytest.fixture(scope="module")
+def one_method(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("one"), curves_of(synchronous, COUNTS, seeds=2))
+
+
+@pytest.fixture(scope="module")
+def two_methods(tmp_path_factory):
+    """Synchronous curves, and those of local SGD that need 1.5 times as many steps."""
+    folder = tmp_path_factory.mktemp("two")
+    local = curves_of(lambda ranks: 1.5 * synchronous(ranks), COUNTS, seeds=2, training=LOCAL, period=8)
+    return written(folder, curves_of(synchronous, COUNTS, seeds=2)) + written(folder, local)
+
+
+def test_times_are_steps_times_the_time_of_a_step_on_the_cluster(one_method):
+    record = planned(one_method, *STEP)
+    priced = told("plan", "--ranks", 4, *STEP, "--wire", "fp32")["best"]
+    plan = next(each for each in record["plans"] if each["ranks"] == 4)
+    assert (plan["algorithm"], plan["step_seconds"]) == (priced["algorithm"], priced["step_seconds"])
+    for end in ("", "_low", "_high"):
+        assert plan[f"seconds{end}"] == pytest.approx(plan[f"steps{end}"] * plan["step_seconds"])
+
+
+def test_one_rank_exchanges_nothing(one_method):
+    first = planned(one_method, *STEP)["plans"][0]
+    assert (first["ranks"], first["algorithm"], first["step_seconds"]) == (1, "-", 0.1)
+
+
+def test_rank_counts_go_one_doubling_beyond_the_largest_recorded(one_method):
+    plans = planned(one_method)["plans"]
+    assert [(plan["ranks"], plan["recorded"]) for plan in plans] == [(1, True), (2, True), (4, True), (8, False)]
+    assert plans[-1]["steps"] == pytest.approx(steps_of(synchronous(8), 0.2), rel=0.1)
+
+
+def test_rank_counts_go_up_to_those_asked_for(one_method):
+    assert [plan["ranks"] for plan in planned(one_method, "--ranks", 12)["plans"]] == [1, 2, 4, 8, 12]
+    assert [plan["ranks"] for plan in planned(one_method, "--ranks", 2)["plans"]] == [1, 2]
+
+
+def test_local_sgd_is_priced_with_its_period_and_delay(tmp_path):
+    def step_s(**settings):
+        curves = curves_of(synchronous, (4,), seeds=2, training=LOCAL, **settings)
+        return planned(written(tmp_path, curves), *STEP)["plans"][0]["step_seconds"]
+
+    exchange_s = told("simulate", "halving_doubling", "--ranks", 4, *STEP)["seconds"]
+    packing_s = 2e-3
+    assert step_s(period=8) == pytest.approx(0.1 + exchange_s / 8, abs=packing_s)
+    assert step_s(period=16) == pytest.approx(0.1 + exchange_s / 16, abs=packing_s)
+    assert step_s(period=8, delay=8) == pytest.approx(0.1)
+
+
+def test_gossip_is_priced_under_the_next_forward_pass(tmp_path):
+    files = written(tmp_path, curves_of(synchronous, (4,), seeds=2, training=GOSSIP))
+    simulated = told("simulate", "gossip", "--ranks", 4, *STEP)["exchanges"][1]
+    assert planned(files, *STEP)["plans"][0]["step_seconds"] == pytest.approx(simulated["step_seconds"])
+
+
+def test_a_wire_makes_steps_shorter_for_all_methods(two_methods):
+    fp32, bf16 = (planned(two_methods, *STEP, "--wire", wire)["plans"] for wire in ("fp32", "bf16"))
+    assert all(
+        narrow["step_seconds"] < wide["step_seconds"]
+        for narrow, wide in zip(bf16, fp32, strict=True)
+        if wide["ranks"] > 1
+    )
+
+
+def test_curves_that_were_recorded_with_a_wire_are_priced_with_it(tmp_path):
+    files = written(tmp_path, curves_of(synchronous, (4,), seeds=2, wire="int4"))
+    assert planned(files, *STEP)["plans"][0]["algorithm"] == "Direct()"
+    assert "were recorded with wire int4: leave --wire out" in refused(
+        *("plan", "--target-loss", 0.2, "--curves", *files, *STEP, "--wire", "bf16")
+    )
+
+
+def test_computing_takes_as_long_as_the_recorded_batch_where_the_speed_is_known(one_method):
+    record = planned(one_method, "--model", "resnet50", "--cluster", "abci")
+    same = told("simulate", "ring", "--model", "resnet50", "--cluster", "abci", "--batch", 16)
+    assert record["compute_seconds"] == pytest.approx(same["compute_seconds"])
+
+
+def test_a_clear_winner_is_named_with_its_algorithm_and_ranks(two_methods):
+    record = planned(two_methods, *STEP[:2], "--cluster", "abci", "--compute-ms", 100)  # where all is hidden
+    assert (record["best"]["method"], record["best"]["ranks"]) == ("synchronous", 8)
+    assert record["best"]["seconds"] == min(plan["seconds"] for plan in record["plans"])
+    assert (record["undecided"], record["deciding_ranks"]) == ([], None)
+
+
+def test_methods_whose_times_overlap_have_no_winner(two_methods):
+    record = planned(two_methods, *STEP)
+    assert record["best"] is None
+    assert {each["method"] for each in record["undecided"]} == {"synchronous", "local, period 8"}
+    assert record["deciding_ranks"] == 8
+
+
+def test_the_answer_says_what_would_decide(two_methods):
+    output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *two_methods, *STEP).stdout.split())
+    assert "no winner, as the intervals of time overlap: " in output
+    assert "a curve on 8 ranks would decide" in output
+
+
+def test_the_answer_says_how_steps_were_predicted(one_method):
+    output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *one_method, *STEP).stdout.split())
+    assert re.search(r"synchronous: predicted by .*; errors per doubling for counts that were held out: ", output)
+    assert re.search(r"least time: synchronous with \S+\(\) on 8 ranks, [\d.]+ s \[", output)
+
+
+def test_without_a_model_only_steps_are_told(one_method):
+    record = planned(one_method)
+    assert (record["best"], record["undecided"], record["model"]) == (None, [], None)
+    assert "seconds" not in record["plans"][0]
+    assert "these are steps: give --model" in invoke("plan", "--target-loss", 0.2, "--curves", *one_method).stdout
+
+
+def test_a_curve_of_each_of_two_methods_is_enough_to_compare_them(tmp_path):
+    files = written(tmp_path, {"a": made(20, 4), "b": made(20, 4, 0, GOSSIP)})
+    output = invoke("plan", "--target-loss", 0.2, "--curves", *files, *STEP).stdout
+    assert "(one seed: unknown)" in output
+    assert "curves with more seeds would decide" in output
+
+
+def test_files_may_stand_apart_after_the_option_each(one_method):
+    each = [word for file in one_method for word in ("--curves", file)]
+    assert told("plan", "--target-loss", 0.2, *each) == planned(one_method)
+
+
+def test_a_picture_has_a_line_per_method_and_shows_what_is_predicted(two_methods, tmp_path):
+    path = tmp_path / "times.svg"
+    invoke("plan", "--target-loss", 0.2, "--curves", *two_methods, *STEP, "--out", path)
+    texts = set(re.findall(r"<!-- (.*?) -->", path.read_text()))
+    assert {"synchronous", "local, period 8", "predicted", "ranks", "8"} <= texts
+    assert any("ethernet-10g: time to a loss of 0.2" in text for text in texts)
+    assert ET.parse(path).getroot() is not None  # noqa: S314  # our own
+
+
+def test_a_picture_without_anything_predicted_does_not_say_so(one_method, tmp_path):
+    path = tmp_path / "times.svg"
+    invoke("plan", "--target-loss", 0.2, "--curves", *one_method, "--ranks", 4, *STEP, "--out", path)
+    assert "<!-- predicted -->" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--target-loss", 0.2], "--target-loss needs recorded curves: give --curves a.jsonl b.jsonl"),
+        (["--target-loss", 0, "--curves", "FILE"], "--target-loss 0: give a loss above 0"),
+        (["--target-loss", "nan", "--curves", "FILE"], "--target-loss nan: give a loss above 0"),
+        (["--target-loss", 0.2, "FILE"], "Write --curves before files of curves"),
+        (["--target-loss", 0.2, "--curves", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
+        (["--curves", "FILE", "--nbytes", 1], "curves are for --target-loss: leave --curves out"),
+        (["stray", "--nbytes", 1], "curves are for --target-loss: leave FILES out"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--nbytes", 1], "leave --nbytes out"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--batch", 8], "leave --batch out"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--wire", "bf16"], "are for the time of a step: give --model"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--out", "a.svg"], "--out draws times: give --model too"),
+        (["--target-loss", 0.2, "--curves", "FILE", *STEP, "--out", "a.txt"], "give a file that ends in .svg"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--ranks", 1], "the curves begin at 4 ranks"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--ranks", 8], "curves of 4 ranks say nothing of 8"),
+        (["--target-loss", 0.001, "--curves", "FILE"], "does not reach a loss of 0.001"),
+        (["--target-loss", 0.2, "--curves", "FILE", "--model", "1e6"], "how long a step of 1,000,000 parameters"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(args, says, tmp_path):
+    (file,) = written(tmp_path, {"a": made(20, 4)})
+    assert says in refused("plan", *(file if arg == "FILE" else arg for arg in args))
+
+
+@pytest.mark.parametrize(
+    ("training", "settings", "says"),
+    [
+        (LOCAL, {}, "do not say a period"),
+        (LOCAL, {"period": "8"}, "period is '8', not a whole number"),
+        ("backup", {}, "no step of 'backup' has a price"),
+        ("synchronous", {"wire": "fp3"}, "were recorded with wire fp3"),
+    ],
+)
+def test_curves_of_training_that_has_no_price_are_refused(training, settings, says, tmp_path):
+    files = written(tmp_path, {"a": made(20, 4, 0, training, **settings)})
+    assert says in refused("plan", "--target-loss", 0.2, "--curves", *files, *STEP)
+
+
+def test_names_from_files_are_printed_as_they_are(tmp_path):
+    losses = made(20, 1).losses
+    files = written(tmp_path, {"a": Curve("synchronous", 1, 16, losses, {"rate": "[red]"})})
+    assert "synchronous, rate [red]" in invoke("plan", "--target-loss", 0.2, "--curves", *files).stdout
+
+
+# What can be said of times ------------------------------------------------------------------------------------------
+
+
+def timed(method, ranks, seconds, share=0.1, is_recorded=True):
+    """A time whose interval is `share` wide on each side."""
+    steps = Steps(seconds, seconds * (1 - share), seconds * (1 + share), is_recorded)
+    return TimeToTarget(method, "Ring()", ranks, steps, 1.0)
+
+
+def test_other_rank_counts_of_the_best_method_do_not_dispute_its_win():
+    best, alike, worse = timed("a", 8, 10), timed("a", 4, 11), timed("b", 8, 20)
+    verdict = Verdict([worse, alike, best])
+    assert (verdict.winner, verdict.alike) == (best, [alike])
+
+
+def test_a_time_of_another_method_that_overlaps_disputes_it():
+    best, other = timed("a", 8, 10), timed("b", 8, 12)
+    verdict = Verdict([other, best])
+    assert (verdict.winner, verdict.undecided, verdict.deciding_ranks) == (None, [best, other], None)
+
+
+def test_intervals_that_only_just_do_not_overlap_have_a_winner():
+    best = timed("a", 8, 10, share=0.1)
+    assert Verdict([best, timed("b", 8, 12.3, share=0.1)]).winner is best
+
+
+def test_the_largest_predicted_count_among_the_undecided_would_decide():
+    times = [timed("a", 16, 10, is_recorded=False), timed("b", 8, 10.5), timed("b", 64, 30, is_recorded=False)]
+    assert Verdict(times).deciding_ranks == 16
+
+
+def test_of_equal_times_that_of_fewer_ranks_is_the_least():
+    assert Verdict([timed("a", 8, 10), timed("a", 4, 10)]).least.ranks == 4
