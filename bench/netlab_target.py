@@ -100,10 +100,10 @@ def main() -> None:
     """Print a row for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("curves", type=Path, help="folder with curves of bench/curves.py")
-    parser.add_argument("--rate", type=float, default=10.0, help="rate of each link, in Mbit/s each way")
+    parser.add_argument("--rate", type=float, default=50.0, help="rate of each link, in Mbit/s each way")
     parser.add_argument("--compute-s", type=float, default=0.06, help="seconds that a step sleeps")
     parser.add_argument("--target", type=float, default=0.3, help="loss to reach")
-    parser.add_argument("--steps", type=int, default=180, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
@@ -149,10 +149,9 @@ def _row(method: str, plan: dict[str, Any], found: Sequence[tuple[int, float]]) 
     each = ", ".join(f"{own:.1f}" for _, own in found)
     step_ms = 1e3 * seconds / steps
     expected = f"{plan['steps']:.0f} steps of {1e3 * plan['step_seconds']:.1f} ms = {plan['seconds']:.1f} s"
-    return (
-        f"{method:12} {plan['algorithm']:24} predicted {expected}; measured {steps:.0f} of {step_ms:.1f} ms = {seconds:.1f} s ({each}); "
-        f"predicted / measured {plan['seconds'] / seconds:.2f}"
-    )
+    measured = f"{steps:.0f} steps of {step_ms:.1f} ms = {seconds:.1f} s ({each})"
+    ratio = f"predicted / measured {plan['seconds'] / seconds:.2f}"
+    return f"{method:12} {plan['algorithm']:24} predicted {expected}; measured {measured}; {ratio}"
 
 
 if __name__ == "__main__":
