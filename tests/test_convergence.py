@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from made_curves import NOISE, curves_of, made, made_power, steps_of
 
-from commrt.cost.convergence import FAMILIES, convergence_of, fit_floor, smoothed, steps_to
+from commrt.cost.convergence import (
+    FAMILIES,
+    Run,
+    convergence_of,
+    deviation,
+    fit_floor,
+    mean_log,
+    smoothed,
+    steps_to,
+)
 from commrt.cost.curve import LOCAL, Curve
 from commrt.cost.lasso import descend, fit_losses
 from commrt.errors import UsageError
@@ -125,6 +134,24 @@ def test_only_larger_counts_are_held_out():
     assert found.errors["S_min + E/B"] == pytest.approx(log(2), abs=0.1)
 
 
+def test_a_count_that_is_held_out_is_predicted_from_smaller_ones_only():
+    of_three = fitted(FLOOR)
+    curves = curves_of(FLOOR, (1, 2, 4)) | {f"8-{seed}": made(2 * FLOOR(8), 8, seed) for seed in range(3)}
+    (found,) = convergence_of(curves, TARGET)
+    last = [
+        log(fit_floor(of_three.levels[level], level)(8)) - mean_log(runs, 8) for level, runs in found.levels.items()
+    ]
+    expected = ((of_three.errors["S_min + E/B"] ** 2 + np.mean(np.square(last))) / 2) ** 0.5
+    assert found.errors["S_min + E/B"] == pytest.approx(expected)
+
+
+def test_intervals_of_predictions_hold_the_spread_of_seeds_too():
+    found = fitted(FLOOR, counts=(1, 2, 4, 8))
+    steps = found.steps(16)
+    assert found.rivals == [found.family]  # nothing else widens it
+    assert steps.high / steps.steps > 1.0001 * exp(2 * found.error)
+
+
 @pytest.mark.parametrize("half_of", [FLOOR, POWER], ids=["floor", "power law"])
 def test_intervals_cover_what_was_not_recorded(half_of):
     found = fitted(half_of, counts=(1, 2, 4, 8))
@@ -181,6 +208,17 @@ def test_one_seed_of_two_counts_says_nothing_about_its_spread():
 def test_one_seed_of_three_counts_is_as_uncertain_as_the_fit():
     found = fitted(FLOOR, seeds=1)
     assert found.steps(4).high / found.steps(4).steps == pytest.approx(exp(2 * found.error))
+
+
+def test_the_jackknife_of_a_mean_is_its_standard_error():
+    runs = [Run(1, steps, None) for steps in (90, 100, 130)]
+    expected = np.std(np.log([90, 100, 130]), ddof=1) / 3**0.5
+    assert deviation(runs, lambda rest: mean_log(rest, 1)) == pytest.approx(expected)
+
+
+def test_a_deviation_of_unknown_values_is_infinite():
+    runs = [Run(1, steps, None) for steps in (90, 100)]
+    assert deviation(runs, lambda rest: float("nan")) == float("inf")
 
 
 def test_methods_are_fitted_apart():

@@ -44,6 +44,8 @@ def run(
 
     Without a model, print only steps. Draw times to the file `out`.
     """
+    if out is not None:
+        require_picture(out)
     curves = _curves(files, target)
     known = convergence_of(curves, target)
     counts = _rank_counts(known, most)
@@ -268,7 +270,6 @@ def _named(time: TimeToTarget) -> str:
 
 
 def _draw(times: Sequence[TimeToTarget], place: str, target: float, out: str) -> None:
-    require_picture(out)
     if not times:
         raise UsageError("--out draws times: give --model too")
     from commrt.report.drawing import draw_times_to_target  # noqa: PLC0415  # needs matplotlib

@@ -148,7 +148,8 @@ def mean_log(runs: Sequence[Run], ranks: int) -> float:
 def deviation(runs: Sequence[Run], value: Callable[[Sequence[Run]], float]) -> float:
     """Return the standard deviation of ``value(runs)`` by a jackknife: runs are left out one at a time.
 
-    Runs of each rank count are one sample. A rank count with a single run tells nothing about its spread.
+    Runs of each rank count are one sample. A rank count with a single run tells nothing about its spread. If a value
+    is not finite, neither is the deviation.
     """
     variance = 0.0
     for count in {run.ranks for run in runs}:
@@ -156,7 +157,7 @@ def deviation(runs: Sequence[Run], value: Callable[[Sequence[Run]], float]) -> f
         if len(own) > 1:
             values = np.array([value([other for other in runs if other is not run]) for run in own])
             variance += (len(own) - 1) * float(values.var())
-    return sqrt(variance)
+    return sqrt(variance) if isfinite(variance) else inf
 
 
 def interval(value: float, spread: float) -> Steps:
@@ -222,19 +223,19 @@ class Convergence:
             return interval(mean_log(self.runs, ranks), self._spread(ranks))
         self.require(ranks)
         values = [self._log_steps(self.runs, ranks, family) for family in self.rivals]
-        if not all(map(isfinite, values)):
+        if not isfinite(values[0]):
             raise UsageError(f"{self.method}: no fit says when {ranks} ranks reach {self.target:g}: record their curve")
         doublings = min(abs(log2(ranks / count)) for count in self.recorded)
         sampled = deviation(self.runs, lambda runs: self._log_steps(runs, ranks, self.rivals[0]))
         found = interval(values[0], sqrt(sampled**2 + (doublings * self.error) ** 2))
-        low, high = min(found.low, exp(min(values))), max(found.high, exp(max(values)))
-        return Steps(found.steps, low, high, is_recorded=False)
+        others = [exp(value) for value in values if isfinite(value)]
+        return Steps(found.steps, min(found.low, *others), max(found.high, *others), is_recorded=False)
 
     def _spread(self, ranks: int) -> float:
         """Return the standard deviation of the mean log steps of a recorded count.
 
-        Runs of one count differ alike for all counts. If no count has two runs, the error of the family, which is held
-        to be larger, stands for it; without one, it is infinite.
+        Runs are taken to vary by the same share at all counts. If no count has two runs, the error of the family stands
+        for their spread. Without an error, it is infinite.
         """
         groups = [[log(run.steps) for run in self.runs if run.ranks == count] for count in self.recorded]
         freedom = sum(len(group) - 1 for group in groups)
