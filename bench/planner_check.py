@@ -66,13 +66,13 @@ def _row(model: Convergence, ranks: int, recorded: float) -> Row:
 
 
 def order(rows: Sequence[Row]) -> str:
-    """Return which pairs of methods are ordered as recorded; those with intervals that overlap are not told apart."""
-    told: dict[str, list[str]] = {"right": [], "not told apart": [], "WRONG": []}
+    """Return which pairs of methods are predicted in the order that was recorded, and whose intervals overlap."""
+    told = dict[str, list[str]]()
     for one, other in combinations(sorted(rows, key=lambda row: row.recorded), 2):
-        is_right = one.found.steps <= other.found.steps
-        kind = "not told apart" if one.found.overlaps(other.found) else "right" if is_right else "WRONG"
-        told[kind].append(f"{one.method} {one.recorded:.0f} < {other.method} {other.recorded:.0f}")
-    return "; ".join(f"{kind}: {', '.join(pairs)}" for kind, pairs in told.items() if pairs)
+        kind = "right" if one.found.steps <= other.found.steps else "WRONG"
+        kind += " but intervals overlap" * one.found.overlaps(other.found)
+        told.setdefault(kind, []).append(f"{one.method} {one.recorded:.0f} < {other.method} {other.recorded:.0f}")
+    return "; ".join(f"{kind}: {', '.join(pairs)}" for kind, pairs in told.items())
 
 
 def main() -> None:

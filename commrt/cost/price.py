@@ -222,6 +222,8 @@ def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks:
 
 def _shared(src: IntArray, dst: IntArray, load: Seconds, group: int, bytes_per_s: float) -> Seconds:
     """Return [transfers] the time of the busier one of two ports: the sender's group's and the receiver's group's."""
+    if bytes_per_s == inf or not load.any():
+        return np.zeros(len(load))
     sender, receiver = src // group, dst // group
     leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
     busier: Seconds = np.maximum(leaving[sender], coming[receiver]) / bytes_per_s
