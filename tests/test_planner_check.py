@@ -56,8 +56,8 @@ def test_a_folder_without_curves_is_refused(monkeypatch, tmp_path):
     [
         ((20, 18, 22), "right: a 10 < b 20"),
         ((20, 10, 22), "right but intervals overlap: a 10 < b 20"),
-        ((5, 4, 9), "WRONG but intervals overlap: a 10 < b 20"),
-        ((5, 4, 7), "WRONG: a 10 < b 20"),
+        ((20, 5, 12), "WRONG but intervals overlap: a 10 < b 20"),
+        ((20, 5, 7), "WRONG: a 10 < b 20"),
     ],
 )
 def test_an_order_is_right_or_wrong_and_says_if_intervals_overlap(second, said):

@@ -24,6 +24,8 @@ from commrt.errors import UsageError
 __all__ = ["run"]
 
 SHOWN = 6
+MIN_WIDTH = 124
+"""Of the table: names that are cut off cannot be told apart."""
 UNITS_MB = (*CAPS_MB, 200.0, 400.0)
 """Sizes of units that a plan tries."""
 OFFERED = Ring, HalvingDoubling, Direct
@@ -65,7 +67,7 @@ def run(options: ExchangeOptions, wires: Sequence[str], units_mb: Sequence[float
     if as_json:
         print(json_of(_record(options, workload, cluster, rows, replicated)))
         return
-    Console(width=max(Console().width, 110)).print(_table(options, workload, cluster, rows, replicated))
+    Console(width=max(Console().width, MIN_WIDTH)).print(_table(options, workload, cluster, rows, replicated))
     print(_memory(workload, options.ranks, rows[0].unit_mb))
     print("backend: a schedule that backend='commrt' of torch.distributed has; commrt runs FSDP through it")
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
@@ -127,9 +129,18 @@ def _table(
 ) -> Table:
     compute_ms = 1e3 * rows[0].step.compute_s
     title = f"FSDP of {workload.name}, {options.ranks:,} ranks of {cluster.name}, {compute_ms:.2f} ms to compute"
-    table = Table("halves of", title=title)
-    for column in ("wire", "units, MB", "exchanges, ms", "step, ms", "not hidden, ms", "efficiency", "backend"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(title=title)
+    for column in (
+        "halves of",
+        "wire",
+        "units, MB",
+        "exchanges, ms",
+        "step, ms",
+        "not hidden, ms",
+        "efficiency",
+        "backend",
+    ):
+        table.add_column(column, justify="left" if column == "halves of" else "right", no_wrap=True)
     for row in rows[:SHOWN]:
         facts = row.record()
         times = (f"{1e3 * facts[key]:.2f}" for key in ("exchange_seconds", "step_seconds", "exposed_seconds"))
