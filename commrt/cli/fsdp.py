@@ -24,7 +24,7 @@ from commrt.errors import UsageError
 __all__ = ["run"]
 
 SHOWN = 6
-MIN_WIDTH = 124
+MIN_WIDTH = 140
 """Of the table: names that are cut off cannot be told apart."""
 UNITS_MB = (*CAPS_MB, 200.0, 400.0)
 """Sizes of units that a plan tries."""
