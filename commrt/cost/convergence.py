@@ -44,8 +44,8 @@ def smoothed(losses: Losses) -> Losses:
     The window is a share of the steps so far. So it changes the steps to a target by the same share in quick and in
     slow runs. From the first loss on that is not finite, means are nan.
 
-    >>> smoothed(np.array([4.0, 3.0, 2.0, 1.0]))
-    array([4. , 3. , 2. , 1.5])
+    >>> smoothed(np.array([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]))
+    array([6. , 5. , 4. , 2.5, 2. , 1.5])
     """
     steps = np.arange(1, len(losses) + 1)
     begin = np.ceil(steps / WINDOW).astype(int) - 1
