@@ -168,3 +168,13 @@ def test_a_curve_ends_the_recording():
         return model.weight._post_accumulate_grad_hooks
 
     assert not run_ranks(1, body)[0]
+
+
+def test_a_curve_has_the_steps_that_all_ranks_have_made():
+    def body(world):
+        recorder = CurveRecorder()
+        for step in range(3 + world.rank):
+            recorder.record(torch.tensor(float(step)))
+        return recorder.curve(world, GOSSIP, 2)
+
+    assert recorded(2, body).losses.tolist() == [0.0, 1.0, 2.0]

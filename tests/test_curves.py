@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -61,3 +62,34 @@ def test_the_loss_of_local_sgd_is_that_after_an_average(
 ) -> None:
     losses = np.array([9.0, 1.0, 5.0, 6.0, 2.0, 7.0, 8.0])
     assert Curve(LOCAL, 2, 2, losses, settings).common_losses.tolist() == expected
+
+
+HEAD = {"commrt_curve": 1, "training": "gossip", "ranks": 2, "batch": 4, "settings": {}, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"ranks": 2.5}, "ranks=2.5: give a whole number"),
+        ({"ranks": True}, "ranks=True: give a whole number"),
+        ({"training": ["gossip"]}, "training must be a text"),
+        ({"settings": [1]}, "settings an object of numbers and texts"),
+        ({"settings": {"period": [8]}}, "settings an object of numbers and texts"),
+    ],
+)
+def test_a_head_of_other_kinds_is_refused_with_the_file(changed: dict[str, object], said: str, tmp_path: Path) -> None:
+    text = "".join(f"{json.dumps(line)}\n" for line in (HEAD | changed, {"loss": 1.0}))
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"a\.jsonl") as refusal:
+        read_curve(str(tmp_path / "a.jsonl"))
+    assert said in str(refusal.value)
+
+
+def test_a_huge_loss_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{json.dumps(HEAD)}\n{{"loss": 1{"0" * 400}}}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="a step lacks a number for loss"):
+        read_curve(str(tmp_path / "a.jsonl"))
+
+
+def test_a_period_far_beyond_the_run_needs_no_memory() -> None:
+    assert Curve(LOCAL, 2, 2, np.array([3.0, 2.0]), {"period": 10**12}).common_losses.tolist() == [3.0, 3.0]

@@ -141,6 +141,7 @@ def test_one_rank_exchanges_nothing():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ({"ranks": 300}, "above 256, give a power of two"),
         ({"ranks": 1025}, "hybrid parallelism of 1,025 ranks: give a number from 1 to 1,024"),
         ({"batch": 0}, "a step of 0 samples"),
         ({"compute_s": 0.0}, "computes for 0 s: both must be above 0"),

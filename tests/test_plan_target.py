@@ -198,7 +198,7 @@ def test_bad_input_is_refused_with_what_to_do(args, says, tmp_path):
         (LOCAL, {}, "do not say a period"),
         (LOCAL, {"period": "8"}, "period is '8', not a whole number"),
         ("backup", {}, "no step of 'backup' has a price"),
-        ("synchronous", {"wire": "fp3"}, "were recorded with wire fp3"),
+        ("synchronous", {"wire": "fp3"}, "no wire is called 'fp3'"),
     ],
 )
 def test_curves_of_training_that_has_no_price_are_refused(training, settings, says, tmp_path):
@@ -245,3 +245,14 @@ def test_the_largest_predicted_count_among_the_undecided_would_decide():
 
 def test_of_equal_times_that_of_fewer_ranks_is_the_least():
     assert Verdict([timed("a", 8, 10), timed("a", 4, 10)]).least.ranks == 4
+
+
+def test_two_files_of_one_seed_are_refused(tmp_path):
+    files = written(tmp_path, {"a": made(20, 4), "b": made(20, 4)})
+    assert "both record seed 0 of synchronous on 4 ranks" in refused("plan", "--target-loss", 0.2, "--curves", *files)
+
+
+def test_json_names_the_rank_counts_that_may_take_as_long(two_methods):
+    record = planned(two_methods, *STEP[:2], "--cluster", "abci", "--compute-ms", 100)
+    assert all(each["method"] == record["best"]["method"] for each in record["alike"])
+    assert planned(two_methods, *STEP)["alike"] == []

@@ -150,3 +150,7 @@ def test_options_that_fsdp_would_ignore_are_refused(args, said):
 
 def test_plan_refuses_fsdp_with_backups():
     assert "leave --backups out" in refused("plan", "--fsdp", "--backups", "1", *FSDP[2:])
+
+
+def test_more_ranks_than_can_be_priced_soon_are_refused():
+    assert "priced up to 1,024 ranks" in refused(*FSDP[:2], "--ranks", 2048, *FSDP[4:])

@@ -26,6 +26,7 @@ __all__ = ["run"]
 SHOWN = 6
 MIN_WIDTH = 140
 """Of the table: names that are cut off cannot be told apart."""
+MOST_RANKS = 1024
 UNITS_MB = (*CAPS_MB, 200.0, 400.0)
 """Sizes of units that a plan tries."""
 OFFERED = Ring, HalvingDoubling, Direct
@@ -84,6 +85,10 @@ def _checked(options: ExchangeOptions, wires: Sequence[str]) -> tuple[Workload, 
             f"--wire {coded[0]}: FSDP gathers parameters, which codes would round; give fp32, bf16 or fp16"
         )
     options.check()
+    if options.ranks > MOST_RANKS:
+        raise UsageError(
+            f"--ranks {options.ranks}: FSDP is priced up to {MOST_RANKS:,} ranks, which takes half a minute"
+        )
     cluster = Cluster.named(options.cluster or CLUSTER)
     cluster.require_room(options.ranks)
     return workload_of(options.model), cluster

@@ -23,6 +23,7 @@ __all__ = ["run"]
 ONE_HOST = "host"
 """The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
 LARGEST = 1e18
+MOST_RANKS = 4096
 DEVICE = "cpu"
 """Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
 UNKNOWN = {"barrier", "all_to_all"}
@@ -38,6 +39,8 @@ def run(collective: str, ranks: int, cluster: str | None, nbytes: float | None, 
         raise UsageError("say how much is exchanged: --nbytes, of the tensor that holds all ranks' pieces")
     if not 0 <= (nbytes or 0) < LARGEST:
         raise UsageError(f"--nbytes {nbytes:g}: give a number from 0 to {LARGEST:g}")
+    if ranks > MOST_RANKS:
+        raise UsageError(f"--ranks {ranks}: a collective is planned up to {MOST_RANKS:,} ranks, in some seconds")
     chosen = Cluster.named(cluster or ONE_HOST)
     pieces = 1 if slots_of(collective, ranks) == 1 else ranks
     piece_nbytes = 0 if collective in UNKNOWN else ceil((nbytes or 0.0) / pieces)

@@ -67,7 +67,16 @@ def _curves(files: Sequence[str], target: float) -> dict[str, Curve]:
         raise UsageError(f"--target-loss {target:g}: give a loss above 0, such as 0.2")
     if not files:
         raise UsageError("--target-loss needs recorded curves: give --curves a.jsonl b.jsonl, of commrt train --curve")
-    return {file: read_curve(file) for file in files}
+    curves = {file: read_curve(file) for file in files}
+    known = dict[tuple[str, int, int], str]()
+    for file, curve in curves.items():
+        run = curve.method, curve.ranks, curve.seed
+        if (other := known.setdefault(run, file)) != file:
+            raise UsageError(
+                f"{other} and {file} both record seed {curve.seed} of {curve.method} on {curve.ranks} ranks: leave one "
+                "out, and record another with --seed"
+            )
+    return curves
 
 
 def _rank_counts(known: Sequence[Convergence], most: int | None) -> list[int]:
@@ -129,7 +138,9 @@ class Prices:
 
     def _wire(self, curve: Curve) -> str:
         recorded = curve.settings.get("wire")
-        if recorded is not None and (recorded not in ITEMS or self.wire not in {None, recorded}):
+        if recorded is not None and recorded not in ITEMS:
+            raise UsageError(f"curves of {curve.method}: no wire is called {recorded!r:.80}: record them again")
+        if recorded is not None and (self.wire not in {None, recorded}):
             raise UsageError(f"curves of {curve.method} were recorded with wire {recorded}: leave --wire out for them")
         return str(recorded or self.wire or "fp32")
 
@@ -186,6 +197,7 @@ def _record(
         ],
         "plans": [_steps_record(*at, found) | rows.get(at, {}) for at, found in steps.items()],
         "best": None if verdict is None or verdict.winner is None else _place(verdict.winner),
+        "alike": [] if verdict is None or verdict.winner is None else [_place(each) for each in verdict.alike],
         "undecided": [] if verdict is None else [_place(each) for each in verdict.undecided],
         "deciding_ranks": None if verdict is None else verdict.deciding_ranks,
     }  # fmt: skip
@@ -259,7 +271,7 @@ def _answer(times: Sequence[TimeToTarget], prices: Prices | None) -> Iterator[st
     else:
         yield f"least time: {_named(verdict.winner)}"
         if verdict.alike:
-            yield f"may take as long: {'; '.join(_named(each) for each in verdict.alike)}"
+            yield f"may take as long, so take the fewest ranks: {'; '.join(_named(each) for each in verdict.alike)}"
     yield f"{prices.title}, {1e3 * prices.compute_s:.2f} ms to compute. {' '.join(prices.cluster.about.split())}"
 
 

@@ -16,6 +16,8 @@ __all__ = ["GOSSIP", "LOCAL", "SYNCHRONOUS", "Curve", "Losses"]
 Losses = NDArray[np.float64]
 """[steps]"""
 
+MOST = 1 << 31
+"""Largest number of a curve."""
 SYNCHRONOUS, GOSSIP, LOCAL = "synchronous", "gossip", "local"
 """How ranks train. All all-reduces train alike, so they share a name."""
 
@@ -44,6 +46,14 @@ class Curve:
     """[steps]: estimates of the variance of a rank's gradient, V."""
 
     def __post_init__(self) -> None:
+        for name, value in (("ranks", self.ranks), ("batch", self.batch), ("seed", self.seed)):
+            if type(value) is not int or not 0 <= value <= MOST:
+                raise UsageError(f"a curve with {name}={value!r:.80}: give a whole number up to {MOST:,}")
+        is_flat = isinstance(self.settings, Mapping) and all(
+            isinstance(value, int | float | str) for value in self.settings.values()
+        )
+        if not isinstance(self.training, str) or not is_flat:
+            raise UsageError("a curve's training must be a text, and its settings an object of numbers and texts")
         if self.ranks < 1 or self.batch < self.ranks or not len(self.losses):
             raise UsageError(
                 f"a curve of {self.ranks} ranks, {self.batch} samples and {len(self.losses)} steps: all must be at "
@@ -65,5 +75,5 @@ class Curve:
         period, delay = (self.settings.get(name, default) for name, default in (("period", 1), ("delay", 0)))
         if not (isinstance(period, int) and isinstance(delay, int) and period > 1 and delay >= 0):
             return self.losses
-        held = self.losses[delay::period].repeat(period)
+        held = self.losses[delay::period].repeat(min(period, len(self.losses)))
         return np.concatenate([self.losses[:delay], held])[: len(self.losses)]

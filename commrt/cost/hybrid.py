@@ -118,6 +118,8 @@ class HybridPricing:
     def __init__(self, cluster: Cluster, ranks: int, workload: Workload, batch: int, compute_s: float) -> None:
         if not 1 <= ranks <= MOST_RANKS:
             raise UsageError(f"hybrid parallelism of {ranks:,} ranks: give a number from 1 to {MOST_RANKS:,}")
+        if ranks > FEW_RANKS and ranks.bit_count() > 1:  # what is left without rings folds ranks, at twice the bytes
+            raise UsageError(f"hybrid parallelism of {ranks:,} ranks: above {FEW_RANKS}, give a power of two")
         if batch < 1 or compute_s <= 0:
             raise UsageError(f"a step of {batch} samples that computes for {compute_s:g} s: both must be above 0")
         if not any(layer.inputs for layer in workload.layers):

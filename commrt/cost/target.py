@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from commrt.cost.convergence import Steps
 
@@ -61,8 +62,9 @@ class Verdict:
 
     @property
     def winner(self) -> TimeToTarget | None:
-        """The least time; None if a time of another method could be less."""
-        return None if any(each.method != self.least.method for each in self.alike) else self.least
+        """The least time; None if a time of another method could be less, or nothing is known of its spread."""
+        is_open = self.least.high_s == inf or any(each.method != self.least.method for each in self.alike)
+        return None if is_open else self.least
 
     @property
     def undecided(self) -> list[TimeToTarget]:

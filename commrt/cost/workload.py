@@ -40,6 +40,7 @@ class Layer(NamedTuple):
         """Return whether all numbers are of their kind and in range."""
         shape = [each for each in (self.inputs, self.outputs) if each is not None]
         counts = all(type(each) is int and 0 <= each <= MOST_NUMEL for each in (self.numel, *shape))
+        counts &= len(shape) != 1 and 0 not in shape
         return counts and _is_number(self.work) and 0 <= self.work <= MOST_WORK
 
     def facts(self) -> dict[str, float]:

@@ -45,7 +45,7 @@ class CurveRecorder:
 
     def record(self, loss: float) -> None:
         """Record a step; call it after ``backward()``, and before gradients are zeroed, clipped or unscaled."""
-        self._losses.append(loss)
+        self._losses.append(float(loss))
         if self._params:
             self._own.append(_total(self._squares.values()))
             self._mean.append(_total(_square(param.grad) for param in self._params if param.grad is not None))
@@ -57,18 +57,21 @@ class CurveRecorder:
     ) -> Curve | None:  # fmt: skip
         """Return the curve on the first rank that is left, None on the others; collective, and ends the recording.
 
-        The arguments are those of `Curve`. Lost ranks are counted in its settings: the others had smaller batches.
+        The arguments are those of `Curve`. It has the steps that all ranks have made. Lost ranks are
+        counted in its settings: the others had smaller batches.
         """
         for handle in self._handles:
             handle.remove()
         texts = gather(world, "curve", json.dumps([self._losses, self._own]))
         if texts is None:
             return None
-        losses, own = (np.mean(parts, axis=0) for parts in zip(*map(json.loads, texts), strict=True))
+        of_ranks = [json.loads(text) for text in texts]
+        steps = min(len(losses) for losses, _ in of_ranks)
+        losses, own = (np.mean([row[:steps] for row in rows], axis=0) for rows in zip(*of_ranks, strict=True))
         lost = {"lost": len(world.lost)} if world.lost else {}
         signal, noise = None, None
         if self._params and world.size > 1:
-            signal, noise = gradient_statistics(own, np.array(self._mean), len(texts))
+            signal, noise = gradient_statistics(own, np.array(self._mean[:steps]), len(texts))
         return Curve(training, world.size, batch, losses, {**(settings or {}), **lost}, seed, signal, noise)
 
 

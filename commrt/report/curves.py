@@ -40,6 +40,8 @@ def read_curve(file: str) -> Curve:
     given: dict[str, Any] = {"losses": np.empty(0) if losses is None else losses, "signal": signal, "noise": noise}
     try:
         return Curve(**given, **{name: head[name] for name in HEAD})
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
     except (KeyError, TypeError) as error:
         raise UsageError(f"{file}: its first line lacks something: {error!r:.200}") from error
 
@@ -60,5 +62,5 @@ def _column(file: str, steps: list[dict[str, Any]], name: str) -> Losses | None:
         return None
     try:
         return np.array([float(step[name]) for step in steps], dtype=np.float64)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{file}: a step lacks a number for {name}: {error!r:.200}") from error
