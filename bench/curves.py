@@ -26,7 +26,6 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.cost.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 from commrt.report.curve_recorder import CurveRecorder
-from commrt.report.curves import curve_text
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 
@@ -94,7 +93,7 @@ def main() -> None:
         begin_s = perf_counter()
         curve = recorded(METHODS[name], ranks, seed, STEPS[ranks])
         file = options.out / f"{name}-{ranks}-{seed}.jsonl"
-        file.write_text(curve_text(curve), encoding="utf-8")
+        curve.save(file)
         print(f"{file}: loss {curve.losses[-50:].mean():.3f} at the end, {perf_counter() - begin_s:.1f} s", flush=True)
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from commrt.cost.convergence import Convergence, Steps, convergence_of, mean_log
 from commrt.cost.curve import Curve
 from commrt.errors import UsageError
-from commrt.report.curves import read_curve
 
 __all__ = ["Row", "check", "order"]
 
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="files of curves, *.jsonl")
     parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="losses")
     options = parser.parse_args()
-    curves = {path.name: read_curve(str(path)) for path in sorted(options.folder.glob("*.jsonl"))}
+    curves = {path.name: Curve.read(path) for path in sorted(options.folder.glob("*.jsonl"))}
     if not curves:
         raise UsageError(f"{options.folder} holds no *.jsonl")
     for target in options.targets:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.coding import Coding, Float8, Int2, Int4, Int8
+    from commrt.cost.curve import Curve
     from commrt.cost.workload import Workload
     from commrt.errors import (
         CommrtError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     )
     from commrt.membership.generations import Loss
     from commrt.proof.replay import prove, verify
+    from commrt.report.curve_recorder import CurveRecorder
     from commrt.runtime.init import init
     from commrt.runtime.work import Work
     from commrt.runtime.world import World
@@ -70,7 +72,9 @@ _HOMES = {
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
     "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
+    "commrt.cost.curve": ("Curve",),
     "commrt.cost.workload": ("Workload",),
+    "commrt.report.curve_recorder": ("CurveRecorder",),
     "commrt.coding": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
@@ -108,6 +112,8 @@ __all__ = [
     "BackupWorkers",
     "Coding",
     "CommrtError",
+    "Curve",
+    "CurveRecorder",
     "DDPState",
     "DeadlineExceeded",
     "Direct",

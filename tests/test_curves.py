@@ -11,22 +11,21 @@ import pytest
 
 from commrt.cost.curve import GOSSIP, LOCAL, Curve
 from commrt.errors import UsageError
-from commrt.report.curves import curve_text, read_curve
 
 
 def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
     losses, noise = np.array([2.3, 1.25]), np.array([0.5, float("nan")])
     curve = Curve(LOCAL, 4, 64, losses, {"period": 8}, seed=2, signal=losses / 7, noise=noise)
-    (tmp_path / "a.jsonl").write_text(curve_text(curve), encoding="utf-8")
-    found = read_curve(str(tmp_path / "a.jsonl"))
+    curve.save(tmp_path / "a.jsonl")
+    found = Curve.read(tmp_path / "a.jsonl")
     assert (found.method, found.ranks, found.batch, found.seed) == ("local, period 8", 4, 64, 2)
     for name in ("losses", "signal", "noise"):
         np.testing.assert_array_equal(getattr(found, name), getattr(curve, name))
 
 
 def test_a_curve_without_statistics_of_gradients_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(curve_text(Curve(GOSSIP, 2, 2, np.array([1.0]))), encoding="utf-8")
-    assert read_curve(str(tmp_path / "a.jsonl")).noise is None
+    Curve(GOSSIP, 2, 2, np.array([1.0])).save(tmp_path / "a.jsonl")
+    assert Curve.read(tmp_path / "a.jsonl").noise is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_a_curve_without_statistics_of_gradients_is_read(tmp_path: Path) -> None
 def test_a_malformed_curve_is_refused_with_its_place(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=said):
-        read_curve(str(tmp_path / "a.jsonl"))
+        Curve.read(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +80,14 @@ def test_a_head_of_other_kinds_is_refused_with_the_file(changed: dict[str, objec
     text = "".join(f"{json.dumps(line)}\n" for line in (HEAD | changed, {"loss": 1.0}))
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=r"a\.jsonl") as refusal:
-        read_curve(str(tmp_path / "a.jsonl"))
+        Curve.read(tmp_path / "a.jsonl")
     assert said in str(refusal.value)
 
 
 def test_a_huge_loss_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{json.dumps(HEAD)}\n{{"loss": 1{"0" * 400}}}\n', encoding="utf-8")
     with pytest.raises(UsageError, match="a step lacks a number for loss"):
-        read_curve(str(tmp_path / "a.jsonl"))
+        Curve.read(tmp_path / "a.jsonl")
 
 
 def test_a_period_far_beyond_the_run_needs_no_memory() -> None:

@@ -211,7 +211,17 @@ def test_the_command_tells_what_each_layer_exchanges_and_what_that_gains():
 def test_the_command_says_that_hybrid_steps_are_not_run():
     output = invoke(*FDR, "--ranks", 4, "--batch", 4).stdout
     assert "commrt runs data parallelism only: hybrid parallelism is priced here, not run" in output
-    assert "times as fast as one; data parallel alone" in output
+    assert "times as fast as one; the best data-parallel plan, with HalvingDoubling(), " in output
+
+
+@pytest.mark.parametrize(("batch", "gains"), [(4, True), (512, False)])
+def test_the_command_says_whether_hybrid_steps_gain_over_the_best_data_parallel_plan(batch, gains):
+    args = (*FDR, "--ranks", 8, "--batch", batch)
+    record = told(*args)
+    plain = told("plan", *FDR[FDR.index("--hybrid") + 1 :], "--ranks", 8, "--batch", batch, "--wire", "fp32")["best"]
+    assert record["data_parallel_plan"]["step_seconds"] == plain["step_seconds"]
+    assert record["gains"] is (record["hybrid"]["step_seconds"] < plain["step_seconds"])
+    assert (record["gains"], "gains nothing here" in invoke(*args).stdout) == (gains, not gains)
 
 
 def test_a_given_time_of_computing_is_that_of_a_step_of_the_batch():

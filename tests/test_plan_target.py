@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 from commands import invoke, refused, told
 from made_curves import curves_of, made, steps_of, written
 
+from commrt.cost import cluster
 from commrt.cost.convergence import Steps
 from commrt.cost.curve import GOSSIP, LOCAL, Curve
 from commrt.cost.target import TimeToTarget, Verdict
 
+CLUSTERS = Path(cluster.__file__).parent / "clusters"
 STEP = ("--model", "resnet50", "--cluster", "ethernet-10g", "--compute-ms", 100)
+HIDDEN = ("--model", "resnet50", "--cluster", "abci", "--compute-ms", 100)
+"""A step whose exchange is hidden."""
 COUNTS = (1, 2, 4)
 
 
@@ -107,15 +112,15 @@ def test_computing_takes_as_long_as_the_recorded_batch_where_the_speed_is_known(
 
 
 def test_a_clear_winner_is_named_with_its_algorithm_and_ranks(two_methods):
-    record = planned(two_methods, *STEP[:2], "--cluster", "abci", "--compute-ms", 100)  # where all is hidden
-    assert (record["best"]["method"], record["best"]["ranks"]) == ("synchronous", 8)
+    record = planned(two_methods, *HIDDEN, "--ranks", 4)
+    assert (record["best"]["method"], record["best"]["ranks"]) == ("synchronous", 4)
     assert record["best"]["seconds"] == min(plan["seconds"] for plan in record["plans"])
-    assert (record["undecided"], record["deciding_ranks"]) == ([], None)
+    assert (record["best_method"], record["undecided"], record["deciding_ranks"]) == ("synchronous", [], None)
 
 
 def test_methods_whose_times_overlap_have_no_winner(two_methods):
     record = planned(two_methods, *STEP)
-    assert record["best"] is None
+    assert (record["best"], record["best_method"]) == (None, None)
     assert {each["method"] for each in record["undecided"]} == {"synchronous", "local, period 8"}
     assert record["deciding_ranks"] == 8
 
@@ -129,7 +134,7 @@ def test_the_answer_says_what_would_decide(two_methods):
 def test_the_answer_says_how_steps_were_predicted(one_method):
     output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *one_method, *STEP).stdout.split())
     assert re.search(r"synchronous: predicted by .*; errors per doubling for counts that were held out: ", output)
-    assert re.search(r"least time: synchronous with \S+\(\) on 8 ranks, [\d.]+ s \[", output)
+    assert re.search(r"least time: synchronous.* with \S+\(\) on 8 ranks, [\d.]+ s \[", output)
 
 
 def test_without_a_model_only_steps_are_told(one_method):
@@ -142,7 +147,7 @@ def test_without_a_model_only_steps_are_told(one_method):
 def test_a_curve_of_each_of_two_methods_is_enough_to_compare_them(tmp_path):
     files = written(tmp_path, {"a": made(20, 4), "b": made(20, 4, 0, GOSSIP)})
     output = invoke("plan", "--target-loss", 0.2, "--curves", *files, *STEP).stdout
-    assert "(one seed: unknown)" in output
+    assert "(needs more seeds)" in output
     assert "curves with more seeds would decide" in output
 
 
@@ -221,16 +226,17 @@ def timed(method, ranks, seconds, share=0.1, is_recorded=True):
     return TimeToTarget(method, "Ring()", ranks, steps, 1.0)
 
 
-def test_other_rank_counts_of_the_best_method_do_not_dispute_its_win():
+def test_rank_counts_of_one_method_that_overlap_have_a_method_but_no_winner():
     best, alike, worse = timed("a", 8, 10), timed("a", 4, 11), timed("b", 8, 20)
     verdict = Verdict([worse, alike, best])
-    assert (verdict.winner, verdict.alike) == (best, [alike])
+    assert (verdict.winner, verdict.method, verdict.close) == (None, "a", [best, alike])
+    assert verdict.fewest_ranks is alike
 
 
-def test_a_time_of_another_method_that_overlaps_disputes_it():
+def test_a_time_of_another_method_that_overlaps_leaves_the_method_open():
     best, other = timed("a", 8, 10), timed("b", 8, 12)
     verdict = Verdict([other, best])
-    assert (verdict.winner, verdict.undecided, verdict.deciding_ranks) == (None, [best, other], None)
+    assert (verdict.winner, verdict.method, verdict.close, verdict.deciding_ranks) == (None, None, [best, other], None)
 
 
 def test_intervals_that_only_just_do_not_overlap_have_a_winner():
@@ -252,7 +258,26 @@ def test_two_files_of_one_seed_are_refused(tmp_path):
     assert "both record seed 0 of synchronous on 4 ranks" in refused("plan", "--target-loss", 0.2, "--curves", *files)
 
 
-def test_json_names_the_rank_counts_that_may_take_as_long(two_methods):
-    record = planned(two_methods, *STEP[:2], "--cluster", "abci", "--compute-ms", 100)
-    assert all(each["method"] == record["best"]["method"] for each in record["alike"])
-    assert planned(two_methods, *STEP)["alike"] == []
+def test_rank_counts_of_one_method_that_overlap_are_told_with_the_advice_to_take_the_fewest(tmp_path):
+    files = written(tmp_path, curves_of(lambda _: 40, (2, 4), seeds=3, noise=0.2))  # where more ranks gain nothing
+    record = planned(files, *HIDDEN)
+    assert (record["best"], record["best_method"]) == (None, "synchronous")
+    assert {each["ranks"] for each in record["undecided"]} == {2, 4}
+    output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *files, *HIDDEN).stdout.split())
+    assert "least time: synchronous; its rank counts cannot be told apart" in output
+    assert "take the fewest, 2 ranks; curves with more seeds would decide" in output
+
+
+def test_counts_that_no_curve_tells_are_left_out_unless_asked_for(tmp_path):
+    files = written(tmp_path, curves_of(synchronous, (1, 4), seeds=2))
+    assert [plan["ranks"] for plan in planned(files)["plans"]] == [1, 4]
+    assert "curves of 1, 4 ranks say nothing of 8" in refused(
+        "plan", "--target-loss", 0.2, "--curves", *files, "--ranks", 8
+    )
+
+
+def test_default_rank_counts_fit_on_the_cluster(one_method, tmp_path):
+    small = tmp_path / "small.toml"
+    small.write_text("nodes = 4\n" + (CLUSTERS / "ethernet-10g.toml").read_text())
+    record = planned(one_method, *STEP[:2], "--cluster", small, "--compute-ms", 100)
+    assert [plan["ranks"] for plan in record["plans"]] == [1, 2, 4]

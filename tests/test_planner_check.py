@@ -36,8 +36,8 @@ def test_each_case_has_a_row_with_what_was_recorded_and_predicted():
 
 
 def test_the_command_prints_each_target_and_the_order(monkeypatch, tmp_path, capsys):
-    written(tmp_path, curves_of(half, (1, 2, 4, 8, 16), seeds=1))
-    written(tmp_path, curves_of(lambda ranks: 3 * half(ranks), (1, 2, 4, 8, 16), seeds=1, training=GOSSIP))
+    written(tmp_path, curves_of(half, (1, 2, 4, 8, 16), seeds=2))
+    written(tmp_path, curves_of(lambda ranks: 3 * half(ranks), (1, 2, 4, 8, 16), seeds=2, training=GOSSIP))
     monkeypatch.setattr("sys.argv", ["planner_check.py", str(tmp_path), "--targets", "0.2"])
     main()
     printed = capsys.readouterr().out

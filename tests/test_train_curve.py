@@ -13,7 +13,7 @@ from commands import refused
 
 from commrt.cli.options import LocalOptions
 from commrt.cli.training_curve import RecordedRun
-from commrt.report.curves import read_curve
+from commrt.cost.curve import Curve
 
 COMMAND = Path(sys.executable).with_name("commrt")
 
@@ -23,7 +23,7 @@ def trained(file, *options):
     args = ["train", "--workers", "2", "--epochs", "1", "--batch-size", "1999", "--curve", file, *options]
     result = subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr
-    return read_curve(str(file))
+    return Curve.read(file)
 
 
 def run_of(algorithm, wire="fp32", local=None):

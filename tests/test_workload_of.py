@@ -88,13 +88,25 @@ def test_shared_parameters_count_where_they_are_used_first_and_their_work_where_
 def test_a_module_that_is_called_twice_is_one_layer_and_works_twice():
     linear = nn.Linear(4, 4)
     found = workload_of(nn.Sequential(linear, nn.ReLU(), linear, nn.Linear(4, 2)), torch.zeros(5, 4))
-    assert found.layers == (Layer(20, 32.0), Layer(10, 8.0))
+    assert found.layers == (Layer(20, 32.0), Layer(10, 8.0, 4, 2))
+
+
+def test_fully_connected_layers_have_shapes_where_a_row_is_a_sample():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 2))
+    layers = workload_of(model, torch.zeros(5, 3, 8, 8)).layers
+    assert [(layer.inputs, layer.outputs) for layer in layers] == [(None, None), (144, 8), (8, 2)]
+
+
+def test_a_fully_connected_layer_over_tokens_has_no_shape():
+    assert workload_of(nn.Linear(4, 2), torch.zeros(5, 7, 4)).layers[0].inputs is None
+    rows_of_tokens = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2))
+    assert workload_of(rows_of_tokens, torch.zeros(5, 7, 4)).layers[0].inputs is None
 
 
 def test_frozen_parameters_are_not_exchanged_but_their_work_is_done():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     model[1].requires_grad_(requires_grad=False)
-    assert workload_of(model, torch.zeros(1, 4)).layers == (Layer(40, 32.0 + 64.0), Layer(18, 16.0))
+    assert workload_of(model, torch.zeros(1, 4)).layers == (Layer(40, 32.0 + 64.0, 4, 8), Layer(18, 16.0, 8, 2))
 
 
 def test_products_without_parameters_belong_to_the_layer_before_them():
@@ -221,6 +233,8 @@ def test_a_saved_workload_is_planned_and_simulated(tmp_path):
     step = ("--ranks", 8, "--model", file, "--compute-ms", 30)
     assert told("simulate", "ring", *step)["nbytes"] == 4 * workload.numel
     assert told("plan", *step)["best"]["step_seconds"] > 0.03
+    hybrid = told("plan", "--hybrid", *step, "--batch", 4)
+    assert [(layer["inputs"], layer["outputs"]) for layer in hybrid["layers"]] == [(512, 512)]  # equal ones in a row
 
 
 @pytest.mark.parametrize(

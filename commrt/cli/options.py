@@ -88,6 +88,7 @@ local_option = partial(typer.Option, rich_help_panel="Local SGD")
 
 Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
+SeedOfTimes = Annotated[int | None, option(min=0, show_default="0", help="Seed of the ranks' random times.")]
 ClusterName = Annotated[
     str | None, option(metavar="NAME|FILE", show_default="abci", help="A cluster that commrt ships, or a TOML file.")
 ]

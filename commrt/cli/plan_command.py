@@ -50,7 +50,7 @@ def plan(
         str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
     ] = None,
     steps: opt.Steps = None,
-    seed: opt.Seed = 0,
+    seed: opt.SeedOfTimes = None,
     law: opt.Law = None,
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
@@ -78,11 +78,11 @@ def plan(
     options = ExchangeOptions(
         ranks or 4, cluster, nbytes, model, "fp32" if wire is None else wire.value, batch=batch, compute_ms=compute_ms
     )
-    slow = BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent)
+    slow = BackupOptions(ranks, steps, seed or 0, law, parameters or [], times, exponent)
     given: dict[str, object] = {"--collective": collective, "--target-loss": target_loss, "--fsdp": is_sharded or None}
     given |= {"--hybrid": hybrid or None, "--nbytes": nbytes, "--model": model, "--wire": wire, "--batch": batch}
     given |= {"--compute-ms": compute_ms, "--backups": backups, "--curves": curves or None, "--out": out}
-    given |= {"FILES": more_curves or None} | slow.given()
+    given |= {"FILES": more_curves or None, "--seed": seed} | slow.given()
     kind = _kind(given)
     if kind == "--collective":
         from commrt.cli import plan_collective  # noqa: PLC0415  # the code of each plan is imported when it is asked for
@@ -104,6 +104,8 @@ def plan(
 
         plan_hybrid.run(options, as_json)
     else:
+        if backups is None:
+            leave_out("without --backups no rank is slow", {"--seed": seed} | slow.given())
         _plan_training(options, _wires(wire), backups, slow, as_json)
 
 
@@ -131,7 +133,6 @@ def _plan_training(
     from commrt.cli import plan as command  # noqa: PLC0415  # imported when called
 
     if backups is None:
-        leave_out("without --backups no rank is slow", slow.given())
         command.run(options, wires, as_json)
         return
     if options.model is None:

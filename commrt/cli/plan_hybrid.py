@@ -13,6 +13,7 @@ from rich.table import Table
 from commrt.cli.options import BATCH, CLUSTER, ExchangeOptions, compute_of, json_of, workload_of
 from commrt.cost.cluster import Cluster
 from commrt.cost.hybrid import HybridPricing, HybridStep, RunCost, closed_form_groups
+from commrt.cost.planner import Plan, step_plans
 from commrt.cost.workload import Workload
 from commrt.errors import UsageError
 
@@ -28,13 +29,21 @@ class Prediction:
 
     hybrid: HybridStep
     data_parallel: HybridStep
+    """Of the same schedules and buckets."""
+    plan: Plan
+    """The best of all data-parallel ones, as ``commrt plan`` finds it."""
     costs: tuple[RunCost, ...]
     one_rank_s: float
     """Time that one rank computes for the samples of all ranks."""
 
-    def speed_up(self, step: HybridStep) -> float:
+    def speed_up(self, step: HybridStep | Plan) -> float:
         """Return samples per second, divided by those of one rank that gets the same number of samples in a step."""
         return self.one_rank_s / step.seconds
+
+    @property
+    def gains(self) -> bool:
+        """Return whether the hybrid step is faster than any data-parallel one."""
+        return self.hybrid.seconds < min(self.plan.seconds, self.data_parallel.seconds)
 
 
 def predict(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> Prediction:
@@ -46,7 +55,8 @@ def predict(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> P
         one_rank_s, _ = compute_of(replace(options, batch=batch * options.ranks), workload, cluster)
     pricing = HybridPricing(cluster, options.ranks, workload, batch, compute_s)
     best = pricing.best()
-    return Prediction(best, pricing.uniform(options.ranks), tuple(pricing.costs(best)), one_rank_s)
+    plan = step_plans(cluster, options.ranks, workload, compute_s, ["fp32"])[0]
+    return Prediction(best, pricing.uniform(options.ranks), plan, tuple(pricing.costs(best)), one_rank_s)
 
 
 def run(options: ExchangeOptions, as_json: bool) -> None:
@@ -76,6 +86,13 @@ def _record(options: ExchangeOptions, found: Prediction) -> dict[str, Any]:
         "layers": [_run_record(cost, options) for cost in found.costs],
         "hybrid": _step_record(found.hybrid, found),
         "data_parallel": _step_record(found.data_parallel, found),
+        "data_parallel_plan": {
+            "algorithm": found.plan.name,
+            "bucket_cap_mb": found.plan.bucket_cap_mb,
+            "step_seconds": found.plan.seconds,
+            "speed_up": found.speed_up(found.plan),
+        },
+        "gains": found.gains,
         "one_rank_seconds": found.one_rank_s,
         "is_run_by_commrt": False,
     }
@@ -145,8 +162,9 @@ def _step_sentence(step: HybridStep) -> str:
 
 
 def _gain_sentence(found: Prediction, ranks: int) -> str:
-    hybrid, alone = found.hybrid, found.data_parallel
-    return (
-        f"{ranks:,} ranks are {found.speed_up(hybrid):.1f} times as fast as one; data parallel alone "
-        f"{found.speed_up(alone):.1f} times, with steps of {1e3 * alone.seconds:.2f} ms"
+    plan = found.plan
+    told = (
+        f"{ranks:,} ranks are {found.speed_up(found.hybrid):.1f} times as fast as one; the best data-parallel plan, "
+        f"with {plan.name}, {found.speed_up(plan):.1f} times, with steps of {1e3 * plan.seconds:.2f} ms"
     )
+    return told if found.gains else f"{told}\nhybrid parallelism gains nothing here: take data parallelism"

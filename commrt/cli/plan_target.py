@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from rich.console import Console
@@ -25,13 +25,14 @@ from commrt.cost.target import TimeToTarget, Verdict
 from commrt.cost.wires import CODINGS, ITEMS, wire_nbytes
 from commrt.cost.workload import Workload
 from commrt.errors import UsageError
-from commrt.report.curves import read_curve
 from commrt.report.files import require_picture, save_picture
 
 __all__ = ["run"]
 
 MIN_WIDTH = 124
 """Of the table: names that are cut off cannot be told apart."""
+BETWEEN = "likely"
+"""Heading of intervals."""
 ALONE = "-"
 """The algorithm of one rank."""
 
@@ -48,9 +49,9 @@ def run(
         require_picture(out)
     curves = _curves(files, target)
     known = convergence_of(curves, target)
-    counts = _rank_counts(known, most)
-    steps = {(each.method, ranks): each.steps(ranks) for each in known for ranks in counts if ranks >= each.recorded[0]}
     prices = _prices(curves, options, wire)
+    counts = _rank_counts(known, most, inf if prices is None else prices.cluster.ranks())
+    steps = {(each.method, ranks): each.steps(ranks) for each in known for ranks in counts if each.knows(ranks)}
     times = [] if prices is None else [prices.time(*at, found) for at, found in steps.items()]
     if out is not None:
         _draw(times, f"{prices.title}: " if prices else "", target, out)
@@ -67,7 +68,7 @@ def _curves(files: Sequence[str], target: float) -> dict[str, Curve]:
         raise UsageError(f"--target-loss {target:g}: give a loss above 0, such as 0.2")
     if not files:
         raise UsageError("--target-loss needs recorded curves: give --curves a.jsonl b.jsonl, of commrt train --curve")
-    curves = {file: read_curve(file) for file in files}
+    curves = {file: Curve.read(file) for file in files}
     known = dict[tuple[str, int, int], str]()
     for file, curve in curves.items():
         run = curve.method, curve.ranks, curve.seed
@@ -79,12 +80,20 @@ def _curves(files: Sequence[str], target: float) -> dict[str, Curve]:
     return curves
 
 
-def _rank_counts(known: Sequence[Convergence], most: int | None) -> list[int]:
-    """Return the recorded counts and powers of two, up to `most`, by default one doubling of the largest recorded."""
+def _rank_counts(known: Sequence[Convergence], most: int | None, room: float) -> list[int]:
+    """Return the recorded counts and powers of two, up to `most`; by default twice the largest one, if there is `room`.
+
+    Raise `UsageError` if `most`, which was asked for, is beyond what a method can predict.
+    """
     recorded = sorted({count for each in known for count in each.recorded})
-    most = most or (2 * recorded[-1] if any(each.can_predict for each in known) else recorded[-1])
-    if most < recorded[0]:
+    if most is None:
+        most = int(min(2 * recorded[-1], max(room, recorded[-1])))
+    elif most < recorded[0]:
         raise UsageError(f"--ranks {most}: the curves begin at {recorded[0]} ranks; give as many or more")
+    else:
+        for each in known:
+            if most > each.recorded[-1]:
+                each.require(most)
     powers = [2**power for power in range(most.bit_length()) if 2**power >= recorded[0]]
     return sorted({*powers, *(count for count in recorded if count <= most), most})
 
@@ -196,9 +205,9 @@ def _record(
              "errors_per_doubling": each.errors} for each in known
         ],
         "plans": [_steps_record(*at, found) | rows.get(at, {}) for at, found in steps.items()],
+        "best_method": None if verdict is None else verdict.method,
         "best": None if verdict is None or verdict.winner is None else _place(verdict.winner),
-        "alike": [] if verdict is None or verdict.winner is None else [_place(each) for each in verdict.alike],
-        "undecided": [] if verdict is None else [_place(each) for each in verdict.undecided],
+        "undecided": [] if verdict is None or verdict.winner is not None else [_place(each) for each in verdict.close],
         "deciding_ranks": None if verdict is None else verdict.deciding_ranks,
     }  # fmt: skip
 
@@ -219,10 +228,10 @@ def _time_record(time: TimeToTarget) -> dict[str, Any]:
 
 def _show(known: Sequence[Convergence], steps: Found, times: Sequence[TimeToTarget], target: float) -> None:
     """Print a row for each method and number of ranks, the least time in bold if it is certain."""
-    columns = ["ranks", "steps", "", *(["step, ms", "time, s", ""] if times else [])]
+    columns = ["ranks", "steps", BETWEEN, *(["step, ms", "time, s", BETWEEN] if times else [])]
     table = Table("method", *(["algorithm"] if times else []), title=f"to a loss of {target:g}")
     for column in columns:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        table.add_column(column, justify="left" if column == BETWEEN else "right", no_wrap=True)
     winner = Verdict(times).winner if times else None
     of_times = {(each.method, each.ranks): each for each in times}
     for method in [each.method for each in known]:
@@ -245,7 +254,7 @@ def _cells(method: str, ranks: int, steps: Steps, time: TimeToTarget | None) -> 
 
 
 def _between(low: float, high: float, digits: str = ",.4g") -> str:
-    return f"[{low:{digits}} .. {high:{digits}}]" if isfinite(high) else "(one seed: unknown)"
+    return f"[{low:{digits}} .. {high:{digits}}]" if isfinite(high) else "(needs more seeds)"
 
 
 def _fits(known: Sequence[Convergence]) -> Iterator[str]:
@@ -263,22 +272,27 @@ def _answer(times: Sequence[TimeToTarget], prices: Prices | None) -> Iterator[st
         yield "these are steps: give --model, --cluster and --compute-ms for their times"
         return
     verdict = Verdict(times)
-    if verdict.winner is None:
-        named = "; ".join(_named(each) for each in verdict.undecided)
-        more = verdict.deciding_ranks
-        yield f"no winner, as the intervals of time overlap: {named}"
-        yield f"a curve on {more:,} ranks would decide" if more else "curves with more seeds would decide"
+    more, close = verdict.deciding_ranks, "; ".join(map(_named, verdict.close))
+    advice = f"a curve on {more:,} ranks would decide" if more else "curves with more seeds would decide"
+    if verdict.winner is not None:
+        yield f"least time: {close}"
+    elif verdict.method is None:
+        yield f"no winner, as the intervals of time overlap: {close}"
+        yield advice
     else:
-        yield f"least time: {_named(verdict.winner)}"
-        if verdict.alike:
-            yield f"may take as long, so take the fewest ranks: {'; '.join(_named(each) for each in verdict.alike)}"
+        yield f"least time: {verdict.method}; its rank counts cannot be told apart, as their intervals overlap: {close}"
+        yield f"take the fewest, {_counted(verdict.fewest_ranks.ranks)}; {advice}"
     yield f"{prices.title}, {1e3 * prices.compute_s:.2f} ms to compute. {' '.join(prices.cluster.about.split())}"
 
 
 def _named(time: TimeToTarget) -> str:
     how = "" if time.algorithm == ALONE else f" with {time.algorithm}"
     times = f"{time.seconds:,.4g} s {_between(time.low_s, time.high_s)}"
-    return f"{time.method}{how} on {time.ranks:,} rank{'s' * (time.ranks > 1)}, {times}"
+    return f"{time.method}{how} on {_counted(time.ranks)}, {times}"
+
+
+def _counted(ranks: int) -> str:
+    return f"{ranks:,} rank{'s' * (ranks > 1)}"
 
 
 def _draw(times: Sequence[TimeToTarget], place: str, target: float, out: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import nn
@@ -17,8 +16,7 @@ from commrt.cost.curve import GOSSIP, LOCAL, SYNCHRONOUS
 from commrt.cost.wires import CODINGS
 from commrt.errors import UsageError
 from commrt.report.curve_recorder import CurveRecorder
-from commrt.report.curves import curve_text
-from commrt.report.files import require_writable, write
+from commrt.report.files import require_writable
 from commrt.runtime.world import World
 
 __all__ = ["RecordedRun", "recording_curve"]
@@ -82,4 +80,4 @@ def recording_curve(world: World, model: nn.Module, run: RecordedRun | None) -> 
     yield recorder.record
     curve = recorder.curve(world, run.training, run.batch, run.settings, run.seed)
     if curve is not None:
-        write(OPTION, run.path, lambda: Path(run.path).write_text(curve_text(curve), encoding="utf-8"))
+        curve.save(run.path)

@@ -148,12 +148,12 @@ def mean_log(runs: Sequence[Run], ranks: int) -> float:
 def deviation(runs: Sequence[Run], value: Callable[[Sequence[Run]], float]) -> float:
     """Return the standard deviation of ``value(runs)`` by a jackknife: runs are left out one at a time.
 
-    Runs of each rank count are one sample. A rank count with a single run tells nothing about its spread. If a value
-    is not finite, neither is the deviation.
+    Runs of each rank count are one sample. A rank count with a single run tells nothing about its spread; if all are
+    such, it is infinite. If a value is not finite, neither is the deviation.
     """
-    variance = 0.0
-    for count in {run.ranks for run in runs}:
-        own = [run for run in runs if run.ranks == count]
+    samples = [[run for run in runs if run.ranks == count] for count in {run.ranks for run in runs}]
+    variance = inf if max(map(len, samples)) == 1 else 0.0
+    for own in samples:
         if len(own) > 1:
             values = np.array([value([other for other in runs if other is not run]) for run in own])
             variance += (len(own) - 1) * float(values.var())
@@ -234,16 +234,17 @@ class Convergence:
     def _spread(self, ranks: int) -> float:
         """Return the standard deviation of the mean log steps of a recorded count.
 
-        Runs are taken to vary by the same share at all counts. If no count has two runs, the error of the family stands
-        for their spread. Without an error, it is infinite.
+        Runs are taken to vary by the same share at all counts. If no count has two runs, it is infinite.
         """
         groups = [[log(run.steps) for run in self.runs if run.ranks == count] for count in self.recorded]
         freedom = sum(len(group) - 1 for group in groups)
-        if freedom:
-            one = sqrt(sum(len(group) * float(np.var(group)) for group in groups) / freedom)
-        else:
-            one = self.error if self.can_predict else inf
+        one = sqrt(sum(len(group) * float(np.var(group)) for group in groups) / freedom) if freedom else inf
         return one / sqrt(len(groups[self.recorded.index(ranks)]))
+
+    def knows(self, ranks: int) -> bool:
+        """Return whether the steps of `ranks` ranks can be read, or predicted from fewer ranks."""
+        is_near = self.recorded[0] < ranks <= self.recorded[-1] * 2**MOST_DOUBLINGS
+        return ranks in self.recorded or (self.can_predict and is_near)
 
     def require(self, ranks: int) -> None:
         """Raise `UsageError` if the steps of `ranks` ranks can be neither read nor predicted."""

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.errors import UsageError
+from commrt.errors import CommrtError, UsageError
 
 __all__ = ["GOSSIP", "LOCAL", "SYNCHRONOUS", "Curve", "Losses"]
 
@@ -20,11 +23,16 @@ MOST = 1 << 31
 """Largest number of a curve."""
 SYNCHRONOUS, GOSSIP, LOCAL = "synchronous", "gossip", "local"
 """How ranks train. All all-reduces train alike, so they share a name."""
+VERSION = 1
+"""Of the file's format."""
+HEAD = ("training", "ranks", "batch", "settings", "seed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
     """What one run recorded; raises `UsageError` for a run without steps.
+
+    `save` writes it as JSON lines, one about the run and one for each step, for ``commrt plan --target-loss``.
 
     >>> Curve("local", 4, 64, np.ones(10), settings={"period": 8}).method
     'local, period 8'
@@ -77,3 +85,54 @@ class Curve:
             return self.losses
         held = self.losses[delay::period].repeat(min(period, len(self.losses)))
         return np.concatenate([self.losses[:delay], held])[: len(self.losses)]
+
+    @classmethod
+    def read(cls, file: str | Path) -> Self:
+        """Return the curve in `file`, which `save` wrote; raise `UsageError` that names the malformed line."""
+        try:
+            lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} cannot be read: {error}") from error
+        head, *steps = [_parsed(file, number, line) for number, line in enumerate(lines, 1)] or [{}]
+        if head.get("commrt_curve") != VERSION:
+            raise UsageError(f"{file} is no curve: its first line must say commrt_curve {VERSION}; use train --curve")
+        losses, signal, noise = (_column(file, steps, name) for name in ("loss", "signal", "noise"))
+        given: dict[str, Any] = {"losses": np.empty(0) if losses is None else losses, "signal": signal, "noise": noise}
+        try:
+            return cls(**given, **{name: head[name] for name in HEAD})
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{file}: its first line lacks something: {error!r:.200}") from error
+
+    def save(self, file: str | Path) -> None:
+        """Write the curve to `file`; raises `CommrtError` if that fails."""
+        head = {"commrt_curve": VERSION} | {name: getattr(self, name) for name in HEAD}
+        columns = {"loss": self.losses, "signal": self.signal, "noise": self.noise}
+        known = {name: values for name, values in columns.items() if values is not None}
+        rows = ({name: float(values[step]) for name, values in known.items()} for step in range(len(self.losses)))
+        text = "".join(f"{json.dumps(each)}\n" for each in (head, *({"step": i} | row for i, row in enumerate(rows))))
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CommrtError(f"{str(file)!r:.200} could not be written: {error}; give another file") from error
+
+
+def _parsed(file: str | Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file}, line {number} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file}, line {number}: give an object such as {{'step': 0, 'loss': 2.3}}")
+    return found
+
+
+def _column(file: str | Path, steps: Sequence[dict[str, Any]], name: str) -> Losses | None:
+    """Return one number per step; None if the first step has none."""
+    if not steps or name not in steps[0]:
+        return None
+    try:
+        return np.array([float(step[name]) for step in steps], dtype=np.float64)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{file}: a step lacks a number for {name}: {error!r:.200}") from error

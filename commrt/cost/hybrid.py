@@ -123,8 +123,10 @@ class HybridPricing:
         if batch < 1 or compute_s <= 0:
             raise UsageError(f"a step of {batch} samples that computes for {compute_s:g} s: both must be above 0")
         if not any(layer.inputs for layer in workload.layers):
-            known = "vgg_a, overfeat_fast, cd_dnn or resnet50"
-            raise UsageError(f"no fully connected layer of {workload.name} has a known shape: take {known}")
+            raise UsageError(
+                f"no fully connected layer of {workload.name} has a known shape: take vgg_a, overfeat_fast, cd_dnn or "
+                "resnet50, or a file whose layers have inputs and outputs, as commrt.workload_of finds them"
+            )
         self.ranks, self.workload, self.batch, self.compute_s = ranks, workload, batch, compute_s
         self._exchanges = _Exchanges(cluster, ranks)
 

@@ -56,24 +56,29 @@ class Verdict:
         return min(self.times, key=lambda each: (each.seconds, each.ranks))
 
     @cached_property
-    def alike(self) -> list[TimeToTarget]:
-        """Times whose intervals overlap that of the least, without it."""
-        return [each for each in self.times if each is not self.least and each.overlaps(self.least)]
+    def close(self) -> list[TimeToTarget]:
+        """The least time, and those whose intervals overlap its interval, the most likely first."""
+        found = [each for each in self.times if each is self.least or each.overlaps(self.least)]
+        return sorted(found, key=lambda each: (each.seconds, each.ranks))
+
+    @property
+    def method(self) -> str | None:
+        """The method with the least time; None if another one could be as fast, or nothing is known of its spread."""
+        is_open = self.least.high_s == inf or any(each.method != self.least.method for each in self.close)
+        return None if is_open else self.least.method
 
     @property
     def winner(self) -> TimeToTarget | None:
-        """The least time; None if a time of another method could be less, or nothing is known of its spread."""
-        is_open = self.least.high_s == inf or any(each.method != self.least.method for each in self.alike)
-        return None if is_open else self.least
+        """The least time; None if its interval overlaps another one, even of its own method."""
+        return self.least if self.method is not None and len(self.close) == 1 else None
 
     @property
-    def undecided(self) -> list[TimeToTarget]:
-        """The times that cannot be told apart, the most likely first; empty if there is a winner."""
-        if self.winner is not None:
-            return []
-        return sorted([self.least, *self.alike], key=lambda each: each.seconds)
+    def fewest_ranks(self) -> TimeToTarget:
+        """Of the times that cannot be told apart, the one with the fewest ranks."""
+        return min(self.close, key=lambda each: each.ranks)
 
     @property
     def deciding_ranks(self) -> int | None:
-        """The rank count whose curves would tell the undecided apart; None if all of these are recorded."""
-        return max((each.ranks for each in self.undecided if not each.steps.is_recorded), default=None)
+        """The rank count whose curves would tell times apart; None if there is a winner, or all are recorded."""
+        undecided = () if self.winner else self.close
+        return max((each.ranks for each in undecided if not each.steps.is_recorded), default=None)

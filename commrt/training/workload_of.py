@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,6 +31,8 @@ class _Call(NamedTuple):
     module: nn.Module
     flops: int
     """Counted before it."""
+    rows: int = 0
+    """Of its input, if that is a matrix; 0 for any other input."""
 
 
 def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Workload:
@@ -45,18 +48,30 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     where they are used first. Parameters that are frozen have no gradient to exchange. Products of matrices,
     convolutions, attention and recurrent layers are counted, and everything else is free.
 
+    An `nn.Linear` that runs once, with one row for each sample, also has its shape, for ``commrt plan --hybrid``.
+
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> [layer.facts() for layer in workload_of(model, torch.zeros(16, 4), name="mlp").layers]
-    [{'numel': 40, 'work': 32.0}, {'numel': 18, 'work': 16.0}]
+    >>> workload_of(model, torch.zeros(16, 4), name="mlp").layers[1].facts()
+    {'numel': 18, 'work': 16.0, 'inputs': 8, 'outputs': 2}
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's module holds the model
     label = type(model).__name__ if name is None else name
     _require_readable(model, label)
     samples = _samples(batch, label)
     calls, flops = _run(model, batch, label)
-    numels, begins = zip(*((numel, call.flops) for call, numel in _fresh_numels(model, calls) if numel), strict=True)
-    works = ((end - begin) / 2 / samples for begin, end in pairwise((0, *begins[1:], flops)))
-    return Workload(label, tuple(map(Layer, numels, works)))
+    begins, numels = zip(*((call, numel) for call, numel in _fresh_numels(model, calls) if numel), strict=True)
+    works = ((end - begin) / 2 / samples for begin, end in pairwise((0, *(call.flops for call in begins[1:]), flops)))
+    times = Counter(call.module for call in calls)
+    shapes = (_shape(call, samples) if times[call.module] == 1 else (None, None) for call in begins)
+    return Workload(label, tuple(Layer(n, work, *shape) for n, work, shape in zip(numels, works, shapes, strict=True)))
+
+
+def _shape(call: _Call, samples: int) -> tuple[int | None, int | None]:
+    """Return inputs and outputs of a fully connected layer that has one row for each sample."""
+    module = call.module
+    if isinstance(module, nn.Linear) and call.rows == samples:
+        return module.in_features, module.out_features
+    return None, None
 
 
 def _require_readable(model: nn.Module, label: str) -> None:
@@ -110,8 +125,10 @@ def _run(model: nn.Module, batch: Batch, label: str) -> tuple[list[_Call], int]:
 def _recorded(model: nn.Module, calls: list[_Call], counter: FlopCounterMode) -> Iterator[None]:
     """Append to `calls` each time when a module of `model` begins."""
 
-    def record(module: nn.Module, _: object) -> None:
-        calls.append(_Call(module, counter.get_total_flops()))
+    def record(module: nn.Module, given: tuple[object, ...]) -> None:
+        first = given[0] if given else None
+        rows = first.shape[0] if isinstance(first, Tensor) and first.ndim == 2 else 0
+        calls.append(_Call(module, counter.get_total_flops(), rows))
 
     hooks = [module.register_forward_pre_hook(record) for module in model.modules()]
     try:

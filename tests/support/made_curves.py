@@ -8,7 +8,6 @@ from math import log
 import numpy as np
 
 from commrt.cost.curve import SYNCHRONOUS, Curve
-from commrt.report.curves import curve_text
 
 FIRST, PER_RANK, NOISE = 2.3, 16, 0.1
 """The loss of the first step, the samples of a rank, and the noise of one rank relative to the loss."""
@@ -45,5 +44,5 @@ def written(folder, curves):
     files = []
     for name, curve in curves.items():
         files.append(str(folder / f"{curve.training}-{name}.jsonl"))
-        (folder / f"{curve.training}-{name}.jsonl").write_text(curve_text(curve), encoding="utf-8")
+        curve.save(files[-1])
     return files
