@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from commrt.algorithms import tree
+from commrt.algorithms.ring import Ring
 from commrt.schedule import IntArray, Schedule, beside, empty
 
-__all__ = ["Grid", "forward"]
+__all__ = ["Grid", "forward", "sum_over_depths"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,10 @@ def forward(grid: Grid, x: int = 1, w: int = 1) -> Schedule:
         down = move.over(grid.columns, grid.world).within(start, start + w, chunks)
         whole = whole.then(beside([across, down]))
     return whole.named("summa forward")
+
+
+def sum_over_depths(grid: Grid) -> Schedule:
+    """Sum the gradients of W over the layers: a ring all-reduce in every group of `grid.depths` at once."""
+    if grid.depth == 1:
+        return empty(grid.world)
+    return Ring().schedule(0, grid.depth).over(grid.depths, grid.world).named("summa sum over depths")
