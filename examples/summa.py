@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pydoc_data.topics import topics
 
 import torch
@@ -125,9 +126,8 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, grid: Grid) -> None:
     """Train, and print the loss of the whole batch."""
-    grid = Grid.of(options.grid[0], options.grid[2])
     dtype = getattr(torch, options.dtype)
     full = full_parameters(letters_of_text(), options.length, options.width, options.layers, dtype)
     model = SplitGPT(full, options.heads, grid)
@@ -144,13 +144,31 @@ def train(options: argparse.Namespace) -> None:
             print(f"step {step}: {whole.item():.6f}", flush=True)
 
 
+@contextmanager
+def naming_who_is_lost(grid: Grid) -> Iterator[None]:
+    """Ask all ranks after an error in a row, column or depth.
+
+    A rank that has no group in common with a lost one waits for a neighbour, until that one aborts their group. In the
+    group of all ranks, each error says which rank was lost.
+    """
+    try:
+        yield
+    except dist.DistBackendError:
+        for group in (grid.along_row, grid.along_column, grid.along_depth):
+            group.abort()
+        dist.barrier()
+        raise
+
+
 def main() -> None:
     """Open the process group, train, and close it."""
     options = parsed()
     torch.set_num_threads(1)
     dist.init_process_group("commrt")
     try:
-        train(options)
+        grid = Grid.of(options.grid[0], options.grid[2])
+        with naming_who_is_lost(grid):
+            train(options, grid)
     finally:
         dist.destroy_process_group()
 
