@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of 2.5-D tensor parallelism equals one process, moves the bytes of its formula, and survives no lost rank."""
+"""The example of 2.5-D tensor parallelism equals one process, moves the bytes of its formula, and names a lost rank."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_loss_and_all_gradients_equal_those_of_one_process(q, d):
 def test_a_product_and_its_gradients_move_the_bytes_of_the_formula(monkeypatch, q, d):
     """What every rank receives equals the formula exactly, in broadcasts, reduces and the all-reduce over depths.
 
-    In one tree the root of a broadcast receives nothing, and of a reduce an inner rank receives several parts. Each rank
-    is the root once, so each receives q - 1 blocks of every kind. Blocks are whole multiples of 64 bytes: commrt pads.
+    In one tree the root of a broadcast receives nothing, and of a reduce an inner rank receives several parts. Each
+    rank is the root once, so each receives q - 1 blocks of every kind. Blocks are multiples of 64 bytes: commrt pads.
     """
     monkeypatch.setenv("COMMRT_SCHEDULES", "broadcast=tree,reduce=tree,all_reduce=ring")
     tokens, width, out = 96, 48, 96
