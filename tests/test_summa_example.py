@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of 2.5-D tensor parallelism equals one process, moves the bytes of its formula, and names a lost rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import summa_ranks
+import torch
+from torch.nn import functional
+
+from commrt.testing.processes import run_processes
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "summa.py"
+
+pytestmark = pytest.mark.processes
+
+
+def on_ranks(body, q, d, *given):
+    """Return what each rank of a [q, q, d] grid returns."""
+    outcomes = run_processes(q * q * d, summa_ranks.on_a_grid, body, q, d, *given, holds_store=True)
+    assert [outcome.error for outcome in outcomes] == [None] * (q * q * d)
+    return [outcome.value for outcome in outcomes]
+
+
+def reference():
+    """Return the loss and the full gradients of the same transformer, of one process and torch's own layers."""
+    full, codes, following = summa_ranks.inputs()
+    p = {name: tensor.clone().requires_grad_() for name, tensor in full.items()}
+
+    def linear(name, x):
+        return functional.linear(x, p[name].T, p[f"{name}.bias"])
+
+    def norm(name, x):
+        return functional.layer_norm(x, x.shape[-1:], p[name], p[f"{name}.bias"])
+
+    x = p["letter"][codes] + p["place"]
+    future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+    for layer in range(summa_ranks.LAYERS):
+        asked = linear(f"{layer}.ask", norm(f"{layer}.norm1", x))
+        heard = []
+        for head in asked.chunk(summa_ranks.HEADS, dim=-1):
+            query, key, value = head.chunk(3, dim=-1)
+            weights = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
+            heard.append(weights.masked_fill(future, -torch.inf).softmax(-1) @ value)
+        x = x + linear(f"{layer}.answer", torch.cat(heard, -1))
+        x = x + linear(f"{layer}.narrow", functional.gelu(linear(f"{layer}.widen", norm(f"{layer}.norm2", x))))
+    loss = functional.cross_entropy(linear("head", norm("norm", x)).flatten(0, 1), following.flatten())
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in p.items()}
+
+
+def block(name, full, q, row, column):
+    """Return what the rank at (row, column) holds: matrices are split both ways, all others by their last dimension."""
+    part = full.chunk(q, -1)[column]
+    return part.chunk(q)[row] if re.search("(ask|answer|widen|narrow|head)$", name) else part
+
+
+@pytest.mark.parametrize(("q", "d"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_loss_and_all_gradients_equal_those_of_one_process(q, d):
+    loss, gradients = reference()
+    for (row, column, _), own_loss, found in on_ranks(summa_ranks.gradients, q, d):
+        assert own_loss == pytest.approx(loss, abs=1e-10)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            own = block(name, gradient, q, row, column)
+            torch.testing.assert_close(
+                torch.tensor(found[name]), own, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize(("q", "d"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+def test_a_product_and_its_gradients_move_the_bytes_of_the_formula(monkeypatch, q, d):
+    """What every rank receives equals the formula exactly, in broadcasts, reduces and the all-reduce over depths.
+
+    In one tree the root of a broadcast receives nothing, and of a reduce an inner rank receives several parts. Each
+    rank is the root once, so each receives q - 1 blocks of every kind. Blocks are multiples of 64 bytes: commrt pads.
+    """
+    monkeypatch.setenv("COMMRT_SCHEDULES", "broadcast=tree,reduce=tree,all_reduce=ring")
+    tokens, width, out = 96, 48, 96
+    x, w = tokens * width / (q * q * d), width * out / (q * q)
+    formula = 4 * (3 * (q - 1) * (x + w) + 2 * (d - 1) / d * w)
+    moved = on_ranks(summa_ranks.traffic, q, d, tokens, width, out)
+    assert [each["received"] for each in moved] == [formula] * (q * q * d)
+
+
+@cache
+def losses(q, d):
+    """Return the losses that 50 steps print, in float32."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={q * q * d}"]
+    options = ["--grid", q, q, d, "--width", 24, "--layers", 1, "--length", 16]
+    command = [*torchrun, EXAMPLE, *options]
+    run = subprocess.run(
+        [*map(str, command)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return [float(loss) for loss in re.findall(r"step \d+: ([0-9.]+)", run.stdout)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [1, 2])
+def test_the_losses_of_50_steps_under_torchrun_equal_those_of_one_rank(d):
+    alone = losses(1, 1)
+    assert len(alone) == 5
+    assert alone[-1] < alone[0]
+    assert losses(2, d) == pytest.approx(alone, abs=1e-4)
+
+
+def test_all_others_name_the_rank_that_is_killed_in_a_step():
+    outcomes = run_processes(8, summa_ranks.on_a_grid, summa_ranks.losing_one, 2, 2, limit_s=30, holds_store=True)
+    for rank, outcome in enumerate(outcomes):
+        if rank != summa_ranks.LOST:
+            assert f"peer {summa_ranks.LOST}" in str(outcome.value), (rank, outcome)
