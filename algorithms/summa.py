@@ -1,25 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2.5-D tensor parallelism: the broadcasts of a distributed matrix product on a grid of ranks."""
+"""2.5-D tensor parallelism: all that a distributed matrix product Y = XW sends on a grid of ranks, as one schedule.
+
+van de Geijn and Watts, "SUMMA: Scalable Universal Matrix Multiplication Algorithm", 1997; for transformers: Xu, Li,
+Gong and You, "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2022. `examples/summa.py` runs such products.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
+from typing import Literal
 
 import numpy as np
 
-from commrt.algorithms import tree
+from commrt.algorithms import chain, tree
 from commrt.algorithms.ring import Ring
+from commrt.errors import UsageError
 from commrt.schedule import IntArray, Schedule, beside, empty
 
-__all__ = ["Grid", "forward", "sum_over_depths"]
+__all__ = ["MOVES", "Grid", "Moves", "backward", "forward"]
+
+Moves = Literal["tree", "chain"]
+MOVES = {"tree": tree, "chain": chain}
+"""Broadcasts and reduces within a row or a column: few steps, or few bytes sent by the root."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Layers of side x side ranks. Rank = column + side * (row + side * layer)."""
+    """Layers of side x side ranks; raises `UsageError` below 1. Rank = column + side * (row + side * layer).
+
+    Rows of X are spread over rows and layers, its columns over columns. W is spread over the ranks of a layer, and
+    each layer has a copy.
+
+    >>> grid = Grid(side=2, depth=2)
+    >>> grid.rows.tolist(), grid.depths.tolist()
+    ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]])
+    """
 
     side: int
     depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.side < 1 or self.depth < 1:
+            raise UsageError(f"a grid of {self.side} x {self.side} x {self.depth} ranks: give whole numbers from 1 on")
+
+    def __str__(self) -> str:
+        return f"[{self.side}, {self.side}, {self.depth}]"
 
     @property
     def world(self) -> int:
@@ -38,7 +64,7 @@ class Grid:
 
     @property
     def depths(self) -> IntArray:
-        """One group of `depth` ranks for each place in a layer."""
+        """One group of `depth` ranks for each place in a layer, row by row."""
         return self._cube.reshape(self.depth, -1).T
 
     @property
@@ -46,23 +72,63 @@ class Grid:
         return np.arange(self.world).reshape(self.depth, self.side, self.side)
 
 
-def forward(grid: Grid, x: int = 1, w: int = 1) -> Schedule:
-    """Give each rank the blocks of X in its row, `x` chunks each, and of W in its column, `w` chunks each.
+def forward(grid: Grid, x: int = 1, w: int = 1, moves: Moves = "tree") -> Schedule:
+    """Give each rank the blocks of X in its row and of W in its column, for Y = XW.
 
-    Chunks t * x to (t + 1) * x hold X(row, t). Chunks of W(t, column) follow those of all blocks of X.
+    The buffer has `side` blocks of X, then `side` of W; a block of X is to one of W as `x` to `w`. Rank (row, column)
+    begins with block `column` of X and block `row` of W. For t = 0, 1, ..., block t of X and of W travel at once.
+    Cost: each rank receives side - 1 blocks of X and as many of W. A program can forget blocks t before it gets t + 1.
+
+    >>> print(forward(Grid(2)))
+    summa forward: 4 ranks, 4 chunks
+      0  copy  0->1 [0:1)  2->3 [0:1)  0->2 [2:3)  1->3 [2:3)
+      1  copy  1->0 [1:2)  3->2 [1:2)  2->0 [3:4)  3->1 [3:4)
     """
-    q, chunks = grid.side, grid.side * (x + w)
-    whole = empty(grid.world, chunks)
-    for t in range(q):
-        move, start = tree.broadcast(q, t), q * x + t * w
-        across = move.over(grid.rows, grid.world).within(t * x, (t + 1) * x, chunks)
-        down = move.over(grid.columns, grid.world).within(start, start + w, chunks)
-        whole = whole.then(beside([across, down]))
+    x, w = _in_chunks(grid, x, w, moves)
+    whole = empty(grid.world, grid.side * (x + w))
+    for t in range(grid.side):
+        whole = whole.then(_sent(grid, t, x, w, moves, whole.chunks))
     return whole.named("summa forward")
 
 
-def sum_over_depths(grid: Grid) -> Schedule:
-    """Sum the gradients of W over the layers: a ring all-reduce in every group of `grid.depths` at once."""
-    if grid.depth == 1:
-        return empty(grid.world)
-    return Ring().schedule(0, grid.depth).over(grid.depths, grid.world).named("summa sum over depths")
+def backward(grid: Grid, x: int = 1, w: int = 1, moves: Moves = "tree") -> Schedule:
+    """Form the gradients dX = dY W' and dW = X' dY, of which rank (row, column) ends with its own blocks.
+
+    The buffer has `side` blocks each of X, W, dX and dW. For t = 0, 1, ..., block t of X and of W travel as in
+    `forward`; then parts of dX add up along each row at column t, and parts of dW along each column at row t. At last
+    dW adds up over the layers.
+    Cost: each rank receives 2 (side - 1) blocks of X and as many of W, and 2 (depth - 1) / depth blocks of dW.
+    """
+    x, w = _in_chunks(grid, x, w, moves)
+    side, chunks = grid.side, 2 * grid.side * (x + w)
+    whole = empty(grid.world, chunks)
+    for t in range(side):
+        whole = whole.then(_sent(grid, t, x, w, moves, chunks)).then(_summed(grid, t, x, w, moves, chunks))
+    lo = side * (2 * x + w)
+    over_layers = Ring().schedule(0, grid.depth).within(lo, lo + w, chunks)
+    row = np.arange(side * side) // side
+    return whole.then(over_layers.over(grid.depths, grid.world, shift=row * w), "summa backward")
+
+
+def _in_chunks(grid: Grid, x: int, w: int, moves: Moves) -> tuple[int, int]:
+    """Return the chunks of a block of X and of W, which slices of a chain and of a ring must divide."""
+    if x < 1 or w < 1 or moves not in MOVES:
+        raise UsageError(f"blocks of {x} and {w} chunks, moved by {moves!r}: give sizes from 1 on, and tree or chain")
+    unit = lcm(MOVES[moves].broadcast(grid.side).chunks, grid.depth)
+    return x * unit, w * unit
+
+
+def _sent(grid: Grid, t: int, x: int, w: int, moves: Moves, chunks: int) -> Schedule:
+    move, lo = MOVES[moves].broadcast(grid.side, t), grid.side * x + t * w
+    return _crossing(grid, move.within(t * x, (t + 1) * x, chunks), move.within(lo, lo + w, chunks))
+
+
+def _summed(grid: Grid, t: int, x: int, w: int, moves: Moves, chunks: int) -> Schedule:
+    move, begin = MOVES[moves].reduce(grid.side, t), grid.side * (x + w)
+    lo = begin + grid.side * x + t * w
+    return _crossing(grid, move.within(begin + t * x, begin + (t + 1) * x, chunks), move.within(lo, lo + w, chunks))
+
+
+def _crossing(grid: Grid, along_rows: Schedule, along_columns: Schedule) -> Schedule:
+    """Return both at once, in all rows and all columns."""
+    return beside([along_rows.over(grid.rows, grid.world), along_columns.over(grid.columns, grid.world)])

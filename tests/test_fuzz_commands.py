@@ -87,6 +87,8 @@ OPTIONS = {
             **SHAPES,
             **LAWS,
             **LOCAL,
+            "--size": mostly("64x64", "4096x1024", "0x1", "9x", "999999999x999999"),
+            "--tflops": SIZE,
         },
     ),
     "plan": (

@@ -1,38 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of 2.5-D tensor parallelism."""
+"""Schedules of 2.5-D tensor parallelism: proven, counted, and equal to one matrix product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from commrt.algorithms.summa import Grid, forward, sum_over_depths
+from commrt import UsageError
+from commrt.algorithms import summa
+from commrt.algorithms.summa import Grid
+from commrt.proof import matrix_products
+from commrt.proof.replay import verify
 from commrt.schedule import ADD
 
+GRIDS = [Grid(side, depth) for side in range(1, 5) for depth in range(1, 5)]
+PASSES = [(summa.forward, matrix_products.forward), (summa.backward, matrix_products.backward)]
 
-@pytest.mark.parametrize("depth", range(1, 5))
-@pytest.mark.parametrize("side", range(1, 5))
-def test_forward_gives_each_rank_the_blocks_of_its_row_and_column(side: int, depth: int) -> None:
+over_grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
+over_moves = pytest.mark.parametrize("moves", summa.MOVES)
+
+
+@over_grids
+@over_moves
+@pytest.mark.parametrize(("schedule", "wanted"), PASSES, ids=["forward", "backward"])
+def test_rows_columns_and_layers_are_proven_as_one_schedule(grid, moves, schedule, wanted):
+    whole = schedule(grid, 2, 3, moves)
+    assert verify(whole, wanted(grid, whole.chunks, 2, 3)).counterexample is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(summa.MOVES)))
+def test_any_grid_and_any_sizes_of_blocks_are_proven(side, depth, x, w, moves):
     grid = Grid(side, depth)
-    ranks = np.arange(grid.world)
-    held = np.full((grid.world, 2 * side), -1)
-    held[ranks, ranks % side] = ranks
-    held[ranks, side + ranks // side % side] = ranks
-    for step in forward(grid).checked_steps():
-        before = held.copy()
-        for src, dst, lo, hi in zip(step.src, step.dst, step.lo, step.hi, strict=True):
-            held[dst, lo:hi] = before[src, lo:hi]
-    column = ranks[:, None] % side + side * np.arange(side) + side * side * (ranks[:, None] // side**2)
-    row = ranks[:, None] // side * side + np.arange(side)
-    assert (held == np.hstack([row, column])).all()
+    for schedule, wanted in PASSES:
+        whole = schedule(grid, x, w, moves)
+        assert verify(whole, wanted(grid, whole.chunks, x, w)).ok
 
 
-@pytest.mark.parametrize("depth", range(1, 5))
-def test_sum_over_depths_sums_each_place_over_the_layers(depth: int) -> None:
-    grid = Grid(2, depth)
-    schedule = sum_over_depths(grid)
-    held = np.repeat(2 ** np.arange(grid.world)[:, None], schedule.chunks, axis=1)
-    expected = np.tile(held.reshape(depth, 4, -1).sum(axis=0), (depth, 1))
+@pytest.mark.parametrize("lost", range(6))
+def test_a_schedule_without_one_of_its_steps_is_refuted(lost):
+    whole = summa.backward(Grid(2, 2))
+    steps = [*whole.checked_steps()]
+    mutant = replace(whole, steps=lambda: iter(steps[:lost] + steps[lost + 1 :]))
+    assert not verify(mutant, matrix_products.backward(Grid(2, 2), whole.chunks)).ok
+
+
+def counted(schedule, column):
+    """Return the chunks that each rank sends ("src") or receives ("dst")."""
+    chunks = np.zeros(schedule.ranks, dtype=int)
+    for step in schedule.checked_steps():
+        np.add.at(chunks, getattr(step, column), step.hi - step.lo)
+    return chunks
+
+
+@over_grids
+@over_moves
+@pytest.mark.parametrize("column", ["src", "dst"])
+def test_every_rank_sends_and_receives_the_bytes_of_the_formula(grid, moves, column):
+    q, d, x, w = grid.side, grid.depth, 2, 3
+    there, back = summa.forward(grid, x, w, moves), summa.backward(grid, x, w, moves)
+    blocks_of_one = there.chunks // (q * (x + w))
+    formula = 3 * (q - 1) * (x + w) + 2 * (d - 1) / d * w
+    assert (counted(there, column) + counted(back, column) == formula * blocks_of_one).all()
+
+
+def run(schedule, held):
+    """Play `schedule` on blocks held[rank, chunk], each a matrix."""
     for step in schedule.checked_steps():
         before = held.copy()
         for src, dst, lo, hi, how in zip(step.src, step.dst, step.lo, step.hi, step.combine, strict=True):
-            held[dst, lo:hi] = before[src, lo:hi] + (held[dst, lo:hi] if how == ADD else 0)
-    assert (held == expected).all()
+            for chunk in range(lo, hi):
+                held[dst, chunk] = before[src, chunk] + (held[dst, chunk] if how == ADD else 0)
+    return held
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 1), Grid(2, 2), Grid(3, 2), Grid(3, 1)], ids=str)
+def test_products_of_the_blocks_that_arrive_are_blocks_of_the_product(grid):
+    q, d = grid.side, grid.depth
+    draw = np.random.default_rng(0)
+    x, w = draw.integers(-5, 5, (4 * q * d, 5 * q)), draw.integers(-5, 5, (5 * q, 3 * q))
+    unit = summa.forward(grid).chunks // (2 * q)
+    held = np.empty((grid.world, 2 * q * unit), dtype=object)
+    places = [(rank // q**2, rank // q % q, rank % q) for rank in range(grid.world)]
+    own_rows = [slice(4 * (layer * q + row), 4 * (layer * q + row + 1)) for layer, row, _ in places]
+    for rank, (_, row, column) in enumerate(places):
+        for chunk in range(unit):
+            held[rank, column * unit + chunk] = x[own_rows[rank], 5 * column : 5 * column + 5]
+            held[rank, (q + row) * unit + chunk] = w[5 * row : 5 * row + 5, 3 * column : 3 * column + 3]
+    run(summa.forward(grid), held)
+    for rank, (_, _, column) in enumerate(places):
+        y = sum(held[rank, t * unit] @ held[rank, (q + t) * unit] for t in range(q))
+        assert (y == (x @ w)[own_rows[rank], 3 * column : 3 * column + 3]).all()
+
+
+def test_rows_and_columns_move_in_the_same_step():
+    first = next(islice(summa.forward(Grid(3, 2)).checked_steps(), 1))
+    pairs = {*zip(first.src.tolist(), first.dst.tolist(), strict=True)}
+    assert {(0, 1), (0, 3)} <= pairs
+
+
+@pytest.mark.parametrize(("side", "depth"), [(0, 1), (2, 0), (-1, 1)])
+def test_a_grid_without_ranks_is_refused(side, depth):
+    with pytest.raises(UsageError, match="whole numbers from 1 on"):
+        Grid(side, depth)
+
+
+@pytest.mark.parametrize(("x", "w", "moves"), [(0, 1, "tree"), (1, -1, "tree"), (1, 1, "ring")])
+def test_blocks_without_chunks_and_unknown_moves_are_refused(x, w, moves):
+    with pytest.raises(UsageError, match="give sizes from 1 on, and tree or chain"):
+        summa.forward(Grid(2), x, w, moves)

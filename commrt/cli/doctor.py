@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commrt.cli.doctor_environment import Finding, guarded, installed, interfaces, launcher, packages, variables
-from commrt.cli.options import json_of
+from commrt.cli.json_output import json_of
 from commrt.errors import UsageError
 from commrt.membership.launcher import default_timeout_s, launched
 

@@ -13,7 +13,8 @@ from rich.table import Table
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
-from commrt.cli.options import CLUSTER, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import CLUSTER, ExchangeOptions, compute_of, workload_of
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import CAPS_MB, Plan, short_name, step_plans
 from commrt.cost.sharded import Halves, ShardedStep, sharded_step, sharding_candidates, units_of

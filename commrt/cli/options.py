@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, as typer reads them and as commands get them; and JSON output."""
+"""Options that several commands take, as typer reads them and as commands get them."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from math import ceil, isfinite
+from math import ceil
 from typing import Annotated, NamedTuple
 
 import typer
@@ -53,16 +52,18 @@ __all__ = [
     "RingCount",
     "Seed",
     "ShapeOptions",
+    "Sizes",
     "Steps",
     "TargetLoss",
     "TargetPicture",
+    "TensorOptions",
+    "Tflops",
     "TimesFile",
     "TopologyName",
     "Wire",
     "WireDtype",
     "Within",
     "compute_of",
-    "json_of",
     "leave_out",
     "workload_of",
 ]  # fmt: skip
@@ -198,6 +199,19 @@ Outer = Annotated[
         help="Move the weights towards the average with Nesterov momentum, such as 0.7,0.5.",
     ),
 ]
+tensor_option = partial(typer.Option, rich_help_panel="Tensor parallelism")
+Sizes = Annotated[
+    list[str] | None,
+    tensor_option(
+        "--size",
+        metavar="TOKENSxWIDTH",
+        show_default="three sizes",
+        help="Tokens of a step and width of the layer; repeatable.",
+    ),
+]
+Tflops = Annotated[
+    float | None, tensor_option(help="TFLOP/s that a rank reaches, to add the time of computing to that of exchanges.")
+]
 Faults = Annotated[
     list[str] | None,
     option(
@@ -322,32 +336,24 @@ class LocalOptions(NamedTuple):
         return LocalSGD(**{name: value for name, value in values.items() if value is not None})
 
 
+class TensorOptions(NamedTuple):
+    """The options about tensor parallelism; None if an option was not given."""
+
+    sizes: Sequence[str] | None = None
+    """Each as TOKENSxWIDTH."""
+    tflops: float | None = None
+
+    def given(self) -> dict[str, object]:
+        """Return the options by name."""
+        return {"--size": self.sizes or None, "--tflops": self.tflops}
+
+
 def _outer(text: str) -> Nesterov:
     try:
         rate, momentum = map(float, text.split(","))
     except ValueError:
         raise UsageError(f"--outer {text}: write RATE,MOMENTUM, such as 0.7,0.5") from None
     return Nesterov(rate, momentum)
-
-
-def json_of(facts: object) -> str:
-    """Return `facts` as JSON; numbers that are not finite become null.
-
-    >>> json_of({"loss": float("nan"), "steps": [1, 2.5]})
-    '{"loss": null, "steps": [1, 2.5]}'
-    """
-    return json.dumps(_finite(facts), allow_nan=False)
-
-
-def _finite(facts: object) -> object:
-    match facts:
-        case dict():
-            return {key: _finite(value) for key, value in facts.items()}
-        case list() | tuple():
-            return [_finite(value) for value in facts]
-        case float() if not isfinite(facts):
-            return None
-    return facts
 
 
 def compute_of(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:

@@ -18,7 +18,8 @@ from rich.table import Table
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring, Rings
-from commrt.cli.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, workload_of
 from commrt.cli.simulate import coding_sentence, estimate_backups
 from commrt.cost.cluster import Cluster
 from commrt.cost.local_steps import LocalSteps, hiding_period

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from commrt.cli.options import json_of
+from commrt.cli.json_output import json_of
 from commrt.cli.plan import gains
 from commrt.cost.cluster import Cluster
 from commrt.cost.selection import PROVEN_RANKS, Choice, choices, size_class, slice_nbytes, slots_of

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from commrt.cli.options import BATCH, CLUSTER, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import BATCH, CLUSTER, ExchangeOptions, compute_of, workload_of
 from commrt.cost.cluster import Cluster
 from commrt.cost.hybrid import HybridPricing, HybridStep, RunCost, closed_form_groups
 from commrt.cost.planner import Plan, step_plans

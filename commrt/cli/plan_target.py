@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
-from commrt.cli.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of, json_of, workload_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of, workload_of
 from commrt.cli.simulate import ExchangeEstimate
 from commrt.cost.cluster import Cluster
 from commrt.cost.convergence import Convergence, Steps, convergence_of

@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from commrt.cli import options as opt
-from commrt.cli.options import CLUSTER, BackupOptions, ExchangeOptions, LocalOptions, ShapeOptions, Wire, leave_out
+from commrt.cli.options import (
+    CLUSTER,
+    BackupOptions,
+    ExchangeOptions,
+    LocalOptions,
+    ShapeOptions,
+    TensorOptions,
+    Wire,
+    leave_out,
+)
 from commrt.cost.cluster import Cluster
 
 __all__ = ["draw", "export", "simulate", "verify"]
@@ -65,11 +75,12 @@ def simulate(
         str,
         typer.Argument(
             help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; fsdp, for steps "
-            "with sharded parameters; or backup, for steps that wait for some ranks."
+            "with sharded parameters; tensor, for a layer whose matrices are split; or backup, for steps that wait for "
+            "some ranks."
         ),
     ],
     ranks: Annotated[
-        int | None, typer.Option(min=1, max=65536, show_default="4; backup: 100", help="Number of ranks.")
+        int | None, typer.Option(min=1, max=65536, show_default="4; tensor: 64; backup: 100", help="Number of ranks.")
     ] = None,
     cluster: opt.ClusterName = None,
     nbytes: opt.Nbytes = None,
@@ -97,6 +108,8 @@ def simulate(
     period: opt.Period = None,
     delay: opt.Delay = None,
     fragments: opt.Fragments = None,
+    size: opt.Sizes = None,
+    tflops: opt.Tflops = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate an exchange or a training step on a cluster.
@@ -106,9 +119,11 @@ def simulate(
     from commrt.cli import simulate as command  # noqa: PLC0415  # commands are imported when called
     from commrt.cli.verify import choose  # noqa: PLC0415
 
-    local = LocalOptions(period, delay, fragments)
+    local, tensor = LocalOptions(period, delay, fragments), TensorOptions(size, tflops)
     if algorithm != "local":
         leave_out(f"{algorithm} is not local SGD", local.given())
+    if algorithm != "tensor":
+        leave_out(f"{algorithm} splits no matrices", tensor.given())
     if algorithm == "backup":
         exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
         leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
@@ -125,6 +140,13 @@ def simulate(
 
         leave_out("fsdp is priced with each schedule that suits it", shape.given())
         fsdp.run(options, [wire.value], [bucket_cap_mb], as_json)
+        return
+    if algorithm == "tensor":
+        from commrt.cli import simulate_tensor  # noqa: PLC0415
+
+        of_a_step = {"--nbytes": nbytes, "--model": model, "--batch": batch, "--compute-ms": compute_ms}
+        leave_out("a layer is given by --size", of_a_step | {"--jitter": jitter, "--steps": steps} | shape.given())
+        simulate_tensor.run(tensor, replace(options, ranks=ranks or simulate_tensor.RANKS), as_json)
         return
     chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))
     if algorithm == "local":

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
-from commrt.cli.options import CLUSTER, JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, json_of, workload_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import CLUSTER, JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, workload_of
 from commrt.cost.cluster import Cluster
 from commrt.cost.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
 from commrt.cost.stragglers import (

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.local import LocalSGD
-from commrt.cli.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of, json_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of
 from commrt.cli.simulate import ExchangeEstimate, coding_sentence
 from commrt.cost.cluster import Cluster
 from commrt.cost.local_steps import LocalSteps

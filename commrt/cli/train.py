@@ -19,7 +19,7 @@ from commrt.algorithms.catalogue import DIRECT
 from commrt.cli import training_job
 from commrt.cli.dataset import load, require_images
 from commrt.cli.doctor_environment import cpus
-from commrt.cli.options import json_of
+from commrt.cli.json_output import json_of
 from commrt.cli.training_job import DDP, Job, work
 from commrt.cli.workers import run_workers
 from commrt.cost.wires import CODINGS

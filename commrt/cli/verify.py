@@ -15,7 +15,8 @@ from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
-from commrt.cli.options import ShapeOptions, json_of
+from commrt.cli.json_output import json_of
+from commrt.cli.options import ShapeOptions
 from commrt.cost.cluster import Cluster
 from commrt.errors import UsageError
 from commrt.proof.mixing import mixing, steps_to_meet_all

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from commrt.algorithms import halving_doubling, ring, torus, tree
+from commrt.algorithms import halving_doubling, ring, summa, torus, tree
 from commrt.algorithms.gossip import Gossip
 from commrt.report.charts import new_figure
 from commrt.report.drawing import draw_schedule
@@ -68,6 +68,7 @@ def main() -> None:
         "gossip": draw_schedule(period(Gossip(), 8, 6)),
         "swing": draw_schedule(of_the_tutorial(8)),
         "broadcast": draw_schedule(tree.broadcast(8)),
+        "summa": draw_schedule(summa.backward(summa.Grid(2, 2))),
         "backup_workers": first_of(np.array([1.02, 0.97, 1.05, 2.61, 0.99, 1.04, 1.01, 1.08]), backups=1),
     }
     for name, figure in drawn.items():

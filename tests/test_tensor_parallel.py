@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prices of tensor parallelism, as a program and as a user asks for them."""
+
+from __future__ import annotations
+
+import pytest
+from commands import invoke, refused, told
+
+from commrt import UsageError
+from commrt.algorithms import summa
+from commrt.algorithms.summa import Grid
+from commrt.cost.cluster import Cluster
+from commrt.cost.tensor_parallel import LayerSize, grids_of, in_one_dimension, layer_costs, on_grid, schedules_of
+from commrt.proof import matrix_products
+from commrt.proof.replay import verify
+
+PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
+    "6144x3072": (149, 81, 93),
+    "16384x4096": (528, 220, 198),
+    "98304x8192": (6342, 2114, 1321),
+}
+
+
+@pytest.fixture(scope="module")
+def record():
+    """What the command says by default."""
+    return told("simulate", "tensor", "--cluster", "h100", "--wire", "bf16", "--tflops", 400)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_one_command_has_the_elements_of_three_layouts_at_three_sizes(record, size):
+    rows = [row for row in record["layouts"] if f"{row['tokens']}x{row['width']}" == size][:3]
+    assert [row["layout"] for row in rows] == ["1-D", "[8, 8, 1]", "[4, 4, 4]"]
+    assert [row["sent_elements"] / 1e6 for row in rows] == pytest.approx(PUBLISHED[size], abs=0.6)
+
+
+def test_schedules_send_exactly_the_elements_of_the_formula(record):
+    for row in record["layouts"]:
+        assert row["sent_elements"] == pytest.approx(row["formula_elements"], rel=1e-12)
+
+
+def test_a_layer_takes_its_exchanges_and_its_computing(record):
+    row = record["layouts"][0]
+    compute_s = 6 * 6144 * 12 * 3072**2 / (64 * 400e12)
+    assert row["compute_seconds"] == pytest.approx(compute_s)
+    assert row["layer_seconds"] == pytest.approx(row["exchange_seconds"] + compute_s)
+
+
+def test_the_table_says_what_commrt_does_not_do():
+    text = invoke("simulate", "tensor", "--ranks", 8, "--size", "4096x1024").stdout
+    assert "[2, 2, 2]" in text
+    assert "commrt splits no model for you" in text
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, ["1-D"]), (4, ["1-D", "[2, 2, 1]"]), (9, ["[3, 3, 1]"])])
+def test_layouts_that_do_not_divide_the_layer_are_left_out(ranks, layouts):
+    record = told("simulate", "tensor", "--ranks", ranks, "--size", "1152x1023" if ranks == 9 else "4096x1024")
+    assert [row["layout"] for row in record["layouts"]] == layouts
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_grids_use_all_ranks(ranks):
+    assert all(grid.world == ranks and grid.side > 1 for grid in grids_of(ranks))
+
+
+@pytest.mark.parametrize("grid", [Grid(2), Grid(2, 2), Grid(3)], ids=str)
+def test_the_schedules_that_are_priced_are_proven(grid):
+    size = LayerSize(tokens=12, width=6)
+    passes = [matrix_products.forward, matrix_products.backward]
+    for moves in summa.MOVES:
+        for number, (schedule, _) in enumerate(schedules_of(grid, size, moves)):
+            outputs = size.products[number // 2][1]
+            wanted = passes[number % 2](grid, schedule.chunks, size.tokens, outputs * grid.depth)
+            assert verify(schedule, wanted).counterexample is None
+
+
+def test_the_sooner_of_tree_and_chain_is_taken():
+    slow = Cluster.named("ethernet-10g")
+    short, long = (on_grid(slow, Grid(4), LayerSize(tokens, 64), 4) for tokens in (16, 1 << 20))
+    assert (short.moves, long.moves) == ("tree", "chain")
+
+
+def test_twice_the_tokens_take_twice_the_time_of_one_dimension_without_latencies():
+    fast = Cluster.named("ethernet-10g")
+    one, two = (in_one_dimension(fast, 4, LayerSize(tokens, 4096), 4).seconds for tokens in (1 << 18, 1 << 19))
+    assert two / one == pytest.approx(2, rel=0.01)
+
+
+def test_a_layer_that_no_layout_divides_is_refused():
+    with pytest.raises(UsageError, match="cannot be split over 7 ranks: for 1-D the ranks must divide the width"):
+        layer_costs(Cluster.named("h100"), 7, LayerSize(128, 64), 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["tensor", "--size", "3x"], "write tokens x width, such as 6144x3072"),
+        (["tensor", "--size", "0x64"], "write tokens x width"),
+        (["tensor", "--ranks", 1], "over 2 to 256 ranks"),
+        (["tensor", "--ranks", 512], "over 2 to 256 ranks"),
+        (["tensor", "--tflops", 0], "give what a rank computes per second"),
+        (["tensor", "--wire", "int8"], "activations travel as numbers; give fp32, bf16 or fp16"),
+        (["tensor", "--model", "resnet50"], "a layer is given by --size: leave --model out"),
+        (["tensor", "--grid", "2x2"], "leave --grid out"),
+        (["tensor", "--period", 4], "tensor is not local SGD: leave --period out"),
+        (["ring", "--nbytes", 8, "--size", "64x64"], "ring splits no matrices: leave --size out"),
+        (["ring", "--nbytes", 8, "--tflops", 3], "ring splits no matrices: leave --tflops out"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(args, says):
+    assert says in refused("simulate", *args)
