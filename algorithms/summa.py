@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal
 
 import numpy as np
 
@@ -18,11 +17,7 @@ from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.schedule import IntArray, Schedule, beside, empty
 
-__all__ = ["MOVES", "Grid", "Moves", "backward", "forward"]
-
-Moves = Literal["tree", "chain"]
-MOVES = {"tree": tree, "chain": chain}
-"""Broadcasts and reduces within a row or a column: few steps, or few bytes sent by the root."""
+__all__ = ["Grid", "backward", "forward"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,12 @@ class Grid:
         return np.arange(self.world).reshape(self.depth, self.side, self.side)
 
 
-def forward(grid: Grid, x: int = 1, w: int = 1, moves: Moves = "tree") -> Schedule:
+def forward(grid: Grid, x: int = 1, w: int = 1, slices: int | None = None) -> Schedule:
     """Give each rank the blocks of X in its row and of W in its column, for Y = XW.
 
     The buffer has `side` blocks of X, then `side` of W; a block of X is to one of W as `x` to `w`. Rank (row, column)
-    begins with block `column` of X and block `row` of W. For t = 0, 1, ..., block t of X and of W travel at once.
+    begins with block `column` of X and block `row` of W. For t = 0, 1, ..., block t of X and of W travel at once: along
+    trees, in few steps; with `slices` along chains, in as many parts, and a root sends its block only once.
     Cost: each rank receives side - 1 blocks of X and as many of W. A program can forget blocks t before it gets t + 1.
 
     >>> print(forward(Grid(2)))
@@ -84,14 +80,16 @@ def forward(grid: Grid, x: int = 1, w: int = 1, moves: Moves = "tree") -> Schedu
       0  copy  0->1 [0:1)  2->3 [0:1)  0->2 [2:3)  1->3 [2:3)
       1  copy  1->0 [1:2)  3->2 [1:2)  2->0 [3:4)  3->1 [3:4)
     """
-    x, w = _in_chunks(grid, x, w, moves)
-    whole = empty(grid.world, grid.side * (x + w))
-    for t in range(grid.side):
-        whole = whole.then(_sent(grid, t, x, w, moves, whole.chunks))
+    x, w = _in_chunks(grid, x, w, slices)
+    side, chunks = grid.side, grid.side * (x + w)
+    whole = empty(grid.world, chunks)
+    for t in range(side):
+        places = _block(0, t, x), _block(side * x, t, w)
+        whole = whole.then(_crossing(grid, _broadcast(grid, t, slices), *places, chunks))
     return whole.named("summa forward")
 
 
-def backward(grid: Grid, x: int = 1, w: int = 1, moves: Moves = "tree") -> Schedule:
+def backward(grid: Grid, x: int = 1, w: int = 1, slices: int | None = None) -> Schedule:
     """Form the gradients dX = dY W' and dW = X' dY, of which rank (row, column) ends with its own blocks.
 
     The buffer has `side` blocks each of X, W, dX and dW. For t = 0, 1, ..., block t of X and of W travel as in
@@ -99,36 +97,41 @@ def backward(grid: Grid, x: int = 1, w: int = 1, moves: Moves = "tree") -> Sched
     dW adds up over the layers.
     Cost: each rank receives 2 (side - 1) blocks of X and as many of W, and 2 (depth - 1) / depth blocks of dW.
     """
-    x, w = _in_chunks(grid, x, w, moves)
+    x, w = _in_chunks(grid, x, w, slices)
     side, chunks = grid.side, 2 * grid.side * (x + w)
+    begin, lo = side * (x + w), side * (2 * x + w)  # of dX and of dW
     whole = empty(grid.world, chunks)
     for t in range(side):
-        whole = whole.then(_sent(grid, t, x, w, moves, chunks)).then(_summed(grid, t, x, w, moves, chunks))
-    lo = side * (2 * x + w)
+        places, sums = (_block(0, t, x), _block(side * x, t, w)), (_block(begin, t, x), _block(lo, t, w))
+        whole = whole.then(_crossing(grid, _broadcast(grid, t, slices), *places, chunks))
+        whole = whole.then(_crossing(grid, _reduce(grid, t, slices), *sums, chunks))
     over_layers = Ring().schedule(0, grid.depth).within(lo, lo + w, chunks)
     row = np.arange(side * side) // side
     return whole.then(over_layers.over(grid.depths, grid.world, shift=row * w), "summa backward")
 
 
-def _in_chunks(grid: Grid, x: int, w: int, moves: Moves) -> tuple[int, int]:
+def _in_chunks(grid: Grid, x: int, w: int, slices: int | None) -> tuple[int, int]:
     """Return the chunks of a block of X and of W, which slices of a chain and of a ring must divide."""
-    if x < 1 or w < 1 or moves not in MOVES:
-        raise UsageError(f"blocks of {x} and {w} chunks, moved by {moves!r}: give sizes from 1 on, and tree or chain")
-    unit = lcm(MOVES[moves].broadcast(grid.side).chunks, grid.depth)
+    if x < 1 or w < 1:
+        raise UsageError(f"blocks of {x} and {w} chunks: give sizes from 1 on")
+    unit = lcm(_broadcast(grid, 0, slices).chunks, grid.depth)
     return x * unit, w * unit
 
 
-def _sent(grid: Grid, t: int, x: int, w: int, moves: Moves, chunks: int) -> Schedule:
-    move, lo = MOVES[moves].broadcast(grid.side, t), grid.side * x + t * w
-    return _crossing(grid, move.within(t * x, (t + 1) * x, chunks), move.within(lo, lo + w, chunks))
+def _broadcast(grid: Grid, t: int, slices: int | None) -> Schedule:
+    return tree.broadcast(grid.side, t) if slices is None else chain.broadcast(grid.side, t, slices)
 
 
-def _summed(grid: Grid, t: int, x: int, w: int, moves: Moves, chunks: int) -> Schedule:
-    move, begin = MOVES[moves].reduce(grid.side, t), grid.side * (x + w)
-    lo = begin + grid.side * x + t * w
-    return _crossing(grid, move.within(begin + t * x, begin + (t + 1) * x, chunks), move.within(lo, lo + w, chunks))
+def _reduce(grid: Grid, t: int, slices: int | None) -> Schedule:
+    return tree.reduce(grid.side, t) if slices is None else chain.reduce(grid.side, t, slices)
 
 
-def _crossing(grid: Grid, along_rows: Schedule, along_columns: Schedule) -> Schedule:
-    """Return both at once, in all rows and all columns."""
-    return beside([along_rows.over(grid.rows, grid.world), along_columns.over(grid.columns, grid.world)])
+def _crossing(grid: Grid, move: Schedule, x: range, w: range, chunks: int) -> Schedule:
+    """Return `move` in all rows on chunks `x`, and in all columns on chunks `w`, at once."""
+    along_rows = move.within(x.start, x.stop, chunks).over(grid.rows, grid.world)
+    along_columns = move.within(w.start, w.stop, chunks).over(grid.columns, grid.world)
+    return beside([along_rows, along_columns])
+
+
+def _block(begin: int, t: int, length: int) -> range:
+    return range(begin + t * length, begin + (t + 1) * length)

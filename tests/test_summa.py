@@ -22,23 +22,23 @@ GRIDS = [Grid(side, depth) for side in range(1, 5) for depth in range(1, 5)]
 PASSES = [(summa.forward, matrix_products.forward), (summa.backward, matrix_products.backward)]
 
 over_grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
-over_moves = pytest.mark.parametrize("moves", summa.MOVES)
+over_moves = pytest.mark.parametrize("slices", [None, 1, 5], ids=lambda slices: f"{slices} slices")
 
 
 @over_grids
 @over_moves
 @pytest.mark.parametrize(("schedule", "wanted"), PASSES, ids=["forward", "backward"])
-def test_rows_columns_and_layers_are_proven_as_one_schedule(grid, moves, schedule, wanted):
-    whole = schedule(grid, 2, 3, moves)
+def test_rows_columns_and_layers_are_proven_as_one_schedule(grid, slices, schedule, wanted):
+    whole = schedule(grid, 2, 3, slices)
     assert verify(whole, wanted(grid, whole.chunks, 2, 3)).counterexample is None
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(summa.MOVES)))
-def test_any_grid_and_any_sizes_of_blocks_are_proven(side, depth, x, w, moves):
+@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(1, 9))
+def test_any_grid_and_any_sizes_of_blocks_are_proven(side, depth, x, w, slices):
     grid = Grid(side, depth)
     for schedule, wanted in PASSES:
-        whole = schedule(grid, x, w, moves)
+        whole = schedule(grid, x, w, slices)
         assert verify(whole, wanted(grid, whole.chunks, x, w)).ok
 
 
@@ -61,9 +61,9 @@ def counted(schedule, column):
 @over_grids
 @over_moves
 @pytest.mark.parametrize("column", ["src", "dst"])
-def test_every_rank_sends_and_receives_the_bytes_of_the_formula(grid, moves, column):
+def test_every_rank_sends_and_receives_the_bytes_of_the_formula(grid, slices, column):
     q, d, x, w = grid.side, grid.depth, 2, 3
-    there, back = summa.forward(grid, x, w, moves), summa.backward(grid, x, w, moves)
+    there, back = summa.forward(grid, x, w, slices), summa.backward(grid, x, w, slices)
     blocks_of_one = there.chunks // (q * (x + w))
     formula = 3 * (q - 1) * (x + w) + 2 * (d - 1) / d * w
     assert (counted(there, column) + counted(back, column) == formula * blocks_of_one).all()
@@ -110,7 +110,14 @@ def test_a_grid_without_ranks_is_refused(side, depth):
         Grid(side, depth)
 
 
-@pytest.mark.parametrize(("x", "w", "moves"), [(0, 1, "tree"), (1, -1, "tree"), (1, 1, "ring")])
-def test_blocks_without_chunks_and_unknown_moves_are_refused(x, w, moves):
-    with pytest.raises(UsageError, match="give sizes from 1 on, and tree or chain"):
-        summa.forward(Grid(2), x, w, moves)
+@pytest.mark.parametrize(
+    ("x", "w", "slices", "says"),
+    [
+        (0, 1, None, "give sizes from 1 on"),
+        (1, -1, None, "give sizes from 1 on"),
+        (1, 1, 0, "a buffer is cut into 1, 2, ... slices"),
+    ],
+)
+def test_blocks_without_chunks_and_chains_without_slices_are_refused(x, w, slices, says):
+    with pytest.raises(UsageError, match=says):
+        summa.forward(Grid(2), x, w, slices)

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
+
 import pytest
 from commands import invoke, refused, told
 
-from commrt import UsageError
+from commrt import ScheduleError, UsageError
 from commrt.algorithms import summa
 from commrt.algorithms.summa import Grid
 from commrt.cost.cluster import Cluster
+from commrt.cost.planner import exchange_plans
 from commrt.cost.tensor_parallel import LayerSize, grids_of, in_one_dimension, layer_costs, on_grid, schedules_of
 from commrt.proof import matrix_products
 from commrt.proof.replay import verify
@@ -67,17 +71,43 @@ def test_grids_use_all_ranks(ranks):
 def test_the_schedules_that_are_priced_are_proven(grid):
     size = LayerSize(tokens=12, width=6)
     passes = [matrix_products.forward, matrix_products.backward]
-    for moves in summa.MOVES:
-        for number, (schedule, _) in enumerate(schedules_of(grid, size, moves)):
+    for slices in (None, 3):
+        for number, (schedule, _) in enumerate(schedules_of(grid, size, slices)):
             outputs = size.products[number // 2][1]
             wanted = passes[number % 2](grid, schedule.chunks, size.tokens, outputs * grid.depth)
             assert verify(schedule, wanted).counterexample is None
 
 
-def test_the_sooner_of_tree_and_chain_is_taken():
+def test_short_blocks_move_along_trees_and_long_ones_along_chains_of_many_slices():
     slow = Cluster.named("ethernet-10g")
-    short, long = (on_grid(slow, Grid(4), LayerSize(tokens, 64), 4) for tokens in (16, 1 << 20))
-    assert (short.moves, long.moves) == ("tree", "chain")
+    short, long = (on_grid(slow, Grid(4), LayerSize(tokens, 64), 4) for tokens in (16, 1 << 24))
+    assert (short.by, long.by) == ("trees", "chains of 32 slices")
+
+
+def test_four_all_reduces_are_one_layer_in_one_dimension():
+    cluster, size = Cluster.named("h100"), LayerSize(4096, 1024)
+    one = exchange_plans(cluster, 8, 4096 * 1024 * 2.0)[0]
+    assert in_one_dimension(cluster, 8, size, 2).seconds == pytest.approx(4 * one.exchange_s)
+
+
+def test_half_as_many_bytes_take_half_the_time_on_a_grid_if_latencies_are_small():
+    slow, size = Cluster.named("ethernet-10g"), LayerSize(1 << 24, 64)
+    wide, narrow = (on_grid(slow, Grid(2, 2), size, itemsize).seconds for itemsize in (4, 2))
+    assert wide / narrow == pytest.approx(2, rel=0.01)
+    assert wide > on_grid(slow, Grid(2, 2), size, 4).sent * 4 / 1.25e9  # 10 Gbit/s
+
+
+@pytest.mark.parametrize("broken", ["forward", "backward"])
+def test_a_schedule_that_is_wrong_is_not_priced(monkeypatch, broken):
+    right = getattr(summa, broken)
+
+    def without_a_step(*given, **named):
+        whole = right(*given, **named)
+        return replace(whole, steps=lambda: islice(whole.steps(), 1, None))
+
+    monkeypatch.setattr(summa, broken, without_a_step)
+    result = invoke("simulate", "tensor", "--ranks", 4, "--size", "64x64")
+    assert isinstance(result.exception, ScheduleError)
 
 
 def test_twice_the_tokens_take_twice_the_time_of_one_dimension_without_latencies():
@@ -102,6 +132,8 @@ def test_a_layer_that_no_layout_divides_is_refused():
         (["tensor", "--wire", "int8"], "activations travel as numbers; give fp32, bf16 or fp16"),
         (["tensor", "--model", "resnet50"], "a layer is given by --size: leave --model out"),
         (["tensor", "--grid", "2x2"], "leave --grid out"),
+        (["tensor", "--seed", 4], "leave --seed out"),
+        (["tensor", "--bucket-cap-mb", 4], "leave --bucket-cap-mb out"),
         (["tensor", "--period", 4], "tensor is not local SGD: leave --period out"),
         (["ring", "--nbytes", 8, "--size", "64x64"], "ring splits no matrices: leave --size out"),
         (["ring", "--nbytes", 8, "--tflops", 3], "ring splits no matrices: leave --tflops out"),

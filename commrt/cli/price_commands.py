@@ -145,7 +145,9 @@ def simulate(
         from commrt.cli import simulate_tensor  # noqa: PLC0415
 
         of_a_step = {"--nbytes": nbytes, "--model": model, "--batch": batch, "--compute-ms": compute_ms}
-        leave_out("a layer is given by --size", of_a_step | {"--jitter": jitter, "--steps": steps} | shape.given())
+        changed = {"--seed": seed or None, "--bucket-cap-mb": None if bucket_cap_mb == 25.0 else bucket_cap_mb}
+        leave_out("a layer is given by --size", of_a_step | changed | {"--jitter": jitter, "--steps": steps})
+        leave_out("a layer is priced on each grid that divides it", shape.given())
         simulate_tensor.run(tensor, replace(options, ranks=ranks or simulate_tensor.RANKS), as_json)
         return
     chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))

@@ -71,7 +71,7 @@ def _prove(cost: LayerCost, ranks: int) -> None:
         schedule = cost.all_reduce.schedule(0, ranks)
         prove(schedule, all_reduce(ranks, schedule.chunks))
     if cost.grid is not None:
-        there, back = (of_pass(cost.grid, moves=cost.moves) for of_pass in (summa.forward, summa.backward))
+        there, back = (of_pass(cost.grid, slices=cost.slices) for of_pass in (summa.forward, summa.backward))
         prove(there, matrix_products.forward(cost.grid, there.chunks))
         prove(back, matrix_products.backward(cost.grid, back.chunks))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from commrt.algorithms import summa
-from commrt.algorithms.summa import Grid, Moves
+from commrt.algorithms.summa import Grid
 from commrt.cost.cluster import Cluster
 from commrt.cost.planner import exchange_plans, short_name
 from commrt.cost.price import Pricing
@@ -23,6 +23,8 @@ __all__ = ["LayerCost", "LayerSize", "grids_of", "in_one_dimension", "layer_cost
 
 ALL_REDUCES = 4
 """Of a layer in one dimension: one for attention and one for the MLP, forward and backward."""
+TRIED_SLICES = 2, 4, 8, 16, 32
+"""Of chains: few for short blocks, many for long ones."""
 FLOPS_PER_WEIGHT = 6
 """Of a token, forward and backward: a multiplication and an addition in each of three products."""
 
@@ -65,8 +67,8 @@ class LayerCost:
     all_reduce: Algorithm | None = None
     """In one dimension."""
     grid: Grid | None = None
-    moves: Moves = "tree"
-    """How blocks move in rows and columns of the grid."""
+    slices: int | None = None
+    """Of the chains along which blocks move in rows and columns of the grid; None for trees."""
 
     @property
     def layout(self) -> str:
@@ -76,7 +78,9 @@ class LayerCost:
     @property
     def by(self) -> str:
         """Return what names the schedules."""
-        return self.moves if self.all_reduce is None else short_name(self.all_reduce)
+        if self.all_reduce is not None:
+            return short_name(self.all_reduce)
+        return "trees" if self.slices is None else f"chains of {self.slices} slices"
 
 
 def grids_of(ranks: int) -> list[Grid]:
@@ -114,27 +118,30 @@ def in_one_dimension(cluster: Cluster, ranks: int, size: LayerSize, itemsize: in
 
 
 def on_grid(cluster: Cluster, grid: Grid, size: LayerSize, itemsize: int) -> LayerCost:
-    """Return the cost of distributed products, with the moves that end soonest; broadcasts precede products."""
-    costs = (_moved(cluster, grid, size, itemsize, moves) for moves in ("tree", "chain"))
-    return min(costs, key=lambda cost: cost.seconds)
+    """Return the cost of distributed products, with the trees or chains that end soonest; broadcasts precede products.
+
+    Rows and columns exchange at once, so a program that starts one after the other takes longer.
+    """
+    tried = [None] if grid.side == 2 else [None, *TRIED_SLICES]  # two ranks are a tree and a chain
+    times_s = {slices: _seconds(cluster, grid, size, itemsize, slices) for slices in tried}
+    best = min(times_s, key=times_s.__getitem__)
+    sent = sum(numel * float(traffic(schedule).bytes_per_rank) for schedule, numel in schedules_of(grid, size, best))
+    weights = size.weights / grid.side**2
+    return LayerCost(sent, _least_received(grid, size), times_s[best], weights, grid=grid, slices=best)
 
 
-def schedules_of(grid: Grid, size: LayerSize, moves: Moves) -> Iterator[tuple[Schedule, float]]:
+def schedules_of(grid: Grid, size: LayerSize, slices: int | None) -> Iterator[tuple[Schedule, float]]:
     """Yield the schedules of the layer's products, forward and backward, each with the elements of its buffer."""
     for inputs, outputs in size.products:
         x, w = _ratio(size.tokens, outputs * grid.depth)
         numel = (size.tokens * inputs / grid.depth + inputs * outputs) / grid.side
-        yield summa.forward(grid, x, w, moves), numel
-        yield summa.backward(grid, x, w, moves), 2 * numel
+        yield summa.forward(grid, x, w, slices), numel
+        yield summa.backward(grid, x, w, slices), 2 * numel
 
 
-def _moved(cluster: Cluster, grid: Grid, size: LayerSize, itemsize: int, moves: Moves) -> LayerCost:
-    seconds = sent = 0.0
-    for schedule, numel in schedules_of(grid, size, moves):
-        seconds += Pricing(schedule, cluster).price(numel * itemsize).seconds
-        sent += numel * float(traffic(schedule).bytes_per_rank)
-    weights = size.weights / grid.side**2
-    return LayerCost(sent, _least_received(grid, size), seconds, weights, grid=grid, moves=moves)
+def _seconds(cluster: Cluster, grid: Grid, size: LayerSize, itemsize: int, slices: int | None) -> float:
+    pairs = schedules_of(grid, size, slices)
+    return sum(Pricing(schedule, cluster).price(numel * itemsize).seconds for schedule, numel in pairs)
 
 
 def _least_received(grid: Grid, size: LayerSize) -> float:

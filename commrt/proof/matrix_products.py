@@ -18,7 +18,7 @@ def forward(grid: Grid, chunks: int, x: int = 1, w: int = 1) -> Collective:
 
     >>> from commrt.algorithms import summa
     >>> from commrt.proof.replay import verify
-    >>> schedule = summa.forward(grid := Grid(2, 2), moves="chain")
+    >>> schedule = summa.forward(grid := Grid(2, 2), slices=4)
     >>> verify(schedule, forward(grid, schedule.chunks)).ok
     True
     """
