@@ -101,9 +101,9 @@ def batches(count: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def letters_of_text() -> int:
-    """Return how many letters the model knows: those of the text, and some more so that 2, 3 or 4 columns divide it."""
+    """Return how many letters the model knows: those of the text, rounded up so that 2 to 6 or 8 columns divide it."""
     used = len({*"\n".join(topics.values())})
-    return -(-used // 12) * 12
+    return -(-used // 120) * 120
 
 
 def parsed() -> argparse.Namespace:
@@ -121,8 +121,12 @@ def parsed() -> argparse.Namespace:
     add("--lr", type=float, default=3e-3, help="learning rate")
     options = parser.parse_args()
     rows, q, d = options.grid
+    if min(*options.grid, options.batch, options.length, options.width, options.heads, options.layers) < 1:
+        parser.error("all sizes must be at least 1")
     if rows != q or options.batch % (q * d) or options.heads % q or options.width % options.heads:
         parser.error("the grid is Q Q D; Q * D must divide the batch, Q the heads, and the heads the width")
+    if letters_of_text() % q:
+        parser.error(f"Q must divide the {letters_of_text()} letters of the model")
     return options
 
 
@@ -166,7 +170,12 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("commrt")
     try:
-        grid = Grid.of(options.grid[0], options.grid[2])
+        q, _, d = options.grid
+        if dist.get_world_size() != q * q * d:
+            raise SystemExit(
+                f"a grid of {q} x {q} x {d} needs {q * q * d} ranks: torchrun --nproc-per-node {q * q * d}"
+            )
+        grid = Grid.of(q, d)
         with naming_who_is_lost(grid):
             train(options, grid)
     finally:

@@ -6,6 +6,7 @@ Activations have q * d blocks of rows and q blocks of columns. Weights have q x 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,20 +59,35 @@ class Grid:
         return part.chunk(self.q)[self.at("row")] if matrix else part
 
 
-def sent_from(block: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the block of rank `source` of the group, on all its ranks."""
-    mine = dist.get_rank(group) == source
-    received = block.contiguous() if mine else torch.empty_like(block, memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        dist.broadcast(received, group=group, group_src=source)
-    return received
+def sent(x: Tensor, w: Tensor, t: int, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return X(i, t), from column t of this row, and W(t, j), from row t of this column; both travel at once."""
+    pairs = [(x, grid.along_row), (w, grid.along_column)]
+    blocks = [block.contiguous() if dist.get_rank(group) == t else _room_for(block) for block, group in pairs]
+    finish(
+        dist.broadcast(block, group=group, group_src=t, async_op=True)
+        for block, (_, group) in zip(blocks, pairs, strict=True)
+        if group.size() > 1
+    )
+    return blocks[0], blocks[1]
 
 
-def summed_at(part: Tensor, target: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of all ranks' parts; only rank `target` of the group can use it."""
-    if group.size() > 1:
-        dist.reduce(part, group=group, group_dst=target)
-    return part
+def summed_at(t: int, dx: Tensor, dw: Tensor, grid: Grid) -> None:
+    """Add up `dx` along the row at column t, and `dw` along the column at row t, at once; others get no sum."""
+    finish(
+        dist.reduce(part, group=group, group_dst=t, async_op=True)
+        for part, group in ((dx, grid.along_row), (dw, grid.along_column))
+        if group.size() > 1
+    )
+
+
+def finish(works: Iterable[dist.Work]) -> None:
+    """Start all of `works`, then wait for all."""
+    for work in [*works]:
+        work.wait()
+
+
+def _room_for(block: Tensor) -> Tensor:
+    return torch.empty_like(block, memory_format=torch.contiguous_format)
 
 
 def summed(part: Tensor, *groups: dist.ProcessGroup) -> Tensor:
@@ -93,7 +109,8 @@ class Product(Function):
         ctx.grid = grid
         y = x.new_zeros(len(x), w.shape[1])
         for t in range(grid.q):
-            y += sent_from(x, t, grid.along_row) @ sent_from(w, t, grid.along_column)
+            x_t, w_t = sent(x, w, t, grid)
+            y += x_t @ w_t
         return y
 
     @staticmethod
@@ -102,8 +119,9 @@ class Product(Function):
         (x, w), grid, dy = ctx.saved_tensors, ctx.grid, gradients[0]
         dx, dw = torch.empty_like(x), torch.empty_like(w)
         for t in range(grid.q):
-            dx_t = summed_at(dy @ sent_from(w, t, grid.along_column).T, t, grid.along_row)
-            dw_t = summed_at(sent_from(x, t, grid.along_row).T @ dy, t, grid.along_column)
+            x_t, w_t = sent(x, w, t, grid)
+            dx_t, dw_t = dy @ w_t.T, x_t.T @ dy
+            summed_at(t, dx_t, dw_t, grid)
             dx = dx_t if t == grid.at("column") else dx
             dw = dw_t if t == grid.at("row") else dw
         return dx, summed(dw, grid.along_depth), None

@@ -120,3 +120,19 @@ def test_all_others_name_the_rank_that_is_killed_in_a_step():
     for rank, outcome in enumerate(outcomes):
         if rank != summa_ranks.LOST:
             assert f"peer {summa_ranks.LOST}" in str(outcome.value), (rank, outcome)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--grid", "2", "1", "2"], "the grid is Q Q D; Q * D must divide the batch"),
+        (["--grid", "0", "0", "1"], "all sizes must be at least 1"),
+        (["--grid", "7", "7", "1", "--batch", "7", "--heads", "7", "--width", "7"], "Q must divide the 120 letters"),
+        (["--length", "0"], "all sizes must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(monkeypatch, capsys, options, says):
+    monkeypatch.setattr(sys, "argv", ["summa.py", *options])
+    with pytest.raises(SystemExit):
+        summa_ranks.summa.parsed()
+    assert says in capsys.readouterr().err
