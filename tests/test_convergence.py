@@ -12,6 +12,7 @@ from made_curves import NOISE, curves_of, made, made_power, steps_of
 
 from commrt.cost.convergence import (
     FAMILIES,
+    Convergence,
     Run,
     convergence_of,
     deviation,
@@ -262,3 +263,28 @@ def test_batches_that_do_not_grow_with_the_ranks_are_refused():
     curves = {"a": made(20, 1), "b": Curve("synchronous", 2, 16, made(20, 2).losses)}
     with pytest.raises(UsageError, match="must be the same in all curves, but are 16 in a and 8 in b"):
         convergence_of(curves, TARGET)
+
+
+def test_two_equal_methods_with_two_seeds_seldom_differ_beyond_their_intervals():
+    random = np.random.default_rng(0)
+
+    def steps():
+        runs = [Run(4, float(100 * exp(0.05 * random.standard_normal())), None) for _ in range(2)]
+        return Convergence("any", TARGET, runs, {TARGET: runs}).steps(4)
+
+    assert sum(not steps().overlaps(steps()) for _ in range(300)) <= 3
+
+
+def test_equal_seeds_leave_an_interval_of_a_step():
+    found = fitted(FLOOR, seeds=1)
+    runs = [*found.runs, found.runs[0]]
+    steps = Convergence("any", TARGET, runs, {TARGET: runs}).steps(1)
+    assert steps.high - steps.low > 2
+
+
+def test_with_one_held_out_count_all_families_widen_the_interval():
+    found = fitted(POWER)
+    others = [exp(found._log_steps(found.runs, 16, name)) for name in FAMILIES]
+    steps = found.steps(16)
+    assert steps.low <= min(others)
+    assert max(others) <= steps.high

@@ -92,3 +92,18 @@ def test_a_huge_loss_is_refused(tmp_path: Path) -> None:
 
 def test_a_period_far_beyond_the_run_needs_no_memory() -> None:
     assert Curve(LOCAL, 2, 2, np.array([3.0, 2.0]), {"period": 10**12}).common_losses.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("order", [slice(None, None, 10), slice(None, None, -1)], ids=["every tenth", "backwards"])
+def test_a_curve_without_all_steps_in_order_is_refused(tmp_path, order):
+    file = tmp_path / "a.jsonl"
+    Curve("synchronous", 1, 16, np.ones(40)).save(file)
+    head, *steps = file.read_text().splitlines()
+    file.write_text("\n".join([head, *steps[order]]))
+    with pytest.raises(UsageError, match=r"step [01] comes as (10|39): a curve has all steps in order"):
+        Curve.read(file)
+
+
+def test_losses_of_two_dimensions_are_refused():
+    with pytest.raises(UsageError, match="must be a row of numbers, not of 2 dimensions"):
+        Curve("synchronous", 1, 16, np.ones((3, 2)))

@@ -281,3 +281,47 @@ def test_default_rank_counts_fit_on_the_cluster(one_method, tmp_path):
     small.write_text("nodes = 4\n" + (CLUSTERS / "ethernet-10g.toml").read_text())
     record = planned(one_method, *STEP[:2], "--cluster", small, "--compute-ms", 100)
     assert [plan["ranks"] for plan in record["plans"]] == [1, 2, 4]
+
+
+def test_take_the_fewest_means_those_that_overlap_no_other_method():
+    times = [timed("a", 8, 10.0), timed("a", 4, 11.5), timed("a", 2, 12.0, share=0.25), timed("b", 8, 14.5, share=0.05)]
+    verdict = Verdict(times)
+    assert [each.ranks for each in verdict.close] == [8, 4, 2]
+    assert (verdict.method, verdict.fewest_ranks.ranks) == ("a", 4)
+
+
+def test_a_method_without_a_row_at_the_least_time_leaves_the_winner_open():
+    verdict = Verdict([timed("a", 8, 1.0), timed("a", 4, 5.0), timed("b", 4, 9.0)])
+    assert (verdict.method, verdict.winner, verdict.uncompared) == (None, None, ["b"])
+
+
+def test_methods_that_cannot_be_predicted_there_are_named(tmp_path):
+    files = written(tmp_path, curves_of(synchronous, COUNTS, seeds=2))
+    files += written(
+        tmp_path, curves_of(lambda ranks: 9 * synchronous(ranks), (1, 2), seeds=2, training=LOCAL, period=8)
+    )
+    said = invoke("plan", "--target-loss", 0.2, "--curves", *files, *HIDDEN).stdout
+    assert "on 8 ranks" in said
+    assert "where local, period 8 was not compared" in said
+    assert planned(files, *HIDDEN)["best_method"] is None
+
+
+def test_one_seed_of_one_curve_is_said_to_tell_nothing_of_the_spread(tmp_path):
+    files = written(tmp_path, curves_of(synchronous, (4,), seeds=1))
+    said = invoke("plan", "--target-loss", 0.2, "--curves", *files, *STEP).stdout
+    assert "nothing is known of the spread between seeds" in said
+
+
+def test_a_target_above_the_first_loss_is_refused(tmp_path):
+    files = written(tmp_path, curves_of(synchronous, COUNTS, seeds=2))
+    assert "from its first step on: give a lower --target-loss" in refused(
+        "plan", "--target-loss", 5, "--curves", *files, *STEP
+    )
+
+
+@pytest.mark.parametrize(("cluster", "model"), [("ethernet-10g", "resnet50"), ("h100", "resnet50")])
+def test_a_plan_for_65_536_ranks_prices_few_candidates(cluster, model):
+    record = told(
+        "plan", "--ranks", 65536, "--cluster", cluster, "--model", model, "--compute-ms", 100, "--wire", "fp32"
+    )
+    assert record["best"]["step_seconds"] > 0.1

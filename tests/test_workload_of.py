@@ -260,3 +260,8 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
     assert "'none.json' cannot be read" in refused("plan", "--model", "none.json", "--compute-ms", 30)
     with pytest.raises(commrt.CommrtError, match="could not be written"):
         Workload.vgg_a().save(tmp_path / "none" / "mine.json")
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(UsageError, match=r"workload_of\(\) of a str: give a torch.nn.Module"):
+        commrt.workload_of("text", torch.zeros(2, 4))

@@ -208,6 +208,7 @@ def _record(
         "plans": [_steps_record(*at, found) | rows.get(at, {}) for at, found in steps.items()],
         "best_method": None if verdict is None else verdict.method,
         "best": None if verdict is None or verdict.winner is None else _place(verdict.winner),
+        "uncompared_methods": [] if verdict is None else verdict.uncompared,
         "undecided": [] if verdict is None or verdict.winner is not None else [_place(each) for each in verdict.close],
         "deciding_ranks": None if verdict is None else verdict.deciding_ranks,
     }  # fmt: skip
@@ -277,6 +278,14 @@ def _answer(times: Sequence[TimeToTarget], prices: Prices | None) -> Iterator[st
     advice = f"a curve on {more:,} ranks would decide" if more else "curves with more seeds would decide"
     if verdict.winner is not None:
         yield f"least time: {close}"
+    elif verdict.least.high_s == inf:
+        yield f"no winner, as nothing is known of the spread between seeds: {close}"
+        yield "curves with more seeds would decide"
+    elif verdict.uncompared:
+        ranks = _counted(verdict.least.ranks)
+        others = ", ".join(verdict.uncompared)
+        yield f"no winner: the least time is {_named(verdict.least)}, where {others} was not compared"
+        yield f"record three rank counts of each method, or {ranks}; --ranks says up to how many to compare"
     elif verdict.method is None:
         yield f"no winner, as the intervals of time overlap: {close}"
         yield advice

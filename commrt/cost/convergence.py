@@ -27,8 +27,10 @@ FEWEST_COUNTS = 3
 """Rank counts of a prediction: two to fit, and one to test the fit."""
 MOST_DOUBLINGS = 2
 """Of the largest recorded rank count."""
-DEVIATIONS = 2.0
-"""Half the width of an interval, in standard deviations."""
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Half the width of an interval of 95 %, in standard deviations estimated with 1, 2, ... degrees of freedom."""
+MOST_LOG = 700.0
+"""Wider intervals, in logarithms, would overflow."""
 CLOSE = 2.0
 """Families whose errors are at most so many times the smallest are not told apart."""
 
@@ -160,9 +162,13 @@ def deviation(runs: Sequence[Run], value: Callable[[Sequence[Run]], float]) -> f
     return sqrt(variance) if isfinite(variance) else inf
 
 
-def interval(value: float, spread: float) -> Steps:
-    """Return recorded steps with logarithm `value`, which varies by the standard deviation `spread`."""
-    return Steps(exp(value), exp(value - DEVIATIONS * spread), exp(value + DEVIATIONS * spread), is_recorded=True)
+def interval(value: float, spread: float, freedom: int) -> Steps:
+    """Return recorded steps with logarithm `value`, which varies by the standard deviation `spread`.
+
+    It was estimated with `freedom` degrees of freedom: runs, less one for each rank count.
+    """
+    half = spread * (STUDENT[freedom - 1] if 1 <= freedom <= len(STUDENT) else 1.96 + 2.6 / max(freedom, 1))
+    return Steps(exp(value), exp(value - half), exp(value + half) if half < MOST_LOG else inf, is_recorded=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,14 +226,15 @@ class Convergence:
         counts, or for more than four times the largest of them.
         """
         if ranks in self.recorded:
-            return interval(mean_log(self.runs, ranks), self._spread(ranks))
+            return interval(mean_log(self.runs, ranks), self._spread(ranks), self._freedom)
         self.require(ranks)
-        values = [self._log_steps(self.runs, ranks, family) for family in self.rivals]
+        names = self._by_error if len(self.recorded) == FEWEST_COUNTS else self.rivals  # one count proves little
+        values = [self._log_steps(self.runs, ranks, family) for family in names]
         if not isfinite(values[0]):
             raise UsageError(f"{self.method}: no fit says when {ranks} ranks reach {self.target:g}: record their curve")
         doublings = min(abs(log2(ranks / count)) for count in self.recorded)
         sampled = deviation(self.runs, lambda runs: self._log_steps(runs, ranks, self.rivals[0]))
-        found = interval(values[0], sqrt(sampled**2 + (doublings * self.error) ** 2))
+        found = interval(values[0], sqrt(sampled**2 + (doublings * self.error) ** 2), self._freedom)
         others = [exp(value) for value in values if isfinite(value)]
         return Steps(found.steps, min(found.low, *others), max(found.high, *others), is_recorded=False)
 
@@ -237,9 +244,14 @@ class Convergence:
         Runs are taken to vary by the same share at all counts. If no count has two runs, it is infinite.
         """
         groups = [[log(run.steps) for run in self.runs if run.ranks == count] for count in self.recorded]
-        freedom = sum(len(group) - 1 for group in groups)
-        one = sqrt(sum(len(group) * float(np.var(group)) for group in groups) / freedom) if freedom else inf
+        squares, freedom = sum(len(group) * float(np.var(group)) for group in groups), self._freedom
+        one = max(sqrt(squares / freedom), exp(-mean_log(self.runs, ranks))) if freedom else inf  # at least one step
         return one / sqrt(len(groups[self.recorded.index(ranks)]))
+
+    @property
+    def _freedom(self) -> int:
+        """Degrees of freedom of the spread of seeds."""
+        return len(self.runs) - len(self.recorded)
 
     def knows(self, ranks: int) -> bool:
         """Return whether the steps of `ranks` ranks can be read, or predicted from fewer ranks."""
@@ -265,8 +277,12 @@ class Convergence:
     @cached_property
     def rivals(self) -> list[str]:
         """Families that the held-out counts hardly tell from the best one, the best first."""
-        by_error = sorted(self.errors, key=self.errors.__getitem__)
-        return [name for name in by_error if self.errors[name] <= CLOSE * self.errors[by_error[0]]]
+        names = self._by_error
+        return [name for name in names if self.errors[name] <= CLOSE * self.errors[names[0]]]
+
+    @property
+    def _by_error(self) -> list[str]:
+        return sorted(self.errors, key=self.errors.__getitem__)
 
     @cached_property
     def fits(self) -> dict[str, Fit]:
@@ -291,6 +307,8 @@ def convergence_of(curves: Mapping[str, Curve], target: float) -> list[Convergen
     for name, run in runs.items():
         if run is None:
             raise UsageError(_too_high(name, curves[name], target))
+        if run.steps == 1:
+            raise UsageError(f"{name} is below a loss of {target:g} from its first step on: give a lower --target-loss")
     return [_convergence(method, [c for c in curves.values() if c.method == method], target)
             for method in dict.fromkeys(curve.method for curve in curves.values())]  # fmt: skip
 

@@ -62,6 +62,8 @@ class Curve:
         )
         if not isinstance(self.training, str) or not is_flat:
             raise UsageError("a curve's training must be a text, and its settings an object of numbers and texts")
+        if np.ndim(self.losses) != 1:
+            raise UsageError(f"a curve's losses must be a row of numbers, not of {np.ndim(self.losses)} dimensions")
         if self.ranks < 1 or self.batch < self.ranks or not len(self.losses):
             raise UsageError(
                 f"a curve of {self.ranks} ranks, {self.batch} samples and {len(self.losses)} steps: all must be at "
@@ -96,6 +98,8 @@ class Curve:
         head, *steps = [_parsed(file, number, line) for number, line in enumerate(lines, 1)] or [{}]
         if head.get("commrt_curve") != VERSION:
             raise UsageError(f"{file} is no curve: its first line must say commrt_curve {VERSION}; use train --curve")
+        if (gap := next((i for i, step in enumerate(steps) if step.get("step", i) != i), None)) is not None:
+            raise UsageError(f"{file}: step {gap} comes as {steps[gap]['step']!r:.20}: a curve has all steps in order")
         losses, signal, noise = (_column(file, steps, name) for name in ("loss", "signal", "noise"))
         given: dict[str, Any] = {"losses": np.empty(0) if losses is None else losses, "signal": signal, "noise": noise}
         try:

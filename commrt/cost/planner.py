@@ -17,7 +17,7 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.coding import Coding
 from commrt.cost.cluster import Cluster
-from commrt.cost.price import Pricing
+from commrt.cost.price import Pricing, all_reduce_bound_s
 from commrt.cost.timeline import overlapped_step
 from commrt.cost.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
 from commrt.cost.workload import Workload
@@ -42,6 +42,8 @@ CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 """Bucket sizes that are tried."""
 FEW_CAPS_MB, MOST_FOR_ALL_CAPS = (8.0, 100.0), 4096
 """Those tried on more ranks than this, where pricing a bucket takes a tenth of a second."""
+MOST_STEPS = 2048
+"""Of a ring or a torus that is tried on so many ranks."""
 TRIED_IN_STEPS = 4
 """Algorithms tried in a training step: those that exchange all gradients soonest. Besides these, the one of least
 latency, which may suit small buckets, and the first candidate, which is the ring if that was priced. On more than
@@ -188,8 +190,8 @@ def priced_candidates(
 ) -> list[Candidate]:
     """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes.
 
-    What takes longer for its latencies alone than `HalvingDoubling` takes for all `nbytes` is left out: so many steps
-    would take long to price. The ring of few ranks stays, for comparison.
+    What takes longer than `HalvingDoubling`, even if it moved `nbytes` as fast as the cluster allows, is left out: so
+    many steps would take long to price. The ring of few ranks stays, for comparison.
     """
     needed = ranks - backups
     members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
@@ -204,16 +206,26 @@ def priced_candidates(
     halving = candidate(HalvingDoubling())
     limit_s = halving.plan(nbytes).exchange_s
     tried = all_reduce_candidates(needed, per_node, cluster.between.ring_count)
-    found = (each for each in tried if _least_s(each, needed, cluster) <= limit_s)
+    bound_s = all_reduce_bound_s(cluster, needed, nbytes)
+    found = (each for each in tried if _is_promising(each, needed, cluster, bound_s, limit_s))
     return [halving if each == halving.algorithm else candidate(each) for each in found]
 
 
-def _least_s(algorithm: Algorithm, ranks: int, cluster: Cluster) -> float:
-    """Return the latencies of a ring or a torus, at least; 0 for others, and for the ring of few ranks."""
-    latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
+def _is_promising(algorithm: Algorithm, ranks: int, cluster: Cluster, bound_s: float, limit_s: float) -> bool:
+    """Return True for a ring or torus that may end before `limit_s`, if `bound_s` is the least time of all.
+
+    On thousands of ranks, those of thousands of steps are left out: pricing them takes minutes. Others, and the ring of
+    few ranks, always stay.
+    """
     if isinstance(algorithm, Torus2D) and algorithm.grid is not None:
-        return latency_s * 2 * (sum(algorithm.grid) - 2)
-    return latency_s * 2 * (ranks - 1) if isinstance(algorithm, Ring | Rings) and ranks > COMPARED_RANKS else 0.0
+        steps = 2 * sum(algorithm.grid) - 4
+    elif isinstance(algorithm, Ring | Rings) and ranks > COMPARED_RANKS:
+        steps = 2 * ranks - 2
+    else:
+        return True
+    latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
+    is_short = steps <= MOST_STEPS or ranks <= MOST_FOR_ALL_CAPS
+    return is_short and bound_s + latency_s * (steps - 1) <= limit_s
 
 
 def exchange_plans(cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None) -> list[Plan]:

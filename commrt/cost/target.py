@@ -63,9 +63,15 @@ class Verdict:
 
     @property
     def method(self) -> str | None:
-        """The method with the least time; None if another one could be as fast, or nothing is known of its spread."""
+        """The method with the least time; None if another one could be as fast, or too little is known."""
         is_open = self.least.high_s == inf or any(each.method != self.least.method for each in self.close)
-        return None if is_open else self.least.method
+        return None if is_open or self.uncompared else self.least.method
+
+    @property
+    def uncompared(self) -> list[str]:
+        """Methods of which nothing is known on the number of ranks of the least time."""
+        there = {each.method for each in self.times if each.ranks == self.least.ranks}
+        return sorted({each.method for each in self.times} - there)
 
     @property
     def winner(self) -> TimeToTarget | None:
@@ -74,8 +80,11 @@ class Verdict:
 
     @property
     def fewest_ranks(self) -> TimeToTarget:
-        """Of the times that cannot be told apart, the one with the fewest ranks."""
-        return min(self.close, key=lambda each: each.ranks)
+        """Of the times that cannot be told apart from the least, and overlap no other method, that of fewest ranks."""
+        return min((each for each in self.close if not self._is_open(each)), key=lambda each: each.ranks)
+
+    def _is_open(self, time: TimeToTarget) -> bool:
+        return time is not self.least and any(o.method != time.method and o.overlaps(time) for o in self.times)
 
     @property
     def deciding_ranks(self) -> int | None:

@@ -54,6 +54,8 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     >>> workload_of(model, torch.zeros(16, 4), name="mlp").layers[1].facts()
     {'numel': 18, 'work': 16.0, 'inputs': 8, 'outputs': 2}
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"workload_of() of a {type(model).__name__}: give a torch.nn.Module, then an example batch")
     model = getattr(model, "_orig_mod", model)  # torch.compile's module holds the model
     label = type(model).__name__ if name is None else name
     _require_readable(model, label)
