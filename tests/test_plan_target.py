@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -325,3 +326,27 @@ def test_a_plan_for_65_536_ranks_prices_few_candidates(cluster, model):
         "plan", "--ranks", 65536, "--cluster", cluster, "--model", model, "--compute-ms", 100, "--wire", "fp32"
     )
     assert record["best"]["step_seconds"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("recipes", "says"),
+    [
+        (({"epochs": 3}, {"epochs": 4}), "with epochs 3, and .* with 4: such runs do not compare"),
+        (
+            ({"lr": 0.1, "epochs": 3}, {"lr": 0.2, "epochs": 3}),
+            "with lr 0.1, and .* with 0.2: such runs do not compare",
+        ),
+    ],
+)
+def test_runs_of_different_recipes_are_refused(tmp_path, recipes, says):
+    curves = curves_of(synchronous, (4,), seeds=2).items()
+    files = written(
+        tmp_path, {name: replace(one, recipe=own) for (name, one), own in zip(curves, recipes, strict=True)}
+    )
+    assert re.search(says, refused("plan", "--target-loss", 0.2, "--curves", *files, *STEP))
+
+
+def test_learning_rates_may_follow_the_number_of_ranks(tmp_path):
+    curves = curves_of(synchronous, COUNTS, seeds=2)
+    files = written(tmp_path, {name: replace(one, recipe={"lr": one.ranks * 0.1}) for name, one in curves.items()})
+    assert planned(files, *STEP)["plans"]

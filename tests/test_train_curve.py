@@ -27,13 +27,14 @@ def trained(file, *options):
 
 
 def run_of(algorithm, wire="fp32", local=None):
-    return RecordedRun("curve.jsonl", algorithm, wire, "plain", local or LocalOptions(), 64, 0)
+    return RecordedRun("curve.jsonl", algorithm, wire, "plain", local or LocalOptions(), 64, 0, 0.1, 1)
 
 
 @pytest.mark.processes
 def test_train_writes_the_curve_of_its_first_run(tmp_path):
     curve = trained(tmp_path / "a.jsonl", "--algorithm", "ring", "--seed", "3", "--compare", "gossip")
     assert (curve.method, curve.ranks, curve.batch, curve.seed) == ("synchronous", 2, 2 * 999, 3)
+    assert curve.recipe["epochs"] == 1
     assert curve.losses == pytest.approx([2.3, 2.3], abs=0.1)
     assert (curve.noise > 0).all()
 

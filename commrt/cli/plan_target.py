@@ -78,7 +78,23 @@ def _curves(files: Sequence[str], target: float) -> dict[str, Curve]:
                 f"{other} and {file} both record seed {curve.seed} of {curve.method} on {curve.ranks} ranks: leave one "
                 "out, and record another with --seed"
             )
+    _require_equal_recipes(curves)
     return curves
+
+
+def _require_equal_recipes(curves: Mapping[str, Curve]) -> None:
+    """Raise `UsageError` for other epochs, or another learning rate of one method on as many ranks, where known."""
+    known = dict[tuple[str, object], tuple[str, object]]()
+    for file, curve in curves.items():
+        for name, group in (("epochs", None), ("lr", (curve.method, curve.ranks))):
+            if (value := curve.recipe.get(name)) is None:
+                continue
+            other, found = known.setdefault((name, group), (file, value))
+            if found != value:
+                raise UsageError(
+                    f"{other} was recorded with {name} {found}, and {file} with {value}: such runs do not compare; "
+                    "record them alike"
+                )
 
 
 def _rank_counts(known: Sequence[Convergence], most: int | None, room: float) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -35,6 +36,8 @@ class RecordedRun(NamedTuple):
     batch: int
     """Images of all workers in a step."""
     seed: int
+    lr: float
+    epochs: int
 
     def check(self) -> None:
         """Raise `UsageError` for a run that has no curve, and for a file that cannot be written."""
@@ -80,4 +83,4 @@ def recording_curve(world: World, model: nn.Module, run: RecordedRun | None) -> 
     yield recorder.record
     curve = recorder.curve(world, run.training, run.batch, run.settings, run.seed)
     if curve is not None:
-        curve.save(run.path)
+        replace(curve, recipe={"lr": run.lr, "epochs": run.epochs}).save(run.path)

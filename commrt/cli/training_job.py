@@ -134,7 +134,8 @@ class Job:
         if self.curve is None:
             return None
         batch = self.batch_size // workers * workers
-        return RecordedRun(self.curve, self.algorithm, self.wire, self.recipe, self.local, batch, self.seed)
+        facts = self.algorithm, self.wire, self.recipe, self.local, batch, self.seed, self.lr, self.epochs
+        return RecordedRun(self.curve, *facts)
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""

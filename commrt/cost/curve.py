@@ -52,6 +52,8 @@ class Curve:
     """[steps]: estimates of the squared norm of the true gradient, G2; None if ranks do not average gradients."""
     noise: Losses | None = None
     """[steps]: estimates of the variance of a rank's gradient, V."""
+    recipe: Mapping[str, int | float] = field(default_factory=dict)
+    """The "lr" and "epochs" of the run, if they are known. Curves are compared only if they agree."""
 
     def __post_init__(self) -> None:
         for name, value in (("ranks", self.ranks), ("batch", self.batch), ("seed", self.seed)):
@@ -60,8 +62,11 @@ class Curve:
         is_flat = isinstance(self.settings, Mapping) and all(
             isinstance(value, int | float | str) for value in self.settings.values()
         )
+        is_flat = is_flat and isinstance(self.recipe, Mapping)
         if not isinstance(self.training, str) or not is_flat:
-            raise UsageError("a curve's training must be a text, and its settings an object of numbers and texts")
+            raise UsageError(
+                "a curve's training must be a text, and its settings an object of numbers and texts, as its recipe"
+            )
         if np.ndim(self.losses) != 1:
             raise UsageError(f"a curve's losses must be a row of numbers, not of {np.ndim(self.losses)} dimensions")
         if self.ranks < 1 or self.batch < self.ranks or not len(self.losses):
@@ -103,7 +108,7 @@ class Curve:
         losses, signal, noise = (_column(file, steps, name) for name in ("loss", "signal", "noise"))
         given: dict[str, Any] = {"losses": np.empty(0) if losses is None else losses, "signal": signal, "noise": noise}
         try:
-            return cls(**given, **{name: head[name] for name in HEAD})
+            return cls(**given, **{name: head[name] for name in HEAD}, recipe=head.get("recipe", {}))
         except UsageError as error:
             raise UsageError(f"{file}: {error}") from None
         except (KeyError, TypeError) as error:
@@ -112,6 +117,7 @@ class Curve:
     def save(self, file: str | Path) -> None:
         """Write the curve to `file`; raises `CommrtError` if that fails."""
         head = {"commrt_curve": VERSION} | {name: getattr(self, name) for name in HEAD}
+        head |= {"recipe": self.recipe} if self.recipe else {}
         columns = {"loss": self.losses, "signal": self.signal, "noise": self.noise}
         known = {name: values for name, values in columns.items() if values is not None}
         rows = ({name: float(values[step]) for name, values in known.items()} for step in range(len(self.losses)))
