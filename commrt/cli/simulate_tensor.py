@@ -24,6 +24,8 @@ from commrt.proof.spec import all_reduce
 __all__ = ["RANKS", "run"]
 
 RANKS, MOST_RANKS = 64, 256
+MIN_WIDTH = 140
+"""Of the table: names that are cut off cannot be told apart."""
 SIZES = "6144x3072", "16384x4096", "98304x8192"
 """Priced if no --size is given: few, more and many tokens for each unit of width."""
 ONLY_PRICED = "commrt splits no model for you: examples/summa.py shows how a program does it on commrt's backend"
@@ -41,7 +43,7 @@ def run(tensor: TensorOptions, options: ExchangeOptions, as_json: bool) -> None:
         print(json_of({"cluster": cluster.name, "ranks": options.ranks, "wire": options.wire, "layouts": rows}))
         return
     table = _table(f"a transformer layer on {options.ranks} ranks of {cluster.name}, {options.wire}", rows)
-    Console(width=max(Console().width, 140)).print(table)
+    Console(width=max(Console().width, MIN_WIDTH)).print(table)
     print(ONLY_PRICED)
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
