@@ -14,7 +14,7 @@ from torch import Tensor
 from commrt.kernels.layout import Layout, require_as_many
 from commrt.kernels.reference import mix, norm_of, pack, unpack
 
-__all__ = ["Findings", "Packing", "Repeatable", "TorchPacking", "bits"]
+__all__ = ["Findings", "Packing", "Repeatable", "TorchPacking", "bits", "views_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,7 @@ class TorchPacking:
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
         self._layout, self._like = layout, like
-        self._views = self._views_of(wire)
+        self._views = views_of(wire, layout, like)
         self._flags, self._header = layout.flags(wire), layout.header(wire)
         self.disputed = False
 
@@ -115,6 +115,14 @@ class TorchPacking:
         """See `Packing.pack`: one pass over each tensor, two more with `findings`."""
         require_as_many(tensors, len(self._like))
         pack(tensors, self._views, scale, *self._outputs(findings))
+        self.seal(tensors, header)
+
+    def pack_one(self, index: int, tensor: Tensor | None, scale: float) -> None:
+        """Do what `pack` does for one tensor; `seal` then completes the wire."""
+        pack([tensor], [self._views[index]], scale)
+
+    def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
+        """Write the flags of `tensors` and the bits of `header`."""
         self._flags.fill_(1)
         for i in (i for i, tensor in enumerate(tensors) if tensor is None):
             self._flags[i] = 0
@@ -144,7 +152,8 @@ class TorchPacking:
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
         require_as_many(tensors, len(self._like))
-        mix(tensors, self._views_of(received), None if sent is None else self._views_of(sent), weight)
+        went = None if sent is None else views_of(sent, self._layout, self._like)
+        mix(tensors, views_of(received, self._layout, self._like), went, weight)
 
     def norm(self, findings: Findings) -> Tensor:
         """See `Packing.norm`."""
@@ -156,10 +165,12 @@ class TorchPacking:
         findings.count = len(self._like)
         return findings.nonfinite, findings.sums
 
-    def _views_of(self, wire: Tensor) -> list[Tensor]:
-        begin = wire.storage_offset()
-        pairs = zip(self._like, self._layout.places, strict=True)
-        return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
+
+def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the views of `wire` that hold tensors of the shapes and strides of `like`."""
+    begin = wire.storage_offset()
+    pairs = zip(like, layout.places, strict=True)
+    return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
 
 
 def bits(word: int) -> Tensor:

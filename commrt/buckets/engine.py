@@ -196,12 +196,12 @@ class Engine:
 
     def _pack_and_run(self, bucket: GradientBucket, own: AnyProgram, step: int) -> None:
         with within_range(self.world.recorder, "pack"):
-            bucket.pack(self._scale())
+            bucket.pack(self.scale())
         if len(self.members) > 1:  # one rank alone has no codes to decode
             own.run(Tag(step, bucket.index), self.world.recorder)
         self.coder.note(bucket.wire[bucket.head_numel :])
 
-    def _scale(self) -> float:
+    def scale(self) -> float:
         """Return the weight of a rank's gradients in what the schedule adds."""
         return 1 / (self.algorithm.within if isinstance(self.algorithm, Gossip) else len(self.members))
 
@@ -211,7 +211,7 @@ class Engine:
             return False
         with within_range(self.world.recorder, "graph"):
             return self._graphs.carry(
-                bucket, cast("Sequence[BoundProgram]", programs), self._scale(), Tag(step, bucket.index)
+                bucket, cast("Sequence[BoundProgram]", programs), self.scale(), Tag(step, bucket.index)
             )
 
     def why_not_graphs(self) -> dict[int, str]:

@@ -34,7 +34,7 @@ from commrt.kernels.layout import Layout, layout_of, overlap
 from commrt.kernels.packing import Repeatable
 from commrt.transport.protocol import Allocate, zeros
 
-__all__ = ["GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets"]
+__all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets", "require_fit"]
 
 CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
@@ -49,6 +49,7 @@ class OverlapCheck:
     """
 
     def __init__(self) -> None:
+        self._homes: dict[int, str] = {}  # by address, the parameter whose gradient stays there
         self._known: dict[int, list[int]] = {}
         self._taken: dict[int, tuple[Sequence[str], list[int], Sequence[int]]] = {}
         self._moved = False
@@ -65,6 +66,16 @@ class OverlapCheck:
         if self._moved:
             self._compare()
         self._known[bucket] = addresses
+
+    def claim(self, name: str, home: Tensor) -> None:
+        """Note that `home` is for the gradient of `name` alone."""
+        if home.numel():
+            self._homes[home.data_ptr()] = name
+
+    def require_no_home(self, name: str, grad: Tensor) -> None:
+        """Raise `UsageError` if `grad`, which is not where the gradient of `name` stays, is where another one does."""
+        if owner := self._homes.get(grad.data_ptr()):
+            raise UsageError(f"the gradient of {name} was given the memory of that of {owner}: use a .clone()")
 
     def _compare(self) -> None:
         taken = [piece for pieces in self._taken.values() for piece in zip(*pieces, strict=True) if piece[1]]
@@ -135,14 +146,17 @@ class GradientBucket:
         self._require_agreement()  # a GPU may have found out since the previous step
         self._word, self._made = encode(header), {}
         self._grads = [param.grad for _, param in self.params]
+        self._require_fit(is_ready)
+        self._versions = _versions(self._grads)
+
+    def _require_fit(self, is_ready: Callable[[str], bool]) -> None:
         for kind, name, grad in zip(self._kinds, self.names, self._grads, strict=True):
             if grad is not None:
-                _require_fit(name, grad, kind, self.wire.device)
+                require_fit(name, grad, kind, self.wire.device)
             elif is_ready(name):
                 raise UsageError(CHANGED.format(name=name))
         addresses = [0 if grad is None else grad.data_ptr() for grad in self._grads]
         self._overlaps.check(self.index, self.names, addresses, self._nbytes)
-        self._versions = _versions(self._grads)
 
     def pack(self, scale: float) -> None:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
@@ -193,8 +207,12 @@ class GradientBucket:
         """Make gradients that only other ranks had; on a GPU this waits for the wire if one is missing here."""
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
         elsewhere = self._packing.present() if missing else []
-        self._made = {i: torch.empty_like(self._like[i], device=self.wire.device) for i in missing if elsewhere[i]}
+        self._made = {i: self._room(i) for i in missing if elsewhere[i]}
         self._owe_again([i for i in missing if not elsewhere[i]])
+
+    def _room(self, place: int) -> Tensor:
+        """Return memory for a gradient that only other ranks had."""
+        return torch.empty_like(self._like[place], device=self.wire.device)
 
     def _owe_again(self, dropped: Sequence[int]) -> None:
         """Share out among the ranks what they have paid for gradients that nobody had, as nobody will use it."""
@@ -224,7 +242,7 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
     return [-1 if grad is None or grad._base is not None else grad._version for grad in grads]  # noqa: SLF001  # nothing else tells
 
 
-def _require_fit(name: str, grad: Tensor, kind: TensorKind, device: torch.device) -> None:
+def require_fit(name: str, grad: Tensor, kind: TensorKind, device: torch.device) -> None:
     """Raise `UsageError` for a gradient that would be written to its neighbours' places; costs 0.5 us."""
     if grad.is_inference():
         raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
@@ -257,7 +275,8 @@ class ReadyOrder:
 
     def __init__(self, members: Sequence[Sequence[str]]) -> None:
         self._members = [frozenset(names) for names in members]
-        self._bucket_of = {name: bucket for bucket, names in enumerate(members) for name in names}
+        self.bucket_of = {name: bucket for bucket, names in enumerate(members) for name in names}
+        """Number of each gradient's bucket."""
         self.arm()
 
     def arm(self) -> None:
@@ -274,7 +293,7 @@ class ReadyOrder:
                 f"the gradient of {name} became ready twice in one backward pass. Reentrant activation "
                 "checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
-        self._missing[self._bucket_of[name]].remove(name)
+        self._missing[self.bucket_of[name]].remove(name)
         self.seen.append(name)
         first = self._next
         while self._next < len(self._missing) and not self._missing[self._next]:
@@ -283,7 +302,7 @@ class ReadyOrder:
 
     def is_ready(self, name: str) -> bool:
         """Return True if the gradient `name` was marked in this pass."""
-        return name not in self._missing[self._bucket_of[name]]
+        return name not in self._missing[self.bucket_of[name]]
 
     def rest(self) -> list[int]:
         """Return the buckets that have not left when the backward pass ends."""
@@ -298,6 +317,7 @@ def build_buckets(
     model: int = 0,
     allocate: Allocate = zeros,
     first: int = 0,
+    kind: type[GradientBucket] = GradientBucket,
 ) -> list[GradientBucket]:
     """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers."""
     dtypes = [gradient_dtype(param) for _, param in params]
@@ -310,5 +330,5 @@ def build_buckets(
         members, dtype = [params[i] for i in places], dtypes[places[0]]
         layout = layout_of([param.numel() for _, param in members])
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)
-        buckets.append(GradientBucket(index, members, layout, buffer, model, overlaps, coding))
+        buckets.append(kind(index, members, layout, buffer, model, overlaps, coding))
     return buckets

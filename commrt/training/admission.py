@@ -17,9 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from commrt.adaptive import Adaptive
+from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.carrying import require_carrier
+from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
-from commrt.buckets.layout import Named, gradient_dtype
+from commrt.buckets.layout import Named, gradient_dtype, wire_dtype
 from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.runtime.collectives import WIRES, check_algorithm, check_wire, is_expanded
@@ -34,6 +36,7 @@ __all__ = [
     "describe_buffers",
     "describe_optimizers",
     "have_state",
+    "wants_views",
 ]
 
 MOST_MB = 1e9
@@ -96,6 +99,35 @@ def _check_coding(wire: torch.dtype | Coding | Adaptive | None, algorithm: objec
     require_carrier(algorithm, wire)
     if graphs is True:
         raise UsageError(f"graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out")
+
+
+def wants_views(
+    gradients: object,
+    params: Sequence[Named],
+    algorithm: object,
+    wire: torch.dtype | Coding | Adaptive | None,
+    *,
+    graphs: bool,
+) -> bool:
+    """Return True for ``gradients="views"``; raises `UsageError` where they cannot be views of what travels."""
+    if gradients not in ("own", "views"):
+        raise UsageError(f'gradients={gradients!r:.80}: give "own", or "views" to keep them in what travels')
+    if gradients == "own":
+        return False
+    weights = isinstance(algorithm, Gossip) and algorithm.payload == "weights"
+    if weights or isinstance(algorithm, BackupWorkers | LocalSGD):
+        name = type(algorithm).__name__
+        raise UsageError(f'gradients="views" with {name}, where gradients do not travel as they are: leave it out')
+    if graphs:
+        raise UsageError('gradients="views" with graphs=True: a graph packs and unpacks; choose one of them')
+    for name, param in params:
+        own, travels = gradient_dtype(param), wire_dtype(gradient_dtype(param), wire)
+        if own != travels:
+            raise UsageError(
+                f'gradients="views" needs gradients of the dtype that travels; those of {name} are {own} and travel as '
+                f"{travels}: leave out wire= or gradients="
+            )
+    return True
 
 
 def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimizer]:

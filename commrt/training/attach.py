@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.buckets.engine import Engine
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import MIB, Named
+from commrt.buckets.view_bucket import ViewBucket
 from commrt.buckets.weight_bucket import WeightBucket, build_weight_buckets, exchanged_tensors
 from commrt.coding import Coding
 from commrt.errors import UsageError
@@ -38,6 +39,7 @@ from commrt.training.admission import (
     describe_buffers,
     describe_optimizers,
     have_state,
+    wants_views,
 )
 from commrt.training.backup_workers import BackupWorkersReplica
 from commrt.training.broadcast_state import Broadcaster, WorldBroadcaster, overwrite_states
@@ -78,6 +80,7 @@ def attach(  # noqa: PLR0913  # each has its default
     world: World | None = None,
     wire: torch.dtype | Coding | Adaptive | None = None,
     bucket_cap_mb: float = 25.0,
+    gradients: Literal["own", "views"] = "own",
     broadcast_buffers: bool = True,
     graphs: bool = False,
     also: Sequence[Stateful] = (),
@@ -95,6 +98,9 @@ def attach(  # noqa: PLR0913  # each has its default
       wire at each hop, and replicas stay bitwise equal. Gradients of no wider dtype travel as they are. A coding such
       as ``commrt.Int4()`` sends fewer bits; it needs an algorithm that sums in one step, ``commrt.Direct()``.
     - `bucket_cap_mb`: the size of a bucket, in MiB of gradients that travel together.
+    - `gradients`: ``"views"`` keeps them in the buffers that travel, which saves the memory of one copy and the time to
+      make two. ``param.grad`` is then the same memory in every step: clone what must outlive the next one. What views
+      cannot do is refused (docs/doors.md).
     - `broadcast_buffers`: send rank 0's buffers to all at the end of each synchronous step. A graph that was built with
       other values and has not run backward yet then ends in torch's own error. BatchNorm in training does not read its
       buffers, so this does not concern it.
@@ -110,13 +116,15 @@ def attach(  # noqa: PLR0913  # each has its default
     check_stateful(also, "attach(also=)")
     flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs}
     params, optimizers = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, **flags)
+    views = wants_views(gradients, params, algorithm, wire, graphs=graphs)
     for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
         if taken:
             raise UsageError(f"{name} is attached already: detach() the first replica before attaching again")
     if (device := params[0][1].device).type == "cuda":
         world.connect(device)
     world.attached += 1
-    request = _Request(world, model, params, optimizers, wire, int(bucket_cap_mb * MIB))
+    kind = ViewBucket if views else GradientBucket
+    request = _Request(world, model, params, optimizers, wire, int(bucket_cap_mb * MIB), kind)
     if isinstance(algorithm, BackupWorkers):
         algorithm.needed(world.size)
         _require_nobody_lost(world)
@@ -163,11 +171,12 @@ class _Request:
     optimizers: Sequence[Optimizer]
     wire: torch.dtype | Coding | Adaptive | None
     cap_nbytes: int
+    kind: type[GradientBucket]
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
-        world = self.world
-        return build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate=world.transport.allocate)
+        world, allocate = self.world, self.world.transport.allocate
+        return build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate, kind=self.kind)
 
     def claim(
         self, algorithm: Algorithm, schedule: Schedule, buckets: Sequence[GradientBucket | WeightBucket]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from commrt.buckets.engine import BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.layout import WIDTHS, Header
+from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
 from commrt.threads.future import Future
@@ -56,6 +57,7 @@ class SynchronousReplica(Replica):
         params = [param for _, param in named]
         self._guard = StepGuard(self._world, model, optimizers, params, partial(self._average, LATE))
         self._alone = self._world.size == 1
+        self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
         self._joining = False  # ranks may have left, so each step begins with the question who has data
         self._parameter_list = ParameterList(model)
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
@@ -83,7 +85,11 @@ class SynchronousReplica(Replica):
         if self._is_first(f"the gradient of {name}"):
             self._begin(current_pass())
             at_end_of_backward(self._finish)
-        self._submit(self._order.mark(name))
+        leaving = self._order.mark(name)
+        if self._moves_in and not self._joining:  # there, only `_has_data` tells the scale
+            bucket = self._engine.buckets[self._order.bucket_of[name]]
+            cast("ViewBucket", bucket).move_in(name, self._engine.scale())
+        self._submit(leaving)
 
     def average(self) -> None:
         """Average the gradients at hand now; see `Replica.average`."""

@@ -32,6 +32,13 @@ def algorithms_of(scenario, place, ranks):
     return EVERY if ranks <= FEW or scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
 
 
+def settings_of(scenario, algorithm):
+    """Wires, and where gradients lie: views are for a wire that does not round."""
+    yield from (("fp32", "own"), ("fp32", "views"))
+    if algorithm in ROUNDED.get(scenario.name, ()):
+        yield from (("bf16", "own"), ("fp16", "own"))
+
+
 def compare(tell, scenarios, algorithms=None):
     """Rows (scenario, algorithm, wire, distance to DDP, distance to the joined batch, replicas equal)."""
     torch.set_num_threads(1)
@@ -42,9 +49,10 @@ def compare(tell, scenarios, algorithms=None):
         with_ddp = ddp(scenario, world)
         joined = train_joined(scenario, world.size)
         for algorithm in algorithms or algorithms_of(scenario, place, world.size):
-            for wire in WIRES if algorithm in ROUNDED.get(scenario.name, ()) else ("fp32",):
-                ours, equal = attached(scenario, world, algorithm, WIRES[wire])
-                rows.append((scenario.name, algorithm, wire, distance(ours, with_ddp), distance(ours, joined), equal))
+            for wire, kind in settings_of(scenario, algorithm):
+                ours, equal = attached(scenario, world, algorithm, WIRES[wire], kind)
+                what = f"{algorithm}, {kind}"
+                rows.append((scenario.name, what, wire, distance(ours, with_ddp), distance(ours, joined), equal))
     world.close()
     dist.destroy_process_group()
     return rows
@@ -56,14 +64,16 @@ def ddp(scenario, world):
     return train(scenario, wrapped, model, optimizer_of(scenario, model), (world.rank, world.size), wrapped.no_sync)
 
 
-def attached(scenario, world, algorithm, wire):
+def attached(scenario, world, algorithm, wire, kind):
     model = build(scenario)
     if world.rank:  # attach must overwrite this with rank 0's
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(world.rank)
     optimizer = optimizer_of(scenario, model)
-    replica = commrt.attach(model, optimizer, algorithm_named(algorithm), world=world, wire=wire, bucket_cap_mb=0.002)
+    replica = commrt.attach(
+        model, optimizer, algorithm_named(algorithm), world=world, wire=wire, bucket_cap_mb=0.002, gradients=kind
+    )
     call = torch.compile(model, backend=scenario.backend) if scenario.backend else model
     params = train(scenario, call, model, optimizer, (world.rank, world.size), replica.no_sync)
     equal = replica.replicas_equal()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets whose gradients live on the wire: ``param.grad`` is a view of it, so that nothing is unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, require_fit
+from commrt.errors import UsageError
+from commrt.kernels.packing import TorchPacking, views_of
+
+__all__ = ["ViewBucket"]
+
+GRAPH = (
+    "the gradient of {name} has a graph of its own, by create_graph=True, which would end where its values are moved: "
+    'attach without gradients="views"'
+)
+
+
+class ViewBucket(GradientBucket):
+    """A bucket whose gradients stay on the wire between steps, each at its home.
+
+    A gradient that autograd made elsewhere is scaled into its home, and one that is at home already is scaled in place.
+    On a CPU `move_in` does that as soon as the gradient is there, while it is in the processor's cache; on a GPU one
+    launch does it for the whole bucket.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # .data: a home counts its own writes, and is no view that autograd treats specially
+        self._homes = [view.data for view in views_of(self.wire, self.layout, self._like)]
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._moved: dict[int, int] = {}  # by place, how often the home was written to when the gradient had moved in
+        self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
+        for name, home in zip(self.names, self._homes, strict=True):
+            self._overlaps.claim(name, home)
+
+    def move_in(self, name: str, scale: float) -> None:
+        """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
+
+        It must be the scale of this step's `pack`. Does nothing on a GPU.
+        """
+        place = self._places[name]
+        grad, home = self.params[place][1].grad, self._homes[place]
+        if self._torch is None or grad is None:
+            return
+        self._require_movable(place, grad)
+        self._torch.pack_one(place, grad, scale)
+        if grad is not home:
+            self.params[place][1].grad = home
+        self._moved[place] = home._version  # noqa: SLF001  # nothing else tells
+
+    def _require_movable(self, place: int, grad: Tensor) -> None:
+        if grad is not self._homes[place]:
+            require_fit(self.names[place], grad, self._kinds[place], self.wire.device)
+            if grad.requires_grad:
+                raise UsageError(GRAPH.format(name=self.names[place]))
+            self._overlaps.require_no_home(self.names[place], grad)
+
+    def _require_fit(self, is_ready: Callable[[str], bool]) -> None:
+        for place, grad in enumerate(self._grads):
+            moved = self._moved.get(place)
+            if moved is not None:
+                stays = grad is self._homes[place] and grad._version == moved  # noqa: SLF001
+            else:
+                stays = grad is not None or not is_ready(self.names[place])
+            if not stays:
+                raise UsageError(CHANGED.format(name=self.names[place]))
+            if grad is not None:
+                self._require_movable(place, grad)
+
+    def pack(self, scale: float) -> None:
+        """See `GradientBucket.pack`; leaves out what has moved in."""
+        if self._torch is None:
+            super().pack(scale)
+            return
+        self._require_unchanged()
+        self._scale = scale
+        for place, grad in enumerate(self._grads):
+            if place not in self._moved:
+                self._torch.pack_one(place, grad, scale)
+        self._torch.seal(self._grads, self._word)
+
+    def unpack(self) -> None:
+        """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
+        self._require_unchanged()
+        self._packing.unpack([None] * len(self._grads), self._word)
+        self._require_agreement()
+        self._make_missing()
+        self._made |= {
+            place: home
+            for place, (grad, home) in enumerate(zip(self._grads, self._homes, strict=True))
+            if grad is not None and grad is not home
+        }
+
+    def _room(self, place: int) -> Tensor:
+        return self._homes[place]
+
+    def release(self) -> None:
+        """See `GradientBucket.release`."""
+        super().release()
+        self._moved = {}
