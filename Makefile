@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow conformance check fuzz docs pictures inspect bench netlab gpu gpu-check gpu-tune clean
+.PHONY: venv demo test test-slow conformance check fuzz docs pictures inspect bench netlab gpu clean
 
 venv: .venv/ready
 
@@ -64,19 +64,19 @@ bench: venv
 netlab: venv
 	$(BIN)/python bench/netlab.py --records build/bench/netlab.jsonl
 
-# All that needs a GPU. Takes any Python with torch, Triton, pytest and pytest-benchmark; needs no network:
+# All that needs a GPU, in three commands of under eight minutes, each with its record in bench/results. Takes any
+# Python with torch, Triton, CuPy, pytest and pytest-benchmark; needs no network:
 #   make gpu PY=python3
 PY ?= $(BIN)/python
-gpu: gpu-check gpu-tune
+GPU_PARTS = gpu-correctness gpu-kernels gpu-steps
+.PHONY: $(GPU_PARTS)
+gpu:
+	for part in $(GPU_PARTS); do $(MAKE) $$part || failed=1; done; test -z "$$failed"
 
-gpu-check gpu-tune: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
-gpu-check:
+$(GPU_PARTS): export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
+$(GPU_PARTS):
 	$(PY) -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU here: nothing was measured"'
-	$(PY) bench/gpu_check.py
-
-gpu-tune:
-	mkdir -p bench/results
-	$(PY) bench/tune_kernels.py --variants > bench/results/sizes.txt
+	$(PY) bench/gpu_check.py $(@:gpu-%=%)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -21,13 +21,21 @@ from torch import Tensor, nn
 
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder, build_buckets
 from commrt.buckets.layout import MIB, Header
+from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.streams import streams_of
 from commrt.training.hooks import at_end_of_backward, on_gradient
 
 CLOCK = Clock()
 ALONE, PACKED = "backward alone", "with packing beside it"
-PEERS = {ALONE: ALONE, PACKED: ALONE}
+OWN, VIEWS = "packed and unpacked, fp32", "in place, fp32, views"
+KINDS: dict[str, tuple[type[GradientBucket], torch.dtype | None, bool]] = {
+    PACKED: (GradientBucket, torch.bfloat16, False),
+    OWN: (GradientBucket, None, True),
+    VIEWS: (ViewBucket, None, True),
+}
+"""Kind of bucket, dtype of the wire, whether gradients are unpacked too."""
+PEERS = dict.fromkeys((ALONE, *KINDS), ALONE)
 ROUNDS = 30 if HAS_GPU else 3
 BATCH, SIDE, DEPTH, WIDTH = (64, 28, 16, 128) if HAS_GPU else (2, 7, 2, 8)
 
@@ -56,15 +64,15 @@ class Bottleneck(nn.Module):
 
 
 class Packer:
-    """Packs each bucket once it is ready, on a communication thread's stream: the runtime without exchanges."""
+    """Packs each bucket once it is ready, on a communication thread's stream, and may unpack it: all but exchanges."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.active = False
+    def __init__(self, model: nn.Module, kind: type[GradientBucket], wire: torch.dtype | None, unpacks: bool) -> None:
+        self.active, self._unpacks = False, unpacks
         self._lane = CommThread(lambda *_: None)
         if HAS_GPU:
             self._lane.submit(self._enter).result()
         params = list(model.named_parameters())[::-1]
-        self._buckets = build_buckets(params, torch.bfloat16, 25 * MIB)
+        self._buckets = build_buckets(params, wire, 25 * MIB, kind=kind)
         self._order = ReadyOrder([bucket.names for bucket in self._buckets])
         self._answers: list[object] = []
         for name, param in params:
@@ -86,11 +94,18 @@ class Packer:
 
     def _submit(self, bucket: GradientBucket) -> None:
         bucket.take(Header(0, 1, 0, 0, bucket.index, 0), self._order.is_ready)
-        self._answers.append(self._lane.submit(lambda: bucket.pack(0.5)))
+        self._answers.append(self._lane.submit(lambda: self._carry(bucket)))
+
+    def _carry(self, bucket: GradientBucket) -> None:
+        bucket.pack(0.5)
+        if self._unpacks:
+            bucket.unpack()
 
     def _finish(self) -> None:
         for answer in filter(None, self._answers):
             answer.result()
+        for bucket in self._buckets:
+            bucket.assign_gradients()
         self._answers.clear()
         self._order.arm()
 
@@ -112,19 +127,21 @@ def seconds(work: Callable[[], None]) -> float:
 
 @pytest.fixture(scope="module")
 def times(request: pytest.FixtureRequest) -> Times:
-    """Return the seconds of backward passes, alone and with packing, interleaved."""
+    """Return the seconds of backward passes, alone and with packing of each kind, interleaved."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Bottleneck(WIDTH) for _ in range(DEPTH))).to(DEVICE)
-    packer, found = Packer(model), {ALONE: [], PACKED: []}
+    packers = {name: Packer(model, *kind) for name, kind in KINDS.items()}
+    found: Times = {name: [] for name in PEERS}
     x = torch.randn(BATCH, 4 * WIDTH, SIDE, SIDE, device=DEVICE)
-    for number in range(2 * (ROUNDS + 3)):
-        packer.active = number % 2 == 1
-        model.zero_grad()
-        loss = model(x).square().mean()
-        spent = seconds(loss.backward)
-        if number >= 6:
-            found[PACKED if packer.active else ALONE].append(spent)
-    packer.close()
+    for turn in range(ROUNDS + 3):
+        for variant in PEERS:
+            for name, packer in packers.items():
+                packer.active = name == variant
+            model.zero_grad()
+            loss = model(x).square().mean()
+            found[variant] += [seconds(loss.backward)] * (turn >= 3)
+    for packer in packers.values():
+        packer.close()
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\n{DEPTH} bottlenecks of width {WIDTH}, batch {BATCH}\n{table(found, PEERS)}")
     return found

@@ -83,7 +83,7 @@ def test_the_tuner_says_that_it_measured_nothing_without_a_gpu():
 
 
 def test_the_check_of_a_gpu_writes_one_record(tmp_path):
-    command = [sys.executable, str(BENCH / "gpu_check.py"), "--out", str(tmp_path), "--only", "can two"]
+    command = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--out", str(tmp_path), "--only", "can two"]
     subprocess.run(command, check=True, capture_output=True)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())

@@ -212,7 +212,7 @@ def test_a_gpu_that_runs_no_kernel_of_torch_is_a_problem(kernels):
 
 def test_a_gpu_older_than_our_kernels_is_a_warning():
     first, *_ = gpus(FakeCuda((7, 5)), "12.8")
-    assert (first.verdict, "gpu-check" in first.advice) == ("warning", True)
+    assert (first.verdict, "make gpu" in first.advice) == ("warning", True)
 
 
 def test_gpus_without_peer_access_are_named():

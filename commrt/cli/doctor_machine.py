@@ -194,7 +194,7 @@ def _gpu(cuda: ModuleType, number: int) -> Iterator[Finding]:
     detail = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
     if (device.major, device.minor) < COMPILED_FROM:
         detail += ": commrt's kernels were compiled for 8.0 and later only"
-        yield Finding(f"gpu {number}", "warning", detail, "Run make gpu-check before you rely on it.")
+        yield Finding(f"gpu {number}", "warning", detail, "Run make gpu before you rely on it.")
     else:
         yield Finding(f"gpu {number}", "ok", detail)
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check on a GPU that the kernels of coding give what their definitions say, bit by bit.
+
+Without a GPU the definitions are compared with themselves, which shows that this file runs.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from kernel_variants import DEVICE
+from test_on_gpu import random, same, there
+from torch import Tensor
+
+from commrt.coding import NEAREST, STOCHASTIC, Coding, Float8
+from commrt.kernels import codes, dispatch
+
+NUMELS = (1, 255, 2048, 5000, 1_000_003)
+KEY = 0x9E37_79B9_7F4A_7C15
+KINDS = [*(Coding(bits) for bits in (2, 3, 4, 5, 6, 7, 8)), Float8(), Coding(8, 64), Coding(4, 1024)]
+ENCODED = [
+    *(Coding(bits, feedback=feedback) for bits, feedback in product((2, 4, 8), (False, True))),
+    *(Coding(bits, rounding=STOCHASTIC) for bits in (2, 4, 8)),
+    *(Float8(feedback=feedback) for feedback in (False, True)),
+]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def values(numel: int, seed: int) -> Tensor:
+    """Return values of many magnitudes; some blocks hold zeros, infinity or NaN."""
+    x = random(numel, torch.float32, seed)
+    x[300:812] = 0.0
+    x[1100:1101] = -float("inf")
+    x[1400:1401] = float("nan")
+    x[1792:2048] *= 1e-38
+    return x
+
+
+def coded(coding: Coding, numel: int, count: int) -> Tensor:
+    """Return `count` rows of codes, [count, nbytes]."""
+    rows = torch.zeros(count, coding.nbytes(numel), dtype=torch.uint8)
+    for seed, row in enumerate(rows):
+        codes.encode(values(numel, 50 + seed), row, coding)
+    return rows
+
+
+@pytest.mark.parametrize("coding", ENCODED, ids=lambda c: f"{c}, {c.rounding}" if c.rounding != NEAREST else str(c))
+def test_codes_and_what_they_lose_are_their_definition(coding: Coding):
+    for numel in NUMELS:
+        here, left = values(numel, 0), values(numel, 1) * 0.01
+        want = torch.full((coding.nbytes(numel),), 0xEE, dtype=torch.uint8)
+        away, away_left, got = there(here), there(left), there(want)
+        codes.encode(here, want, coding, left if coding.feedback else None, KEY)
+        dispatch.encoding(away, got, coding, away_left if coding.feedback else None)(KEY)
+        assert torch.equal(got.cpu(), want)
+        assert same(away_left, left)
+
+
+@pytest.mark.parametrize("coding", KINDS, ids=str)
+def test_decoding_and_adding_codes_are_their_definitions(coding: Coding):
+    for numel, count in zip(NUMELS, (1, 2, 7, 3, 2), strict=True):
+        rows, total = coded(coding, numel, count), values(numel, 9).nan_to_num(3.0, 3.0, 3.0)
+        away, decoded, away_total = there_rows(rows), torch.empty(numel, device=DEVICE), there(total)
+        want = torch.empty(numel)
+        codes.decode(rows[0], want, coding)
+        dispatch.decoding(away[0], decoded, coding)()
+        codes.add_codes(total, list(rows), coding)
+        dispatch.adding_codes(away_total, list(away), coding)()
+        assert same(decoded, want)
+        assert same(away_total, total)
+
+
+def there_rows(rows: Tensor) -> Tensor:
+    """Return a copy on the device."""
+    return rows.to(DEVICE)
