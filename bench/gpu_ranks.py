@@ -215,7 +215,7 @@ def trained(
 def untrained(device: torch.device) -> nn.Module:
     """Return the same model on every rank."""
     torch.manual_seed(0)
-    layers = (nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    layers = (nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
     return nn.Sequential(*layers).to(device)
 
 

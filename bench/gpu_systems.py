@@ -18,7 +18,11 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.ring import Ring
+from commrt.program import program
+from commrt.runtime.executor import bind
 from commrt.runtime.world import World
+from commrt.schedule import Schedule
+from commrt.transport.protocol import Tag
 
 __all__ = ["PERIOD", "WAYS", "Trained", "backend", "host", "train"]
 
@@ -35,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "local SGD": {"algorithm": commrt.LocalSGD(PERIOD, delay=1)},
     "backup workers": {"algorithm": commrt.BackupWorkers(1)},
 }
-SENT, TORCH_SENT = "commrt", "torch.distributed.batch_isend_irecv"
+BOUND, SENT, TORCH_SENT = "commrt, bound as in a step", "commrt, World.run", "torch.distributed.batch_isend_irecv"
 
 
 class Trained(NamedTuple):
@@ -160,7 +164,11 @@ def host(_: Tell, numel: int, rounds: int) -> Times:
     with opened(device) as world:
         schedule = Ring().schedule(0, world.size)
         buffer, own = (torch.zeros(numel, device=device) for _ in range(2))
-        ways = {SENT: partial(world.run, schedule, buffer), TORCH_SENT: by_torch(own)}
+        ways = {
+            BOUND: bound(world, schedule, torch.zeros_like(buffer)),
+            SENT: partial(world.run, schedule, buffer),
+            TORCH_SENT: by_torch(own),
+        }
         times: Times = {name: [] for name in ways}
         for turn in range(-5, rounds):
             for name, way in ways.items():
@@ -172,6 +180,13 @@ def host(_: Tell, numel: int, rounds: int) -> Times:
         waited(device)
     dist.destroy_process_group()
     return times
+
+
+def bound(world: World, schedule: Schedule, buffer: Tensor) -> Callable[[], object]:
+    """Return what a step does for each bucket: a bound program, run on the communication thread."""
+    own = program(schedule, world.rank)
+    ready = world.comm_thread.submit(lambda: bind(own, buffer, world.transport)).result()
+    return lambda: world.comm_thread.submit(lambda: ready.run(Tag(0, "host"))).result()
 
 
 def by_torch(row: Tensor) -> Callable[[], None]:

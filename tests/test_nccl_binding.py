@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from torch.distributed import HashStore
 from commrt.errors import TransportError, UsageError
 from commrt.testing import nccl as stand_in
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.nccl_communicator import load
+from commrt.transport.nccl_communicator import Binding, Communicator, load
 from commrt.transport.protocol import CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # CuPy warns where there is no GPU
@@ -84,6 +85,33 @@ def test_the_stand_in_offers_nothing_that_is_not_there(real):
     assert {name for name in members if not hasattr(real.NcclCommunicator, name)} == set()
     constants = [name for name in stand_in.__all__ if name.startswith("NCCL_")]
     assert {name: getattr(stand_in, name) for name in constants} == {name: getattr(real, name) for name in constants}
+
+
+def documented(function):
+    """How many arguments a compiled function takes at least, by the first line of its documentation."""
+    first = function.__doc__.splitlines()[0]
+    names = first[first.index("(") + 1 : first.rindex(")")].split(",")
+    return len([name for name in names if name.strip() not in ("", "self") and "=" not in name])
+
+
+def declared(function):
+    return len([name for name in inspect.signature(function).parameters if name != "self"])
+
+
+CALLS = [
+    (kind, name) for kind in (Binding, Communicator) for name in vars(kind) if inspect.isfunction(vars(kind)[name])
+]
+CALLS = [(kind, name) for kind, name in CALLS if not name.startswith("_")]
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS, ids=[name for _, name in CALLS])
+def test_each_call_takes_the_arguments_that_the_real_one_documents(real, kind, name):
+    holder = real if kind is Binding else real.NcclCommunicator
+    assert declared(getattr(kind, name)) == documented(getattr(holder, name))
+
+
+def test_all_calls_were_looked_at():
+    assert len(CALLS) == 11
 
 
 def test_where_cupy_is_absent_that_is_said(monkeypatch):

@@ -23,7 +23,7 @@ from commrt.membership.generations import Loss
 from commrt.membership.launcher import wants_nvtx
 from commrt.membership.liveness import diagnose, leave_report, wait_for_readers
 from commrt.membership.store_client import clone_connection
-from commrt.program import chunk_bounds, member_program, program
+from commrt.program import chunk_bounds, member_program
 from commrt.runtime.collectives import Collectives, check_all_reduce_call, check_run
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
@@ -301,7 +301,7 @@ class World:
 
         Chunks are equal if the buffer divides. On the communication thread, like the next two.
         """
-        mine = member_program(schedule, members, self.rank, self.size) if members else program(schedule, self.rank)
+        mine = member_program(schedule, members or range(self.size), self.rank, self.size)
         numel, chunks = buffer.numel(), schedule.chunks
         bounds = chunk_bounds(numel, chunks, granule=GRANULE if numel % chunks else 1)
         bound = bind(mine, buffer, self.transport, bounds=bounds)

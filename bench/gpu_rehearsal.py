@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearse a GPU session where there is none, with the versions of a machine that has one: ``make gpu-rehearsal``.
+
+Each part runs, whatever became of the others. At the end stands what was rehearsed and what cannot be.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+from pkgutil import walk_packages
+from time import monotonic
+from typing import NamedTuple
+
+BENCH = Path(__file__).resolve().parent
+TESTS = BENCH.parent / "tests"
+CHECK = BENCH / "gpu_check.py"
+RECORD = "--out", str(BENCH.parent / "build" / "rehearsal")
+LIMIT_S = 240
+EXTRAS = {"typer", "rich", "matplotlib", "numba", "mkdocs", "pytorch_optimizer", "datasets"}
+"""Packages of commrt's extras, which a GPU session does without."""
+NOT_REHEARSED = (
+    "NCCL between ranks: a communicator needs a GPU; the stand-in keeps the rules that docs/nccl.md lists",
+    "CUDA's streams, events and graphs: the CPU does its work at once",
+    "the compiled kernels: they are compiled for sm_80, sm_90 and sm_100 and inspected; only an interpreter runs them",
+    "compute-sanitizer, more than 2^31 elements, four and eight ranks, and all that is timed",
+)
+
+
+class Part(NamedTuple):
+    """One part of the rehearsal: a command of this Python."""
+
+    what: str
+    arguments: Sequence[str]
+    interprets: bool = False
+
+
+def pytest_of(*arguments: str) -> tuple[str, ...]:
+    """Return the arguments that run these tests, without slow ones."""
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments)
+
+
+def tests(*names: str) -> list[str]:
+    """Return the paths of test files."""
+    return [str(TESTS / f"test_{name}.py") for name in names]
+
+
+PARTS_HERE = (
+    Part("each module can be imported", [str(Path(__file__)), "imports"]),
+    Part("each call of cupy.cuda.nccl fits the real module", pytest_of(*tests("nccl_binding"))),
+    Part("kernels in Triton's interpreter", pytest_of(*tests("kernels", "packing", "streams")), interprets=True),
+    Part("kernels of codes in the interpreter", pytest_of(*tests("coding_kernels")), interprets=True),
+    Part(
+        "every 28th kernel compiled",
+        [str(BENCH / "inspect_kernels.py"), "--every", "28", "--golden", str(BENCH / "golden")],
+    ),
+    Part("what a step launches", pytest_of(*tests("launches"))),
+    Part("the NCCL transport on a stand-in", pytest_of(*tests("nccl", "nccl_stand_in"))),
+    Part(
+        "training on a stand-in",
+        pytest_of("--over", "nccl", *tests("gradient_averaging", "gradient_views", "step_graph")),
+    ),
+    Part("make gpu-correctness, dry", [str(CHECK), "correctness", *RECORD]),
+    Part(
+        "make gpu-kernels, dry: ceilings, a backward pass",
+        [str(CHECK), "kernels", *RECORD, "--only", "copy", "backward"],
+    ),
+    Part(
+        "make gpu-kernels, dry: two of its tasks",
+        pytest_of(str(BENCH / "test_kernels.py"), "--benchmark-disable", "-k", "GoogLeNet and mix"),
+    ),
+    Part("make gpu-steps, dry", [str(CHECK), "steps", *RECORD, "--only", "host", "two ranks"]),
+)
+
+
+def main() -> int:
+    """Run the command."""
+    if sys.argv[1:] == ["imports"]:
+        return import_all()
+    versions = {
+        name: metadata.version(name) for name in ("torch", "triton", "cupy-cuda13x", "numpy", "nvidia-nccl-cu13")
+    }
+    print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {version}' for name, version in versions.items())}\n")
+    begin_s = monotonic()
+    failed = [part.what for part in PARTS_HERE if not rehearse(part)]
+    print(f"\n{len(PARTS_HERE) - len(failed)} of {len(PARTS_HERE)} parts rehearsed in {monotonic() - begin_s:.0f} s")
+    print("Not rehearsed:", *NOT_REHEARSED, sep="\n  ")
+    return int(bool(failed))
+
+
+def rehearse(part: Part) -> bool:
+    """Run `part`, print how it ended, and return True if it succeeded."""
+    begin_s = monotonic()
+    env = {**os.environ, "TRITON_INTERPRET": "1" if part.interprets else "0", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, *part.arguments]
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=BENCH.parent) as process:
+            try:
+                succeeded = process.wait(LIMIT_S) == 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                succeeded = False
+        output.seek(0)
+        said = output.read()
+    print(f"{'ok    ' if succeeded else 'FAILED'} {monotonic() - begin_s:4.0f} s  {part.what}", flush=True)
+    if not succeeded:
+        print(said[-3000:], flush=True)
+    return succeeded
+
+
+def import_all() -> int:
+    """Import every module of commrt but those whose extras are missing; return how many failed."""
+    import commrt  # noqa: PLC0415  # in this part only
+
+    failed = 0
+    for module in walk_packages(commrt.__path__, "commrt."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            import_module(module.name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] not in EXTRAS:
+                failed += 1
+                print(f"{module.name}: {error}")
+        except Exception as error:  # each is to be reported
+            failed += 1
+            print(f"{module.name}: {type(error).__name__}: {error}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
