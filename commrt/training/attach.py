@@ -104,8 +104,8 @@ def attach(  # noqa: PLR0913  # each has its default
     - `broadcast_buffers`: send rank 0's buffers to all at the end of each synchronous step. A graph that was built with
       other values and has not run backward yet then ends in torch's own error. BatchNorm in training does not read its
       buffers, so this does not concern it.
-    - `graphs`: not yet tried on a GPU (docs/nccl.md). After two steps with a schedule, a device captures what it does
-      for a bucket, and replays it by one launch. `Replica.why_not_graphs` says where it does not.
+    - `graphs`: after two steps with a schedule, a GPU captures what it does for a bucket, and replays it by one launch
+      (docs/nccl.md). `Replica.why_not_graphs` says where it does not.
     - `also`: with `BackupWorkers` a late rank takes the state of another. Name here what goes along with the
       optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
 

@@ -20,7 +20,8 @@ class Sizes:
 SIZES = {80: Sizes(4096, 4), 90: Sizes(4096, 4), 100: Sizes(4096, 4)}
 """Sizes for aligned tensors, by compute capability (90 is 9.0); `bench/tune_kernels.py` prints this table.
 
-Chosen by registers and bytes in flight of the compiled kernels; not yet measured on a GPU.
+Chosen by registers and bytes in flight of the compiled kernels. On an H100, no other size is more than 2 % faster for
+all of ResNet-50's gradients, or more than 4 % for one of its buckets; 80 and 100 were not measured.
 """
 
 
