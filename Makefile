@@ -86,10 +86,9 @@ gpu-rehearsal: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 gpu-rehearsal: build/gpu-venv/ready
 	build/gpu-venv/bin/python bench/gpu_rehearsal.py
 
-build/gpu-venv/ready:
-	$(PYTHON312) -m venv build/gpu-venv
-	build/gpu-venv/bin/pip install --quiet torch==2.11.0 triton==3.6.0 cupy-cuda13x==14.2.0 nvidia-nccl-cu13==2.28.9
-	build/gpu-venv/bin/pip install --quiet 'numpy>=2.5' hypothesis pytest pytest-benchmark pytest-timeout
+build/gpu-venv/ready: bench/gpu_requirements.txt
+	$(PYTHON312) -m venv --clear build/gpu-venv
+	build/gpu-venv/bin/pip install --quiet --requirement bench/gpu_requirements.txt
 	build/gpu-venv/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.ring import Ring
+from commrt.errors import CommrtError
 from commrt.program import program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
@@ -30,6 +31,7 @@ PERIOD = 4
 """Steps of local SGD between two averages."""
 WAYS: dict[str, dict[str, Any]] = {
     "views": {"algorithm": commrt.Torus2D(), "gradients": "views"},
+    "views that stay": {"algorithm": commrt.Torus2D(), "gradients": "views"},
     "views of a direct exchange": {"algorithm": commrt.Direct(), "gradients": "views"},
     "bf16 wire": {"algorithm": commrt.Torus2D(), "wire": torch.bfloat16},
     "8-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.Int8()},
@@ -39,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "local SGD": {"algorithm": commrt.LocalSGD(PERIOD, delay=1)},
     "backup workers": {"algorithm": commrt.BackupWorkers(1)},
 }
+STAYS = "views that stay"
+"""This way's gradients are set to zero in place, so that autograd adds to them on the wire."""
 BOUND, SENT, TORCH_SENT = "commrt, bound as in a step", "commrt, World.run", "torch.distributed.batch_isend_irecv"
 
 
@@ -54,23 +58,30 @@ class Trained(NamedTuple):
     first_loss: float
 
 
-def train(_: Tell, way: str, steps: int) -> Trained:
-    """Train on the device and on the CPU."""
+def train(_: Tell, ways: list[str], steps: int) -> dict[str, Trained | str]:
+    """Train each way on the device and on the CPU, in a world of its own; an error becomes its text."""
     device = place()
-    with opened(device) as world:
-        there, losses, equal = trained(world, WAYS[way], steps, device)
-        here, _, _ = trained(world, WAYS[way], steps, CPU)
-    return Trained(distance(there, here), equal, sum(losses[-5:]) / 5, losses[0])
+    ended: dict[str, Trained | str] = {}
+    for way in ways:
+        try:
+            with opened(device) as world:
+                there, losses, equal = trained(world, way, steps, device)
+                here, _, _ = trained(world, way, steps, CPU)
+            ended[way] = Trained(distance(there, here), equal, sum(losses[-5:]) / 5, losses[0])
+        except CommrtError as error:
+            ended[way] = f"{type(error).__name__}: {error}"
+    return ended
 
 
-def trained(
-    world: World, way: dict[str, Any], steps: int, device: torch.device
-) -> tuple[list[Tensor], list[float], bool]:
+def trained(world: World, way: str, steps: int, device: torch.device) -> tuple[list[Tensor], list[float], bool]:
     """Train one way; return the parameters, the losses, and whether all replicas have the same bits."""
     model = untrained(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    replica = commrt.attach(model, optimizer, world=world, bucket_cap_mb=0.1, **way)
-    losses = [one_step(model, optimizer, world.rank, step, device) for step in range(steps)]
+    replica = commrt.attach(model, optimizer, world=world, bucket_cap_mb=0.1, **WAYS[way])
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=way != STAYS)
+        losses.append(one_step(model, optimizer, world.rank, step, device))
     equal = replica.replicas_equal()
     replica.detach()
     return [param.detach().cpu() for param in model.parameters()], [loss.item() for loss in losses], equal
@@ -83,20 +94,19 @@ def one_step(
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(32, 64, generator=generator)
     y = x[:, :10].argmax(dim=1)
-    optimizer.zero_grad()
     loss = cross_entropy(model(x.to(device)), y.to(device))
     loss.backward()
     optimizer.step()
     return loss.detach()
 
 
-def backend(_: Tell, numel: int) -> list[str]:
+def backend(_: Tell, numels: list[int]) -> list[str]:
     """Call the collectives of the backend for torch.distributed on the device; return what went wrong."""
     import commrt.c10d  # noqa: F401, PLC0415  # registers it
 
     device = place()
     dist.init_process_group("commrt", timeout=timedelta(seconds=START_S))
-    wrong = [name for name, right in calls(device, numel).items() if not right()]
+    wrong = [f"{name}, {numel}" for numel in numels for name, right in calls(device, numel).items() if not right()]
     waited(device)
     dist.destroy_process_group()
     return wrong

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from time import perf_counter
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubl
 WAYS = {name: (algorithm, "shared") for name, algorithm in ALGORITHMS.items()}
 WAYS["ring over gloo"] = ALGORITHMS["ring"], "gloo"
 """commrt's variants: algorithm and transport."""
+VIEWS: dict[str, commrt.Algorithm] = {"torus2d": commrt.Torus2D(), "direct": commrt.Direct()}
+"""Algorithms whose gradients live in what travels."""
 BACKEND = "ddp, backend commrt"
 """DDP as it is, in a process group of commrt."""
 HOOKED = "ddp + torus2d"
@@ -48,6 +51,7 @@ HOOKED = "ddp + torus2d"
 PEERS = (
     {"backward alone": "ddp", "ddp": "ddp", "ddp views": "ddp", "gloo, no overlap": "ddp", BACKEND: "ddp"}
     | {f"{name} fp32": "ddp" for name in (*WAYS, HOOKED)}
+    | {f"{name} views": "ddp" for name in VIEWS}
     | {"ddp bf16 hook": "ddp"}
     | {f"{name} bf16": "ddp" for name in (*WAYS, HOOKED)}
     | dict.fromkeys(CODINGS, "ddp")
@@ -167,6 +171,10 @@ def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
     ways |= {
         f"{name} fp32": attached(dots(), worlds[kind], algorithm, FP32) for name, (algorithm, kind) in WAYS.items()
     }
+    ways |= {
+        f"{name} views": attached(dots(), worlds["shared"], algorithm, FP32, "views")
+        for name, algorithm in VIEWS.items()
+    }
     ways[f"{HOOKED} fp32"] = hooked(dots(), worlds["shared"], FP32)
     compressing = DistributedDataParallel(dots())
     compressing.register_comm_hook(None, compress)
@@ -189,10 +197,14 @@ def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
 
 
 def attached(
-    module: nn.Module, world: World, algorithm: commrt.Algorithm, wire: torch.dtype | commrt.Coding
+    module: nn.Module,
+    world: World,
+    algorithm: commrt.Algorithm,
+    wire: torch.dtype | commrt.Coding,
+    gradients: Literal["own", "views"] = "own",
 ) -> Variant:
     """Return the variant of commrt."""
-    commrt.attach(module, algorithm=algorithm, world=world, wire=wire)
+    commrt.attach(module, algorithm=algorithm, world=world, wire=wire, gradients=gradients)
     return Variant(wire, module)
 
 

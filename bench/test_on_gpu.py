@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
-from commrt.kernels.packing import Packing, TorchPacking
+from commrt.kernels.packing import Packing, TorchPacking, views_of
 from commrt.threads.streams import streams_of
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import load
@@ -76,6 +76,27 @@ def test_pack_and_unpack_are_their_definitions_bit_by_bit(dtype: torch.dtype, wi
     packing.unpack(back, HEADER)
     reference.unpack(targets, HEADER)
     assert all(map(same, back, targets))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_live_on_the_wire_are_scaled_in_place(dtype: torch.dtype):
+    layout = layout_of(LENGTHS)
+    like = [torch.empty(length, dtype=dtype) for length in LENGTHS]
+    away, ours, here, theirs = wires(layout, dtype, like)
+    homes, values = views_of(away, layout, like), [random(length, dtype, seed=i) for i, length in enumerate(LENGTHS)]
+    for home, value in zip(homes, values, strict=True):
+        home.copy_(value)
+    ours.pack(homes, 1 / 3, HEADER)
+    theirs.pack(values, 1 / 3, HEADER)
+    assert same(away, here)
+    ours.compare(HEADER)
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    assert not ours.disputed
+    ours.compare(HEADER + 1)
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    assert ours.disputed
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 9])

@@ -28,11 +28,12 @@ from commrt.training.hooks import at_end_of_backward, on_gradient
 
 CLOCK = Clock()
 ALONE, PACKED = "backward alone", "with packing beside it"
-OWN, VIEWS = "packed and unpacked, fp32", "in place, fp32, views"
+OWN, VIEWS, STAY = "packed and unpacked, fp32", "packed into views, fp32", "views that stay, scaled in place"
 KINDS: dict[str, tuple[type[GradientBucket], torch.dtype | None, bool]] = {
     PACKED: (GradientBucket, torch.bfloat16, False),
     OWN: (GradientBucket, None, True),
     VIEWS: (ViewBucket, None, True),
+    STAY: (ViewBucket, None, True),
 }
 """Kind of bucket, dtype of the wire, whether gradients are unpacked too."""
 PEERS = dict.fromkeys((ALONE, *KINDS), ALONE)
@@ -137,7 +138,7 @@ def times(request: pytest.FixtureRequest) -> Times:
         for variant in PEERS:
             for name, packer in packers.items():
                 packer.active = name == variant
-            model.zero_grad()
+            model.zero_grad(set_to_none=variant != STAY)
             loss = model(x).square().mean()
             found[variant] += [seconds(loss.backward)] * (turn >= 3)
     for packer in packers.values():

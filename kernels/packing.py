@@ -69,6 +69,9 @@ class Packing(Protocol):
         After a mismatch, plain torch writes nothing; a GPU notices it only while it writes.
         """
 
+    def compare(self, header: int) -> None:
+        """Compare the wire's header with `header`, as `unpack` does, and leave all tensors alone."""
+
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """Compute ``tensor += weight * (received - sent)`` of wires of this layout; without `sent`, of own values."""
 
@@ -144,10 +147,14 @@ class TorchPacking:
     ) -> None:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
         require_as_many(tensors, len(self._like))
-        self.disputed = self.disputed or not torch.equal((self._header != 0).cpu(), bits(header))
+        self.compare(header)
         if not self.disputed:
             _, sums = self._outputs(findings)
             unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
+
+    def compare(self, header: int) -> None:
+        """See `Packing.compare`."""
+        self.disputed = self.disputed or not torch.equal((self._header != 0).cpu(), bits(header))
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""

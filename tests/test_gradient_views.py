@@ -185,9 +185,9 @@ def test_ranks_that_run_out_of_data_leave_the_rest_with_their_mean():
         torch.testing.assert_close(got, want)
 
 
-def alone(step):
+def alone(step, rank=1):
     model = net()
-    backward(model, 1, step)
+    backward(model, rank, step)
     return gradients(model)
 
 
@@ -216,6 +216,23 @@ def test_a_gradient_that_a_hook_removes_or_replaces_is_noticed(change):
             backward(model, world.rank)
 
     run_ranks(2, body)
+
+
+def test_a_gradient_that_is_its_own_home_under_another_name_stays():
+    def body(world):
+        model = net()
+        attached(world, model)
+        for step in range(3):
+            for param in model.parameters():
+                param.grad = None if param.grad is None else param.grad.detach()
+            nn.Module.zero_grad(model, set_to_none=False)
+            backward(model, world.rank, step)
+        return gradients(model)
+
+    expected = [sum(parts) / 2 for parts in zip(*(alone(2, rank) for rank in range(2)), strict=True)]
+    for mine in run_ranks(2, body):
+        for got, want in zip(mine, expected, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_a_gradient_in_the_place_of_another_one_is_refused():

@@ -80,6 +80,18 @@ def test_a_header_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
     assert packing.disputed
 
 
+def test_a_header_can_be_compared_without_a_tensor_being_touched(backend):
+    tensors = values([5, 0, 5000], torch.float32)
+    before = [tensor.clone() for tensor in tensors]
+    *_, packing = wired(tensors, torch.float32)
+    packing.pack(tensors, 3.0, 0b1011)
+    packing.compare(0b1011)
+    assert not packing.disputed
+    packing.compare(0b1010)
+    assert packing.disputed
+    assert all(map(torch.equal, tensors, before))
+
+
 def test_what_was_disputed_once_stays_so(backend):
     tensors = values([5], torch.float32)
     _, _, packing = wired(tensors, torch.float16)

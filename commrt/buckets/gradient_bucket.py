@@ -74,7 +74,7 @@ class OverlapCheck:
 
     def require_no_home(self, name: str, grad: Tensor) -> None:
         """Raise `UsageError` if `grad`, which is not where the gradient of `name` stays, is where another one does."""
-        if owner := self._homes.get(grad.data_ptr()):
+        if (owner := self._homes.get(grad.data_ptr(), name)) != name:
             raise UsageError(f"the gradient of {name} was given the memory of that of {owner}: use a .clone()")
 
     def _compare(self) -> None:

@@ -87,7 +87,7 @@ class ViewBucket(GradientBucket):
     def unpack(self) -> None:
         """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
         self._require_unchanged()
-        self._packing.unpack([None] * len(self._grads), self._word)
+        self._packing.compare(self._word)
         self._require_agreement()
         self._make_missing()
         self._made |= {

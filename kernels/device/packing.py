@@ -46,6 +46,7 @@ class TritonPacking:
         self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
         mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)  # written by the GPU, read here
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # the array keeps the memory
+        self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a table of one absent tensor
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         for align in (align for align in ALIGNMENTS if align >= dtype.itemsize):
@@ -95,6 +96,12 @@ class TritonPacking:
         sums = self._outputs(findings, kernel.warps)[1]
         kernel.launch(self.tables.tiles, *self._fixed, header, self._mark, factor, sums)
         _note_written(tensors)
+
+    def compare(self, header: int) -> None:
+        """See `Packing.compare`: one launch of one program."""
+        kernel = self._kernel(variants.unpack, WIDEST_NBYTES, scaled=False, accumulate=False, sums=False)
+        columns = [self._nothing.data_ptr()] * len(self.tables.columns)
+        kernel.launch(1, *columns, self._wire.data_ptr(), header, self._mark, 0, 0)
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
         """See `Repeatable.repeated`."""
