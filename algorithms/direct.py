@@ -14,7 +14,7 @@ import numpy as np
 
 from commrt.algorithms.parts import backwards, require_root, two_levels
 from commrt.errors import UsageError
-from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
+from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
 
 __all__ = [
     "MOST_RANKS",
@@ -30,6 +30,7 @@ __all__ = [
     "scatter",
 ]
 
+DIRECT = "direct"
 MOST_RANKS = 1024
 """Most ranks that all exchange with all others in one step."""
 
@@ -120,7 +121,7 @@ def all_reduce(p: int) -> Schedule:
       0  add  1->0 [0:1)  0->1 [1:2)
       1  copy  0->1 [0:1)  1->0 [1:2)
     """
-    return reduce_scatter(p).then(all_gather(p), "direct")
+    return reduce_scatter(p).then(all_gather(p), DIRECT)
 
 
 @lru_cache
@@ -142,44 +143,62 @@ def all_to_all(p: int) -> Schedule:
 
 
 @lru_cache
-def all_reduce_within(x: int, y: int) -> Schedule:
-    """Sum over ``x * y`` ranks at every rank: within groups of `x`, then between `y` groups, then within them again.
+def all_reduce_within(x: int, between: Schedule) -> Schedule:
+    """Sum over ``x * y`` ranks at every rank: within groups of `x`, then `between` the y groups, then within them.
 
-    Rank r is in place ``r % x`` of group ``r // x``. Cost: 4 steps; 2(p - 1)/p of the buffer sent per rank, of which
-    2(y - 1)/p between groups.
+    Rank r is in place ``r % x`` of group ``r // x``. Cost: 2 steps and those of `between`; a rank sends 2(x - 1)/x of
+    the buffer within its group, and 1/x of what `between` sends.
 
-    >>> print(all_reduce_within(2, 2))
+    >>> print(all_reduce_within(2, all_reduce(2)))
     direct 2x2: 4 ranks, 4 chunks
       0  add  1->0 [0:2)  0->1 [2:4)  3->2 [0:2)  2->3 [2:4)
       1  add  2->0 [0:1)  0->2 [1:2)  3->1 [2:3)  1->3 [3:4)
       2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
       3  copy  0->1 [0:2)  1->0 [2:4)  2->3 [0:2)  3->2 [2:4)
     """
-    return two_levels(reduce_scatter(x), all_reduce(y), all_gather(x), f"direct {x}x{y}")
+    name = f"direct {x}x{between.ranks}" + f", {between.name}" * (between.name != DIRECT)
+    return two_levels(reduce_scatter(x), between, all_gather(x), name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Direct:
     """All-reduce in two steps, in which every rank exchanges with all others; see `all_reduce`.
 
-    For short messages and few ranks, and for wires of few bits. `within` is the number of ranks of a host: these sum
-    among themselves first, and only a part of the sum crosses between hosts, in four steps (`all_reduce_within`).
-    Raises `UsageError` for more than 1,024 ranks that exchange at once, and for ranks that do not fill hosts.
+    For short messages and few ranks, for ranks of one host, and for wires of few bits. `within` is the number of ranks
+    of a host: these sum among themselves first, and only a part of the sum crosses between hosts (`all_reduce_within`),
+    directly, or by the all-reduce `between`. Raises `UsageError` for more than 1,024 ranks that exchange at once, and
+    for ranks that do not fill hosts.
+
+    >>> Direct(within=2, between=Direct()).schedule(0, 4).name, Direct(within=4, between=Direct())
+    ('direct 2x2', Direct(within=4, between=Direct(within=1)))
     """
 
     within: int = 1
     """Consecutive ranks that exchange among themselves first."""
+    between: Algorithm | None = None
+    """The all-reduce between hosts, such as ``Ring()``; None for a direct one."""
 
     def __post_init__(self) -> None:
         if isinstance(self.within, bool) or not isinstance(self.within, int) or self.within < 1:
             raise UsageError(f"within={self.within!r:.80}: give the number of ranks of a host, 1 to leave hosts out")
+        if self.between is not None and self.within == 1:
+            raise UsageError(f"between={self.between!r:.80} without within=: give the number of ranks of a host too")
+        if isinstance(self.between, type) or (self.between and not callable(getattr(self.between, "schedule", None))):
+            raise UsageError(f"between={self.between!r:.80} makes no schedules: pass an object, such as commrt.Ring()")
+
+    def __repr__(self) -> str:
+        between = "" if self.between is None else f", between={self.between!r}"
+        return f"Direct(within={self.within}{between})"
 
     def schedule(self, step: int, ranks: int) -> Schedule:
-        """Return `all_reduce`, or `all_reduce_within`, whatever the step."""
+        """Return `all_reduce`, or `all_reduce_within`."""
         if ranks % self.within:
             raise UsageError(f"{ranks} ranks do not fill hosts of within={self.within}: use Direct()")
-        one_level = self.within in (1, ranks)
-        return all_reduce(ranks) if one_level else all_reduce_within(self.within, ranks // self.within)
+        if self.within in (1, ranks):
+            return all_reduce(ranks)
+        hosts = ranks // self.within
+        between = all_reduce(hosts) if self.between is None else self.between.schedule(step, hosts)
+        return all_reduce_within(self.within, between)
 
 
 def _one_step(name: str, p: int, chunks: int, step: Callable[[], Step]) -> Schedule:

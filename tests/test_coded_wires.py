@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt import Adaptive, Coding, Direct, Float8, Int2, Int4, Int8, adaquant, dq
+from commrt import (
+    Adaptive,
+    Coding,
+    Direct,
+    DoubleTree,
+    Float8,
+    HalvingDoubling,
+    Int2,
+    Int4,
+    Int8,
+    Ring,
+    Torus2D,
+    adaquant,
+    dq,
+)
 from commrt.algorithms import direct, halving_doubling, ring
 from commrt.algorithms.carrying import summing_steps
 from commrt.errors import DisagreementError, UsageError
@@ -283,13 +297,38 @@ def test_direct_within_hosts_is_an_all_reduce_for_all_ranks_that_fill_them(withi
         assert summing_steps(schedule) <= 2
 
 
+@pytest.mark.parametrize("between", [Ring(), HalvingDoubling(), DoubleTree(), Torus2D()], ids=str)
+@pytest.mark.parametrize("within", [2, 3, 4])
+def test_hosts_may_sum_among_themselves_in_any_way(within, between):
+    for hosts in (1, 2, 3, 4, 7, 12):
+        schedule = Direct(within, between).schedule(0, within * hosts)
+        prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"between": Ring()}, r"between=Ring\(\) without within=: give the number of ranks of a host too"),
+        ({"within": 2, "between": Ring}, "makes no schedules: pass an object"),
+    ],
+)
+def test_what_cannot_sum_between_hosts_is_refused(given, why):
+    with pytest.raises(UsageError, match=why):
+        Direct(**given)
+
+
 def test_direct_refuses_ranks_that_do_not_fill_hosts():
     with pytest.raises(UsageError, match=r"6 ranks do not fill hosts of within=4: use Direct\(\)"):
         Direct(within=4).schedule(0, 6)
 
 
 def test_schedules_that_sum_over_many_steps_are_known():
-    schedules = ring.all_reduce(8), halving_doubling.all_reduce(8), direct.all_reduce(8), direct.all_reduce_within(2, 4)
+    schedules = (
+        ring.all_reduce(8),
+        halving_doubling.all_reduce(8),
+        direct.all_reduce(8),
+        direct.all_reduce_within(2, direct.all_reduce(4)),
+    )
     assert [summing_steps(each) for each in schedules] == [7, 3, 1, 2]
 
 

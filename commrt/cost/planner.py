@@ -50,6 +50,9 @@ latency, which may suit small buckets, and the first candidate, which is the rin
 `MOST_FOR_ALL_CAPS` ranks only the best one."""
 COMPARED_RANKS = 1024
 """Up to so many ranks the ring, or the rings, are priced whatever they cost, to be compared with."""
+MOST_DIRECT = 64
+"""Most ranks of a host that are tried to exchange with all others at once. Between hosts that is not tried: many that
+send to one host at once share its card, which no price here knows."""
 TREE_SLICES = 4, 32
 """Slices of a double tree: few for short buffers, many for long ones."""
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -97,7 +100,7 @@ class Plan:
     @property
     def python(self) -> str:
         """The call of `commrt.attach` that uses this plan."""
-        algorithm = f"commrt.{self.name}"
+        algorithm = f"commrt.{self.name}".replace("between=", "between=commrt.")
         given = [f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm]
         given += [f"wire={PYTHON_WIRES[self.wire]}"] if self.wire in PYTHON_WIRES else []
         given += [] if self.bucket_cap_mb is None else [f"bucket_cap_mb={self.bucket_cap_mb:g}"]
@@ -149,6 +152,10 @@ def all_reduce_candidates(ranks: int, per_node: int = 1, rings: int = 1) -> Iter
     yield Rings(count, within) if count > 1 else Ring()
     yield HalvingDoubling()
     yield from (DoubleTree(within, slices) for slices in TREE_SLICES)
+    if 2 < ranks <= min(per_node, MOST_DIRECT):
+        yield Direct()
+    if 2 < within <= MOST_DIRECT:
+        yield from (Direct(within, between) for between in (Ring(), HalvingDoubling()))
     grids = [(side, ranks // side) for side in range(2, ranks // 2 + 1) if ranks % side == 0]
     if not grids and ranks > 3:
         yield Torus2D()  # one rank of a prime is folded in
