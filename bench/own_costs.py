@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from records import Record, append, provenance
@@ -26,6 +26,12 @@ from commrt.testing.processes import run_processes
 TENSORS = (1_000, 10_000, 100_000)
 ELEMENTS = 64
 STEPS = 10
+Gradients = Literal["own", "views"]
+HELD: tuple[tuple[str, torch.dtype | None, Gradients], ...] = (
+    ("fp32", None, "own"),
+    ("fp32, views", None, "views"),
+    ("bf16", torch.bfloat16, "own"),
+)
 MODEL_NUMELS, MODEL_PARTS = (6_389_440, 25_557_120, 102_228_160), 160
 
 
@@ -71,7 +77,7 @@ def backward_s(model: Parts) -> float:
     return min(times_s)
 
 
-def memory(_: Callable[[Any], None], numel: int, wire: torch.dtype | None) -> float:
+def memory(_: Callable[[Any], None], numel: int, wire: torch.dtype | None, gradients: Gradients) -> float:
     """Return the bytes that commrt takes on one of four ranks, over the bytes of gradients."""
     torch.set_num_threads(1)
     with commrt.init(120.0, start_timeout_s=120.0) as world:
@@ -80,7 +86,7 @@ def memory(_: Callable[[Any], None], numel: int, wire: torch.dtype | None) -> fl
         world.agree("before")
         before = proportional_nbytes()
         world.agree("seen")
-        commrt.attach(model, algorithm=commrt.Ring(), wire=wire)
+        commrt.attach(model, algorithm=commrt.Ring(), wire=wire, gradients=gradients)
         for _ in range(3):
             model.zero_grad(set_to_none=False)
             model().backward()
@@ -118,8 +124,8 @@ def stepping() -> Iterator[Record]:
 def holding() -> Iterator[Record]:
     """Yield memory by size of the model and by wire."""
     for numel in MODEL_NUMELS:
-        for name, wire in (("fp32", None), ("bf16", torch.bfloat16)):
-            parts = of_processes(4, memory, numel, wire)
+        for name, wire, gradients in HELD:
+            parts = of_processes(4, memory, numel, wire, gradients)
             found = {"of_gradients": sum(parts) / len(parts), "most_of_gradients": max(parts)}
             case = f"memory, {numel / 1e6:.1f} million parameters"
             yield {"suite": "own costs", "case": case, "variant": f"ring, {name}", **found, **provenance()}
