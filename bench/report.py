@@ -30,6 +30,7 @@ in [FINDINGS.md](../bench/FINDINGS.md), and what a GPU takes in [evidence](evide
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only",
+    "memory share": "python bench/memory_share.py",
     "collectives": "pytest bench/test_collectives.py --benchmark-only",
     "netlab": "sudo python bench/netlab.py",
     "kernels": "pytest bench/test_kernels.py --benchmark-only",
@@ -42,6 +43,9 @@ ABOUT = {
     "step": "4 processes on one machine average the gradients of ResNet-50 (161 tensors, 25.56 M fp32). The time "
     "is from the start of the backward pass until `param.grad` holds the averages. Bus: the bytes that each rank "
     "must send at least, per second.",
+    "memory share": "4 processes of one machine add up ResNet-50's gradients in buckets of 25 MiB, without a backward "
+    "pass. The peer copies as many bytes as the schedule reads and writes, in private memory, on all processes at "
+    "once: the speed of memory.",
     "collectives": "torch.distributed's own calls on 4 processes of one machine, over commrt and over Gloo. "
     "A size is that of the call's largest tensor. A turn makes up to 20 calls one after the other; the time is of one "
     "call.",
