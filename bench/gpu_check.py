@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -118,15 +119,16 @@ def main() -> int:
     signal.signal(signal.SIGINT, interrupt)
     outcomes: list[Outcome] = []
     write(path, about, outcomes)
-    for stage in stages:
-        alone = any(outcome.stage == SHARING and not outcome.passed for outcome in outcomes)
-        outcomes.append(left_out(stage) if alone and "ranks" in stage.name else run(stage, end_s - monotonic()))
-        print(summary(outcomes[-1]), flush=True)
-        write(path, about, outcomes)
-        if outcomes[-1].trouble == INTERRUPTED:
-            break
-    print(f"record: {path}")
-    return int(any(outcome.failed or outcome.trouble for outcome in outcomes))
+    print(f"record: {path}", flush=True)
+    with suppress(InterruptedStage):  # between two stages
+        for stage in stages:
+            alone = any(outcome.stage == SHARING and not outcome.passed for outcome in outcomes)
+            outcomes.append(left_out(stage) if alone and "ranks" in stage.name else run(stage, end_s - monotonic()))
+            print(summary(outcomes[-1]), flush=True)
+            write(path, about, outcomes)
+            if outcomes[-1].trouble == INTERRUPTED:
+                break
+    return int(len(outcomes) < len(stages) or any(outcome.failed or outcome.trouble for outcome in outcomes))
 
 
 def interrupt(*_: object) -> None:

@@ -92,6 +92,19 @@ def test_the_check_of_a_gpu_writes_one_record(tmp_path):
     assert len(stage["figures"][0]["seconds per exchange of 1 MiB"][0]) == 10
 
 
+def test_a_check_of_a_gpu_that_is_interrupted_leaves_its_record_and_no_process(tmp_path):
+    command = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--out", str(tmp_path), "--only", "can two"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as check:
+        assert check.stdout.readline().startswith("record: ")
+        check.terminate()
+        check.stdout.read()  # ends when all processes that could print are gone
+        assert check.wait() == 1
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert record["part"] == "correctness"
+    assert not any(stage["passed"] for stage in record["stages"])
+
+
 def test_the_cost_of_a_step_on_the_store_is_printed_as_json():
     command = [sys.executable, str(BENCH / "store_requests.py"), "--ranks", "4", "--steps", "2", "--json"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])}
