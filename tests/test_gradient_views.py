@@ -74,7 +74,32 @@ def share(model):
         param.grad = part.view_as(param)
 
 
-LOOPS = (nn.Module.zero_grad, keep, zero_in_place, clip_and_drop_some, clone, share)
+def point_elsewhere(model):
+    for param in model.parameters():
+        param.grad.data = param.grad.data.clone()
+
+
+def detach(model):
+    for param in model.parameters():
+        param.grad = param.grad.detach()
+
+
+def there_and_back(model):
+    model.double()
+    model.float()
+
+
+LOOPS = (
+    nn.Module.zero_grad,
+    keep,
+    zero_in_place,
+    clip_and_drop_some,
+    clone,
+    share,
+    point_elsewhere,
+    detach,
+    there_and_back,
+)
 PASSES = ("backward", "accumulated", "by hand", "without the first layer", "scaled", "nothing on one rank")
 
 
@@ -244,8 +269,53 @@ def test_a_gradient_in_the_place_of_another_one_is_refused():
             model(torch.ones(1, 4)).sum().backward()
         first, second = model.parameters()
         first.grad, second.grad = second.grad, first.grad
-        with pytest.raises(UsageError, match=r"was given the memory of that of .*: use a \.clone\(\)"):
+        with pytest.raises(UsageError, match=r"was given memory of another gradient that travels: use a \.clone\(\)"):
             model(torch.ones(1, 4)).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_part_of_another_gradient_is_refused():
+    def body(world):
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
+        attached(world, model)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+        first, second = model.parameters()
+        second.grad = first.grad.flatten()[3:19].view(2, 8)
+        with pytest.raises(UsageError, match=r"was given memory of another gradient that travels"):
+            model(torch.ones(1, 4)).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_graph_that_saved_a_gradient_cannot_be_differentiated_after_the_next_step():
+    def body(world):
+        model, rate = net(), torch.tensor(0.1, requires_grad=True)
+        attached(world, model)
+        for step in range(2):
+            model.zero_grad()
+            backward(model, world.rank, step)
+        saved = (rate * model[0].weight.grad).pow(2).sum()
+        model.zero_grad()
+        backward(model, world.rank, 2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(saved, rate)
+
+    run_ranks(2, body)
+
+
+def test_a_hook_that_points_a_gradient_elsewhere_is_noticed():
+    def point(param):
+        param.grad.data = param.grad.data.clone()
+
+    def body(world):
+        model = net()
+        attached(world, model)
+        model[2].bias.register_post_accumulate_grad_hook(point)
+        with pytest.raises(UsageError, match=r"the gradient of 2\.bias was changed, replaced or removed"):
+            backward(model, world.rank)
 
     run_ranks(2, body)
 

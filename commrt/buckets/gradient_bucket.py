@@ -49,7 +49,7 @@ class OverlapCheck:
     """
 
     def __init__(self) -> None:
-        self._homes: dict[int, str] = {}  # by address, the parameter whose gradient stays there
+        self._wires: list[range] = []  # addresses of gradients that live on the wire
         self._known: dict[int, list[int]] = {}
         self._taken: dict[int, tuple[Sequence[str], list[int], Sequence[int]]] = {}
         self._moved = False
@@ -67,15 +67,16 @@ class OverlapCheck:
             self._compare()
         self._known[bucket] = addresses
 
-    def claim(self, name: str, home: Tensor) -> None:
-        """Note that `home` is for the gradient of `name` alone."""
-        if home.numel():
-            self._homes[home.data_ptr()] = name
+    def claim(self, wire: Tensor) -> None:
+        """Note that gradients live on `wire`, each at its own place."""
+        self._wires.append(range(wire.data_ptr(), wire.data_ptr() + wire.nbytes))
 
-    def require_no_home(self, name: str, grad: Tensor) -> None:
-        """Raise `UsageError` if `grad`, which is not where the gradient of `name` stays, is where another one does."""
-        if (owner := self._homes.get(grad.data_ptr(), name)) != name:
-            raise UsageError(f"the gradient of {name} was given the memory of that of {owner}: use a .clone()")
+    def require_apart(self, name: str, grad: Tensor) -> None:
+        """Raise `UsageError` if the gradient of `name`, which is not at its place, lies where gradients live."""
+        if any(grad.data_ptr() in wire for wire in self._wires):
+            raise UsageError(
+                f"the gradient of {name} was given memory of another gradient that travels: use a .clone()"
+            )
 
     def _compare(self) -> None:
         taken = [piece for pieces in self._taken.values() for piece in zip(*pieces, strict=True) if piece[1]]

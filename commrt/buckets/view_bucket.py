@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, require_fit
 from commrt.errors import UsageError
@@ -31,12 +32,23 @@ class ViewBucket(GradientBucket):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # .data: a home counts its own writes, and is no view that autograd treats specially
-        self._homes = [view.data for view in views_of(self.wire, self.layout, self._like)]
+        self._homes = [view.data for view in self._views()]
+        self._addresses = [home.data_ptr() for home in self._homes]
         self._places = {name: place for place, name in enumerate(self.names)}
         self._moved: dict[int, int] = {}  # by place, how often the home was written to when the gradient had moved in
         self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
-        for name, home in zip(self.names, self._homes, strict=True):
-            self._overlaps.claim(name, home)
+        self._overlaps.claim(self.wire)
+
+    def _views(self) -> list[Tensor]:
+        return views_of(self.wire, self.layout, self._like)
+
+    def _home(self, place: int) -> Tensor:
+        """Return the home at `place`, made anew where ``grad.data = ...`` or `Module.to` let it point elsewhere."""
+        home = self._homes[place]
+        is_there = home.data_ptr() == self._addresses[place]
+        if not is_there or (home.dtype, home.shape, home.stride()) != self._kinds[place]:
+            home = self._homes[place] = self._views()[place].data
+        return home
 
     def move_in(self, name: str, scale: float) -> None:
         """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
@@ -44,7 +56,7 @@ class ViewBucket(GradientBucket):
         It must be the scale of this step's `pack`. Does nothing on a GPU.
         """
         place = self._places[name]
-        grad, home = self.params[place][1].grad, self._homes[place]
+        grad, home = self.params[place][1].grad, self._home(place)
         if self._torch is None or grad is None:
             return
         self._require_movable(place, grad)
@@ -54,17 +66,18 @@ class ViewBucket(GradientBucket):
         self._moved[place] = home._version  # noqa: SLF001  # nothing else tells
 
     def _require_movable(self, place: int, grad: Tensor) -> None:
-        if grad is not self._homes[place]:
+        if grad is not self._home(place):
             require_fit(self.names[place], grad, self._kinds[place], self.wire.device)
             if grad.requires_grad:
                 raise UsageError(GRAPH.format(name=self.names[place]))
-            self._overlaps.require_no_home(self.names[place], grad)
+            if grad.data_ptr() != self._addresses[place]:
+                self._overlaps.require_apart(self.names[place], grad)
 
     def _require_fit(self, is_ready: Callable[[str], bool]) -> None:
         for place, grad in enumerate(self._grads):
             moved = self._moved.get(place)
             if moved is not None:
-                stays = grad is self._homes[place] and grad._version == moved  # noqa: SLF001
+                stays = grad is self._home(place) and grad._version == moved  # noqa: SLF001
             else:
                 stays = grad is not None or not is_ready(self.names[place])
             if not stays:
@@ -100,6 +113,7 @@ class ViewBucket(GradientBucket):
         return self._homes[place]
 
     def release(self) -> None:
-        """See `GradientBucket.release`."""
+        """See `GradientBucket.release`; graphs that saved earlier gradients now refuse to be differentiated."""
         super().release()
+        increment_version(self._homes)
         self._moved = {}

@@ -154,7 +154,7 @@ def all_reduce_candidates(ranks: int, per_node: int = 1, rings: int = 1) -> Iter
     yield from (DoubleTree(within, slices) for slices in TREE_SLICES)
     if 2 < ranks <= min(per_node, MOST_DIRECT):
         yield Direct()
-    if 2 < within <= MOST_DIRECT:
+    if 2 < within <= MOST_DIRECT:  # of 2, the torus and halving-doubling are that
         yield from (Direct(within, between) for between in (Ring(), HalvingDoubling()))
     grids = [(side, ranks // side) for side in range(2, ranks // 2 + 1) if ranks % side == 0]
     if not grids and ranks > 3:
