@@ -228,6 +228,8 @@ def _is_promising(algorithm: Algorithm, ranks: int, cluster: Cluster, bound_s: f
         steps = 2 * sum(algorithm.grid) - 4
     elif isinstance(algorithm, Ring | Rings) and ranks > COMPARED_RANKS:
         steps = 2 * ranks - 2
+    elif isinstance(algorithm, Direct) and isinstance(algorithm.between, Ring):
+        steps = 2 * ranks // algorithm.within
     else:
         return True
     latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
