@@ -79,11 +79,6 @@ def point_elsewhere(model):
         param.grad.data = param.grad.data.clone()
 
 
-def detach(model):
-    for param in model.parameters():
-        param.grad = param.grad.detach()
-
-
 def there_and_back(model):
     model.double()
     model.float()
@@ -97,7 +92,6 @@ LOOPS = (
     clone,
     share,
     point_elsewhere,
-    detach,
     there_and_back,
 )
 PASSES = ("backward", "accumulated", "by hand", "without the first layer", "scaled", "nothing on one rank")
