@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import MIB, Header, TensorKind, Unit, bucket_description, encode, plan_buckets, wire_dtype
+from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -35,7 +36,7 @@ class TensorSlot(NamedTuple):
     def held(self) -> Tensor:
         """Return what lies there now."""
         places = self.module._buffers if self.is_buffer else self.module._parameters  # noqa: SLF001
-        tensor = places[self.key]
+        tensor = places.get(self.key)
         if tensor is None:
             raise UsageError(f"{self.name} is gone: detach() and attach() again after changing the model")
         return tensor
@@ -99,6 +100,7 @@ class WeightBucket:
         self._layout = layout_of([tensor.numel() for tensor in tensors])
         self._free = deque(self._message(tensors, allocate) for _ in range(messages))
         self.under_way: deque[Message] = deque()
+        self._watch = WeightWatch()
 
     def _message(self, like: Sequence[Tensor], allocate: Allocate, room: int = 0) -> Message:
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
@@ -141,6 +143,19 @@ class WeightBucket:
         message.answer, message.share, message.heard = None, 0.0, ()
         self._free.append(message)
         return span, heard
+
+    def note(self) -> None:
+        """Take the parameters as they are now: an optimizer or commrt has written them."""
+        self._watch.note(self._watched())
+
+    def written(self, *, may_be_put_back: bool = False) -> str | None:
+        """Return the name of a parameter that was written since `note`, or None; see `WeightWatch.written`."""
+        place = self._watch.written(self._watched(), may_be_put_back=may_be_put_back)
+        return None if place is None else [slot.name for slot in self.held if not slot.is_buffer][place]
+
+    def _watched(self) -> list[Tensor]:
+        """Return the parameters; forward passes write to buffers."""
+        return [slot.tensor() for slot in self.held if not slot.is_buffer]
 
     def _tensors(self) -> list[Tensor]:
         tensors = [slot.tensor() for slot in self.held]

@@ -140,6 +140,11 @@ def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimize
                 f"a {kind} was given as the optimizer: pass a torch.optim.Optimizer or a list of them, and all else by "
                 "its name (algorithm=, ...)"
             )
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise UsageError(
+                f"the {kind} has no hooks for its steps, as its class does not call Optimizer.__init__: give the "
+                "optimizer that it wraps"
+            )
         if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
             raise UsageError(f"the {kind} steps no parameter of the model: build it from model.parameters()")
         optimizers.append(optimizer)
@@ -255,6 +260,7 @@ class ParameterList:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._params = list(model.named_parameters())
+        self._names = {id(param): name for name, param in self._params}
         self._frozen = [(name, param) for name, param in self._params if not param.requires_grad]
         self._remember()
 
@@ -266,6 +272,13 @@ class ParameterList:
             self._remember()
         thawed = (f"{name} was frozen and is not any more" for name, param in self._frozen if param.requires_grad)
         _refuse(next(thawed, None))
+
+    def names(self) -> Mapping[int, str]:
+        """Return the names of the parameters that the model has now, by their ids."""
+        now = [held for part in self._dicts for held in [*part.values()]]  # at once: another thread may own the model
+        if len(now) == len(self._known) and all(map(is_, now, self._known)):
+            return self._names
+        return {id(param): name for name, param in self._model.named_parameters()}
 
     def _remember(self) -> None:
         modules = list(self._model.modules())

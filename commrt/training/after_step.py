@@ -18,20 +18,25 @@ from commrt.buckets.layout import Named
 from commrt.errors import UsageError
 from commrt.runtime.elastic import LOST
 from commrt.schedule import Algorithm
-from commrt.training.admission import ParameterList, check_stateful
+from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.join_progress import Progress
 from commrt.training.model_state import Stateful
+from commrt.training.optimizer_steps import are_under_way
 from commrt.training.replica import Replica
 
 __all__ = ["AfterStepReplica"]
 
+MOST_PASSES = 20
+"""As many as a `GradScaler` that begins at 2^16 can need to come to a scale below 1."""
+
 
 class AfterStepReplica(Replica):
-    """A replica whose step is a backward pass outside of `no_sync`, and ends when all optimizers have stepped after it.
+    """A replica whose step is a backward pass outside of `no_sync`, so that all ranks count the same steps.
 
-    A `GradScaler` that meets an infinity leaves the optimizer's step out. The step then ends with the next one.
+    It ends when all optimizers have stepped after it, or before one of those that have done so steps again. A
+    `GradScaler` that meets an infinity leaves the optimizer's step out. The step then ends with the next one.
     """
 
     def __init__(
@@ -47,17 +52,42 @@ class AfterStepReplica(Replica):
     ) -> None:
         super().__init__(model, params, algorithm, broadcaster)
         self._optimizers, self._number, self._members_broadcaster = optimizers, number, broadcaster
-        self._parameters = ParameterList(model)
         self._passes_due = 0  # backward passes whose step has not ended
         self._pass: int | None = None  # the latest
-        self._waiting_for: set[int] = set()  # optimizers that have not stepped since the first of them
+        self._stepped: dict[int, int] = {}  # by optimizer: how many of them had come when it last stepped
+        self._passes_unused = 0  # since an optimizer has stepped
         self._progress: Progress | None = None  # inside join()
         self._joins = 0
         broadcaster.world.elastic.begin(self, number, alone=alone)
 
     @abstractmethod
-    def _end_step(self) -> None:
-        """Exchange what is due after `_passes_due` backward passes, and set that to 0."""
+    def _advance(self) -> None:
+        """End one step: exchange what is due after it."""
+
+    @abstractmethod
+    def _note_writes(self) -> None:
+        """Take the parameters as they are: an optimizer may write them."""
+
+    @abstractmethod
+    def _refuse_writes(self) -> None:
+        """Raise `UsageError` if somebody else has written parameters that an exchange relies on."""
+
+    @abstractmethod
+    def _on_pass(self) -> None:
+        """Act in each backward pass outside of `no_sync`, which `_passes_due` counts already."""
+
+    def _end_steps(self, count: int) -> None:
+        """End the first `count` of the steps that have not ended."""
+        if not count:
+            return
+        self._parameters.require_unchanged()
+        self._refuse_writes()
+        if not self._optimizers:
+            self._passes_unused = 0
+        self._passes_due -= count
+        self._stepped = {each: passes - count for each, passes in self._stepped.items() if passes > count}
+        for _ in range(count):
+            self._advance()
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         """Register on gradients and optimizers."""
@@ -81,24 +111,46 @@ class AfterStepReplica(Replica):
         """Note that a step is due once the optimizers have stepped; called for each gradient."""
         if self._is_synchronous and (number := current_pass()) != self._pass:
             self._pass = number
-            if not self._passes_due:
-                self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
             self._passes_due += 1
+            self._bound_passes()
+            self._on_pass()
 
-    def _before_step(self, *_: Any) -> None:
+    def _bound_passes(self) -> None:
+        """Raise `UsageError` after too many passes without a step; an optimizer may run its closure as it likes."""
+        self._passes_unused = 0 if are_under_way(self._optimizers) else self._passes_unused + 1
+        if self._passes_unused > MOST_PASSES:
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+            who = f"a step() of the {kinds} given to attach()" if kinds else "a forward pass that called hooks"
+            raise UsageError(
+                f"{MOST_PASSES} backward passes without {who}, so nothing would be exchanged: give all optimizers that "
+                "step the model to attach(), where one wraps another the one whose step() is called; accumulate in "
+                "replica.no_sync(); for updates by hand run the passes in it, and call replica.average() after each"
+            )
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        super()._check_step(optimizer)
+        if any(optimizer is each for each in self._optimizers):
+            self._refuse_writes()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if failure := self._world.unraised_failure:
             raise failure
+        if passes := self._stepped.get(id(optimizer)):
+            self._end_steps(passes)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._waiting_for.discard(id(optimizer))
-        if self._passes_due and not self._waiting_for:
-            self._end_step()
+        self._passes_unused = 0
+        self._note_writes()
+        if self._passes_due:
+            self._stepped[id(optimizer)] = self._passes_due
+        if len(self._stepped) == len(self._optimizers):
+            self._end_steps(self._passes_due)
 
     def average(self) -> None:
         """End a step without a backward pass; see `Replica.average`."""
         if self._is_synchronous:
             self._passes_due += 1
-            self._end_step()
+            self._end_steps(self._passes_due)
 
     def _end_period(self) -> None:
         """Exchange what would be exchanged later, so that `consolidate` loses nothing; collective."""
@@ -119,8 +171,7 @@ class AfterStepReplica(Replica):
         world.joined = self
         try:
             yield
-            if self._passes_due:
-                self._end_step()
+            self._end_steps(self._passes_due)
             self._exchange_until_all_end(progress)
             self._end_period()
             world.joined = None

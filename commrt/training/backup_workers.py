@@ -75,7 +75,7 @@ class BackupWorkersReplica(Replica):
         self._samples: int | None = 0
         self._has_told = False  # of batches that were dropped because the others had stopped
         self._is_replacement = False  # a new process in a lost rank's place, before its first step
-        self._guard = StepGuard(self._world, model, optimizers, params, lambda: None)
+        self._guard = StepGuard(self._world, optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
         self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
         world, is_founder = self._world, self._world.config is None
@@ -89,7 +89,7 @@ class BackupWorkersReplica(Replica):
             self._catch_up.open()
         world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients, *self._skipper.register()])
+        self._live([*self._on_model(), *gradients, *self._skipper.register()], optimizers)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)

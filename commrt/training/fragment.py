@@ -18,6 +18,7 @@ from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import TensorSlot
+from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import CommrtError, UsageError
 from commrt.membership.generations import Generation
 from commrt.runtime.elastic import LOST
@@ -86,6 +87,8 @@ class Fragment:
         self.parcels: list[Named] = [
             (slot.name, _parcel(anchor, slot.tensor().device)) for slot, anchor in zip(held, self.anchors, strict=True)
         ]
+        self._watch = WeightWatch()
+        self.note()
 
     def _anchor_of(self, tensor: Tensor) -> Tensor:
         dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -96,11 +99,32 @@ class Fragment:
         """Return the learning rate of each tensor, given those `of` parameters by their ids; None for others."""
         return [of.get(id(slot.held())) for slot in self.held]
 
+    @property
+    def _is_relied_on(self) -> bool:
+        """True if what the weights change by counts, so that only optimizers may write them."""
+        return self.flight is not None or self._algorithm.outer is not None
+
+    def _watched(self) -> list[Tensor]:
+        return [slot.tensor() for slot in self.held if not slot.is_buffer]
+
+    def note(self) -> None:
+        """Take the weights as they are now: an optimizer or commrt has written them."""
+        if self._is_relied_on:
+            self._watch.note(self._watched())
+
+    def written(self) -> str | None:
+        """Return the name of a parameter that is relied on and has other values than at `note`; None if none has."""
+        if not self._is_relied_on:
+            return None
+        place = self._watch.written(self._watched(), may_be_put_back=True)
+        return None if place is None else [slot.name for slot in self.held if not slot.is_buffer][place]
+
     @torch.no_grad()
     def settle(self) -> None:
         """Take the weights as they are for the anchor."""
         for slot, anchor in zip(self.held, self.anchors, strict=True):
             anchor.copy_(slot.tensor())
+        self.note()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -119,6 +143,7 @@ class Fragment:
             parcel.grad = (-weights if self._algorithm.is_gossip else anchor.to(weights.device) - weights).contiguous()
         self.flight, self.left = flight, flight.step
         self.exchanges += 1
+        self.note()
 
     @torch.no_grad()
     def learned(self) -> list[Tensor]:
@@ -157,6 +182,7 @@ class Fragment:
             else:
                 weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
         self.drop_flight()
+        self.note()
 
     def _move(self, i: int, average: Tensor, outer: Outer | None, rate: float | None) -> None:
         anchor, velocity = self.anchors[i], self.velocities[i]
@@ -178,6 +204,7 @@ class Fragment:
         """Set the weights to the anchor."""
         for slot, anchor in zip(self.held, self.anchors, strict=True):
             slot.tensor().copy_(anchor)
+        self.note()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on with; of what is under way, what this rank has sent."""
@@ -204,6 +231,7 @@ class Fragment:
             self.flight = Flight(self.left, flight["settings"], flight["rates"])
             for (name, parcel), slot in zip(self.parcels, self.held, strict=True):
                 parcel.grad = flight["sent"][name].to(slot.tensor().device, copy=True)
+        self.note()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if `state` is not that of such a fragment."""

@@ -15,13 +15,24 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import Header, Named
 from commrt.buckets.weight_bucket import WeightBucket
+from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.gossip_exchange import GossipExchange
 from commrt.training.hooks import ModuleHook
+from commrt.training.optimizer_steps import are_under_way
 from commrt.training.replica import StepReport
 
 __all__ = ["GossipReplica"]
+
+UNDER_WAY = (
+    "{name} was written while its exchange was under way, and not by a step of an optimizer given to attach(): call "
+    "replica.drain() before you write weights"
+)
+MOVED = (
+    "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass such as "
+    "SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
+)
 
 
 class GossipReplica(AfterStepReplica):
@@ -51,7 +62,7 @@ class GossipReplica(AfterStepReplica):
         self._exposed_s = 0.0
         self._spans: list[Span] = []
         self._heard: set[int] = set()
-        self._live([*self._register_on_modules(), *self._hooks()])
+        self._live([*self._register_on_modules(), *self._hooks()], optimizers)
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
@@ -67,19 +78,20 @@ class GossipReplica(AfterStepReplica):
         for module, indices in modules.values():
             ours = sorted(indices)
             yield module.register_forward_pre_hook(ModuleHook(lambda *_, ours=ours: before_forward(ours)))
+            yield module.register_load_state_dict_pre_hook(ModuleHook(lambda *_: drain()))  # type: ignore[no-untyped-call]
         yield self.model.register_state_dict_pre_hook(ModuleHook(lambda *_: drain()))  # type: ignore[no-untyped-call]
 
     def _before_forward(self, indices: Sequence[int]) -> None:
         if self._passes_due and torch.is_grad_enabled() and self.model.training:
-            self._end_step()  # no optimizer has stepped
+            self._refuse_moved_weights()
+            self._end_steps(self._passes_due)  # an optimizer has not stepped
         self._hooked.update(indices)
         for index in indices:
             self._mix(self.buckets[index], self._exchange.algorithm.staleness)
 
-    def _end_step(self) -> None:
+    def _advance(self) -> None:
         """Send the weights as they are now."""
-        self._passes_due, world, staleness = 0, self._world, self._exchange.algorithm.staleness
-        self._parameters.require_unchanged()
+        world, staleness = self._world, self._exchange.algorithm.staleness
         if len(self._exchange.members) > 1:
             for bucket in self.buckets:
                 self._mix(bucket, staleness)
@@ -88,6 +100,7 @@ class GossipReplica(AfterStepReplica):
                 header = Header(0, self._number, 0, self._step, bucket.index, 0)
                 message = bucket.send(header, world.elastic.memory_epoch, world.transport.allocate)
                 message.answer = self._exchange.submit(message, bucket.index, self._step)
+            self._note_writes()
             if self._progress is not None:
                 self._progress.begin(self._step + 1)
             for bucket in self.buckets:
@@ -99,13 +112,49 @@ class GossipReplica(AfterStepReplica):
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:
         """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others brought."""
         while len(bucket.under_way) > allowed:
+            self._refuse_writes_to(bucket)
             begin_s = perf_counter()
             with within_range(self._world.recorder, "wait", number=bucket.index):
                 span, heard = bucket.mix()
+            self._note_writes_to(bucket)
             self._exposed_s += perf_counter() - begin_s
             if span is not None:
                 self._spans.append(span)
                 self._heard.update(heard)
+
+    @property
+    def _knows_writers(self) -> bool:
+        """True if all but optimizers that were given, and do not step now, may be taken for strangers."""
+        return bool(self._optimizers) and not are_under_way(self._optimizers)
+
+    def _refuse_writes(self) -> None:
+        for bucket in self.buckets:
+            self._refuse_writes_to(bucket)
+
+    def _refuse_writes_to(self, bucket: WeightBucket) -> None:
+        if bucket.under_way and self._knows_writers and (name := bucket.written()):
+            raise UsageError(UNDER_WAY.format(name=name))
+
+    def _refuse_moved_weights(self) -> None:
+        """Raise `UsageError` if weights were written after a pass, and no optimizer has stepped."""
+        if self._stepped or not self._knows_writers:
+            return
+        names = (bucket.written(may_be_put_back=True) for bucket in self.buckets if not bucket.under_way)
+        if name := next(filter(None, names), None):
+            raise UsageError(MOVED.format(name=name))
+
+    def _on_pass(self) -> None:
+        for bucket in self.buckets if self._optimizers else ():
+            if not bucket.under_way:
+                bucket.note()
+
+    def _note_writes(self) -> None:
+        for bucket in self.buckets:
+            self._note_writes_to(bucket)
+
+    def _note_writes_to(self, bucket: WeightBucket) -> None:
+        if bucket.under_way and self._optimizers:
+            bucket.note()
 
     def _report(self) -> None:
         if self._spans:
@@ -116,11 +165,15 @@ class GossipReplica(AfterStepReplica):
 
     def drain(self) -> None:
         """Wait for all exchanges in flight and mix what they brought; not collective."""
-        if self._passes_due:  # no optimizer has stepped
-            self._end_step()
+        self._end_steps(self._passes_due)  # an optimizer has not stepped
         for bucket in self.buckets:
             self._mix(bucket, 0)
         self._report()
+
+    def overwrite_with_first(self) -> None:
+        """Send parameters and buffers of rank 0 to all; what is in flight ends first. See `Replica`."""
+        self.drain()
+        super().overwrite_with_first()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; each rank saves a model of its own."""

@@ -23,10 +23,22 @@ from commrt.training.fragment import Flight, Fragment
 from commrt.training.fragment_exchange import FragmentExchange
 from commrt.training.join_progress import Progress
 from commrt.training.model_state import Stateful, digest, own_residuals
+from commrt.training.optimizer_steps import are_under_way
 from commrt.training.replica import StepReport
 from commrt.training.step_guard import settings_digest
 
 __all__ = ["LocalReplica"]
+
+UNDER_WAY = (
+    "{name} was written while an average of the old weights was under way, and not by a step of an optimizer given to "
+    "attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
+    "checkpoint was loaded"
+)
+OUTER = (
+    "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: put "
+    "the values back before the next step, or call replica.overwrite_with_first() to begin anew, or "
+    "replica.load_state_dict() after a checkpoint was loaded"
+)
 
 
 class LocalReplica(AfterStepReplica):
@@ -48,13 +60,11 @@ class LocalReplica(AfterStepReplica):
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
         self._exposed_s = 0.0
         self._spans: list[Span] = []
-        self._live([*self._hooks()])
+        self._live([*self._hooks()], optimizers)
 
-    def _end_of_pass(self, *_: Any) -> None:
-        before = self._passes_due
-        super()._end_of_pass()
+    def _on_pass(self) -> None:
         step = self._step + self._passes_due
-        if self._passes_due > before and any(self._local.leaves(part.index, step) for part in self._fragments):
+        if any(self._local.leaves(part.index, step) for part in self._fragments):
             self._noted[step] = self._settings(step)
 
     def _settings(self, step: int) -> tuple[int, dict[int, float]]:
@@ -67,12 +77,6 @@ class LocalReplica(AfterStepReplica):
         }
         is_joined = self._progress is not None  # ranks that have run out of data drive no scheduler
         return 0 if is_joined else settings_digest(self._optimizers, step % (1 << WIDTHS.step)), rates
-
-    def _end_step(self) -> None:
-        due, self._passes_due = self._passes_due, 0
-        self._parameters.require_unchanged()
-        for _ in range(due):
-            self._advance()
 
     def _advance(self) -> None:
         """Count a step, merge what is due after it, and let leave what is due: in this order, see `LocalSGD`."""
@@ -93,12 +97,26 @@ class LocalReplica(AfterStepReplica):
     def _is_back(self, flight: Flight) -> bool:
         return self._step - flight.step >= self._local.delay_at(flight.step)
 
+    def _note_writes(self) -> None:
+        for fragment in self._fragments:
+            fragment.note()
+
+    def _refuse_writes(self) -> None:
+        for fragment in self._fragments:
+            self._refuse_writes_to(fragment)
+
+    def _refuse_writes_to(self, fragment: Fragment) -> None:
+        if not are_under_way(self._optimizers) and (name := fragment.written()):
+            raise UsageError((OUTER if fragment.flight is None else UNDER_WAY).format(name=name))
+
     def _leave(self, fragment: Fragment) -> None:
+        self._refuse_writes_to(fragment)
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
         self._exchange.send(fragment, Flight(self._step, settings, fragment.rates(rates)))
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of `fragment`, and merge it."""
+        self._refuse_writes_to(fragment)
         flight, begin_s = fragment.flight, perf_counter()
         assert flight is not None  # noqa: S101  # for mypy
         with within_range(self._world.recorder, "wait", number=fragment.index):
@@ -118,8 +136,7 @@ class LocalReplica(AfterStepReplica):
 
     def drain(self) -> None:
         """Merge all averages that are under way, before they are due; collective."""
-        if self._passes_due:  # no optimizer has stepped
-            self._end_step()
+        self._end_steps(self._passes_due)  # an optimizer has not stepped
         for fragment in self._fragments:
             if fragment.flight is not None:
                 self._merge(fragment)
@@ -178,8 +195,8 @@ class LocalReplica(AfterStepReplica):
         What is under way is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost. A
         step whose optimizers were all left out, as by a `GradScaler`, ends first.
         """
-        if self._passes_due and len(self._waiting_for) == len(self._optimizers):
-            self._end_step()
+        if not self._stepped:
+            self._end_steps(self._passes_due)
         return super().state_dict() | {
             "period": self._local.period,
             "delay": self._local.delay,
@@ -207,7 +224,7 @@ class LocalReplica(AfterStepReplica):
             fragment.restart() if saved is None else fragment.load_state_dict(saved[i])
         self._restart_at_step(step)
         self._passes_due, self._noted = 0 if saved is None else state["due"], {}
-        self._waiting_for = {id(optimizer) for optimizer in self._optimizers}
+        self._stepped = {}
         self._agree_on_state()
         self._exchange.begin_anew()
         self._exchange.engine.owe(residuals)

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
@@ -22,9 +23,11 @@ from commrt.errors import UsageError
 from commrt.membership.generations import Loss
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
+from commrt.training.admission import ParameterList
 from commrt.training.broadcast_state import Broadcaster, gather_values, mean, overwrite_buffers, overwrite_model
 from commrt.training.hooks import keep_alive, let_go
 from commrt.training.model_state import Stateful, fingerprint
+from commrt.training.optimizer_steps import are_under_way, before_each_step, parameters_of, wrapped_as
 
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 
@@ -44,14 +47,17 @@ class Replica(ABC):
         self.last: StepReport | None = None
         """The latest step."""
         self._params, self._algorithm = params, algorithm
+        self._parameters, self._averaged = ParameterList(model), {id(param) for _, param in params}
+        self._given: Sequence[Optimizer] = ()
         self._broadcaster, self._world = broadcaster, broadcaster.world
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
 
-    def _live(self, handles: Sequence[RemovableHandle]) -> None:
-        """Begin to act; `detach` removes the `handles`."""
-        self._handles = list(handles)
+    def _live(self, handles: Sequence[RemovableHandle], optimizers: Sequence[Optimizer]) -> None:
+        """Begin to act on `optimizers` and on what the `handles` stand for; `detach` removes these."""
+        self._given = optimizers
+        self._handles = [*handles, before_each_step(self._check_step)]
         _replicas.add(self)
         keep_alive(self, self._owners())
 
@@ -61,6 +67,40 @@ class Replica(ABC):
         for module in self.model.modules():
             if any(id(param) in ours for param in module.parameters(recurse=False)):
                 yield module
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step of any optimizer that would let the replicas drift apart."""
+        if any(optimizer is each for each in self._given):
+            self._parameters.require_unchanged()
+            self._require_averaged([param for param in parameters_of(optimizer) if param.grad is not None])
+        else:
+            names = self._parameters.names()
+            ours = [param for param in parameters_of(optimizer) if id(param) in names and param.grad is not None]
+            if ours and not are_under_way(self._given):
+                self._require_averaged(ours)
+                self._refuse_stranger(optimizer, names[id(ours[0])])
+
+    def _require_averaged(self, params: Sequence[Tensor]) -> None:
+        """Raise `UsageError` if one of the `params` that are to be stepped belongs to no replica."""
+        if all(id(param) in self._averaged for param in params) or all(attached(params)):
+            return
+        param = params[attached(params).index(False)]
+        name = self._parameters.names().get(id(param), f"a parameter of shape {list(param.shape)}")
+        raise UsageError(
+            f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
+            "commrt does not average its gradient; detach() and attach() again"
+        )
+
+    def _refuse_stranger(self, optimizer: Optimizer, name: str) -> None:
+        """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none was given."""
+        if not self._given or any(wrapped_as(each, [optimizer]) for each in self._given):
+            return
+        inner = wrapped_as(optimizer, self._given)
+        which = "all optimizers that step the model" if inner is None else f"{inner}, whose step() is called"
+        raise UsageError(
+            f"{type(optimizer).__name__} steps {name}, and was not given to attach(): detach(), and attach() again "
+            f"with {which}"
+        )
 
     @property
     def step(self) -> int:

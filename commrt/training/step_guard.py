@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.errors import UsageError
 from commrt.runtime.world import World
-from commrt.training.replica import attached
 
 __all__ = ["StepGuard", "StepSkipper", "settings_digest"]
 
@@ -46,14 +45,12 @@ class StepGuard:
     def __init__(
         self,
         world: World,
-        model: nn.Module,
         optimizers: Sequence[Optimizer],
         params: Sequence[Tensor],
         take_part: Callable[[], None],
     ) -> None:
-        self._world, self._model, self._optimizers, self._take_part = world, model, optimizers, take_part
+        self._world, self._optimizers, self._take_part = world, optimizers, take_part
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
-        self._averaged_here = {id(param) for param in params}
         self._held_back = self._closed = False
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
         self.steps = 0
@@ -94,7 +91,6 @@ class StepGuard:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
             raise failure
-        self._refuse_strangers(optimizer)
         if self._closed:
             raise UsageError(MIDWAY)
         if self._are_zeroed():  # since the last backward pass: what is known is about older gradients
@@ -136,17 +132,6 @@ class StepGuard:
         self.steps += 1
         if self._held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
-
-    def _refuse_strangers(self, optimizer: Optimizer) -> None:
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if param.grad is None or id(param) in self._averaged_here or attached([param])[0]:
-                continue
-            own = (name for name, known in self._model.named_parameters() if known is param)
-            name = next(own, f"a parameter of shape {list(param.shape)}")
-            raise UsageError(
-                f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
-                "commrt does not average its gradient; detach() and attach() again"
-            )
 
 
 def _is_filled(grad: Tensor | None) -> bool:

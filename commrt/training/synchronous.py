@@ -22,7 +22,7 @@ from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
 from commrt.threads.future import Future
-from commrt.training.admission import ParameterList, check_stateful, describe_buffers
+from commrt.training.admission import check_stateful, describe_buffers
 from commrt.training.broadcast_state import overwrite_model, overwrite_states
 from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, own_residuals, unread_buffers
@@ -55,11 +55,10 @@ class SynchronousReplica(Replica):
         super().__init__(model, named, engine.algorithm, engine)
         self._engine, self._optimizers, self._build_buckets = engine, optimizers, build_buckets
         params = [param for _, param in named]
-        self._guard = StepGuard(self._world, model, optimizers, params, partial(self._average, LATE))
+        self._guard = StepGuard(self._world, optimizers, params, partial(self._average, LATE))
         self._alone = self._world.size == 1
         self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
         self._joining = False  # ranks may have left, so each step begins with the question who has data
-        self._parameter_list = ParameterList(model)
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
         buffers = [*model.buffers()]
@@ -71,7 +70,9 @@ class SynchronousReplica(Replica):
         self._settings = 0  # of the optimizers, as ranks compare them
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
-        self._live([*on_dense_gradients(self, named, SynchronousReplica._on_gradient), *self._guard.register()])
+        self._live(
+            [*on_dense_gradients(self, named, SynchronousReplica._on_gradient), *self._guard.register()], optimizers
+        )
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
@@ -116,7 +117,7 @@ class SynchronousReplica(Replica):
         """Start the step of backward pass `number`."""
         if self._world.joined not in (None, self):
             raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
-        self._parameter_list.require_unchanged()
+        self._parameters.require_unchanged()
         self._number, self._in_flight = number, []
         self._order.arm()
         if not self._alone:

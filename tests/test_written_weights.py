@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops that write weights themselves: an exchange is only added to the weights that it was made of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from gossip_models import batch, local_step, model_of, optimizer_of, params, same
+from torch import nn
+
+import commrt
+from commrt import Gossip, LocalSGD, Mix, Nesterov
+from commrt.buckets.weight_watch import WeightWatch
+from commrt.errors import UsageError
+from commrt.testing.ranks import run_ranks
+
+GOSSIPING = [Gossip(), Gossip(staleness=1)]
+RELYING = [LocalSGD(4, 2), LocalSGD(4, 2, Mix(0.5)), LocalSGD(4, 2, fragments=2), LocalSGD(5, outer=Nesterov(0.7, 0.5))]
+
+
+class Loop:
+    """A rank's training loop."""
+
+    def __init__(self, world, algorithm, **options):
+        self.world, self.model = world, model_of()
+        self.optimizer = optimizer_of(self.model, lr=0.01)
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, world=world, **options)
+        self.step = 0
+
+    def run(self, steps, then=lambda: None):
+        for _ in range(steps):
+            local_step(self.model, self.optimizer, self.step, self.world.rank)
+            self.step += 1
+            then()
+        return self
+
+    def used(self):
+        """What the next forward pass computes with."""
+        self.model.eval()
+        with torch.no_grad():
+            self.model(batch(0, 0))
+        self.model.train()
+        return params(self.model)
+
+
+@torch.no_grad()
+def clamp(model):
+    for param in model.parameters():
+        param.clamp_(-0.01, 0.01)
+
+
+def clamp_data(model):
+    for param in model.parameters():
+        param.data.clamp_(-0.01, 0.01)
+
+
+def from_vector(model):
+    nn.utils.vector_to_parameters(torch.full((180,), 3.0), model.parameters())
+
+
+def replace_data(model):
+    for param in model.parameters():
+        param.data = torch.ones_like(param)
+
+
+def descend_by_hand(model):
+    for param in model.parameters():
+        param.data -= 0.1 * torch.ones_like(param)
+
+
+def write_in_inference_mode(model):
+    with torch.inference_mode():
+        for param in model.parameters():
+            param.fill_(3.0)
+
+
+def write_one_value(model):
+    model[0].bias.data[0] = 3.0
+
+
+WRITES = [clamp, clamp_data, from_vector, replace_data, descend_by_hand, write_in_inference_mode, write_one_value]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(algorithm, write):
+    def body(world):
+        loop = Loop(world, algorithm).run(3)
+        write(loop.model)
+        written = params(loop.model)
+        with pytest.raises(
+            UsageError, match=r"[02]\.\w+ was written while .*: call replica\.drain\(\) before you write"
+        ):
+            loop.used()
+        assert same(params(loop.model), written)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("algorithm", RELYING, ids=str)
+def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_on_them(algorithm, write):
+    def body(world):
+        loop = Loop(world, algorithm, bucket_cap_mb=1e-4).run(5)
+        write(loop.model)
+        written = params(loop.model)
+        with pytest.raises(UsageError, match=r"[02]\.\w+ was written.*replica\.(drain|overwrite_with_first)\(\)"):
+            loop.run(1)
+        assert same(params(loop.model), written)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+@pytest.mark.parametrize("part", ["", "2"])
+def test_a_model_that_loads_a_state_uses_it_as_it_is(algorithm, part):
+    def body(world):
+        loop = Loop(world, algorithm).run(3)
+        module = loop.model.get_submodule(part)
+        saved = {name: torch.full_like(tensor, 0.5) for name, tensor in module.state_dict().items()}
+        loop.run(2)
+        module.load_state_dict(saved)
+        loop.used()
+        assert all((param == 0.5).all() for param in module.parameters())
+        loop.run(3).replica.drain()
+        return loop.replica.step
+
+    assert run_ranks(2, body) == [8, 8]
+
+
+@pytest.mark.parametrize("algorithm", RELYING, ids=str)
+def test_a_loaded_model_goes_on_after_its_replica_has_begun_anew(algorithm):
+    def body(world):
+        loop = Loop(world, algorithm).run(6)
+        loop.model.load_state_dict(model_of(3).state_dict())
+        loop.replica.overwrite_with_first()
+        loop.run(6).replica.consolidate()
+        return params(loop.model)
+
+    assert same(*run_ranks(2, body))
+
+
+@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+def test_weights_may_be_clamped_after_drain(algorithm):
+    def body(world):
+        loop = Loop(world, algorithm)
+
+        def clamp_drained():
+            loop.replica.drain()
+            clamp(loop.model)
+            assert all((weight.abs() <= 0.01).all() for weight in loop.used())
+
+        return loop.run(6, clamp_drained).replica.step
+
+    assert run_ranks(2, body) == [6, 6]
+
+
+def test_weights_may_be_clamped_where_local_sgd_does_not_rely_on_them():
+    def body(world):
+        loop = Loop(world, LocalSGD(3))
+        return loop.run(7, lambda: clamp(loop.model)).replica.step
+
+    assert run_ranks(2, body) == [7, 7]
+
+
+def by_copy(model, average):
+    with torch.no_grad():
+        own = params(model)
+        for param, other in zip(model.parameters(), average.parameters(), strict=True):
+            param.copy_(other)
+        yield
+        for param, other in zip(model.parameters(), own, strict=True):
+            param.copy_(other)
+
+
+def by_data(model, average):
+    for _ in range(2):
+        for param, other in zip(model.parameters(), average.parameters(), strict=True):
+            param.data, other.data = other.data, param.data
+        yield
+
+
+def by_state(model, average):
+    own = copy.deepcopy(model.state_dict())
+    model.load_state_dict(average.state_dict())
+    yield
+    model.load_state_dict(own)
+
+
+def swapped(algorithm, swap, *, drained):
+    def body(world):
+        loop = Loop(world, algorithm)
+        average = torch.optim.swa_utils.AveragedModel(loop.model)
+
+        def evaluate():
+            if drained:
+                loop.replica.drain()
+            average.update_parameters(loop.model)
+            expected = params(average.module)
+            for place, _ in enumerate(swap(loop.model, average.module)):
+                assert place or same(loop.used(), expected)
+
+        loop.run(9, evaluate).replica.consolidate()
+        return params(loop.model)
+
+    return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("swap", [by_copy, by_data, by_state])
+@pytest.mark.parametrize(
+    ("algorithm", "drained"), [(Gossip(), True), (LocalSGD(4, 2), False), (RELYING[-1], False)], ids=str
+)
+def test_an_average_of_the_weights_may_be_swapped_in_and_out(algorithm, swap, drained):
+    assert same(*swapped(algorithm, swap, drained=drained))
+
+
+@pytest.mark.parametrize("swap", [by_copy, by_data])
+def test_an_average_that_is_swapped_in_while_weights_are_under_way_is_refused(swap):
+    with pytest.raises(UsageError, match=r"call replica\.drain\(\) before you write weights"):
+        swapped(Gossip(), swap, drained=False)
+
+
+def test_what_is_under_way_ends_before_the_first_rank_overwrites_all():
+    def body(world):
+        loop = Loop(world, Gossip()).run(3)
+        loop.replica.overwrite_with_first()
+        loop.used()
+        return loop.replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("algorithm", [*GOSSIPING, RELYING[0]], ids=str)
+def test_weights_are_an_optimizers_own_within_its_step(algorithm):
+    """It may call a closure in between, as LBFGS does."""
+
+    def body(world):
+        model = model_of()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=25, tolerance_change=0, tolerance_grad=0)
+        replica = commrt.attach(model, optimizer, algorithm, world=world)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch(0, world.rank)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return replica.step
+
+    assert run_ranks(2, body) == [75, 75]
+
+
+@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+def test_without_optimizers_weights_are_updated_by_hand(algorithm):
+    def body(world):
+        model = model_of()
+        replica = commrt.attach(model, None, algorithm, world=world)
+        for step in range(25):
+            model(batch(step, world.rank)).square().mean().backward()
+            for param in model.parameters():
+                param.data -= 0.01 * param.grad
+            model.zero_grad()
+        replica.drain()
+        return replica.step, replica.disagreement() < 0.1
+
+    assert run_ranks(2, body) == [(25, True)] * 2
+
+
+LAYOUTS = {
+    "rows": torch.randn(5, 7),
+    "columns": torch.randn(7, 5).t(),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a scalar": torch.tensor(2.0),
+    "many": torch.randn(100, 50),
+    "NaN": torch.full((3,), torch.nan),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_write_behind_autograds_back_is_seen_in_any_layout(name):
+    tensor, watch, nothing = LAYOUTS[name].clone(), WeightWatch(), torch.zeros(0)
+    watch.note([nothing, tensor])
+    assert watch.written([nothing, tensor], may_be_put_back=True) is None
+    tensor.data.fill_(7.0)
+    assert watch.written([nothing, tensor], may_be_put_back=True) == 1
+
+
+def test_a_write_that_autograd_counts_is_seen_wherever_it_is():
+    tensor, watch = torch.zeros(1_000_003), WeightWatch()
+    watch.note([tensor])
+    tensor[-1] = 1.0
+    assert watch.written([tensor], may_be_put_back=False) == 0
