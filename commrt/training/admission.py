@@ -36,12 +36,14 @@ __all__ = [
     "describe_buffers",
     "describe_optimizers",
     "have_state",
+    "require_read_only_forward",
     "wants_views",
 ]
 
 MOST_MB = 1e9
 _log = logging.getLogger("commrt")
 GRADIENTS = (torch.float64, *WIRES)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_attach(
@@ -187,6 +189,24 @@ def _check_model(model: nn.Module, params: Sequence[Named]) -> None:
             )
 
 
+def require_read_only_forward(model: nn.Module) -> None:
+    """Raise `UsageError` for a module of torch whose forward pass writes parameters, by what is in a rank's batch."""
+    for name, module in model.named_modules():
+        place = name or "the model"
+        if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
+            norm, most = module.norm_type, module.max_norm
+            raise UsageError(
+                f"{place} has max_norm={most}: its forward pass rescales the rows that this rank looks up, so replicas "
+                "would drift apart. Leave max_norm out, and rescale the whole table after attach() and after each "
+                f"optimizer.step(): with torch.no_grad(): weight.renorm_({norm}, 0, {most})"
+            )
+        if type(module).__name__ == "_LearnableFakeQuantize" and getattr(module, "static_enabled", [0])[0]:
+            raise UsageError(
+                f"{place} writes its parameters scale and zero_point in forward, from what this rank's batch holds: "
+                "call its enable_param_learning() before attach()"
+            )
+
+
 def _problem(tensor: Tensor) -> str | None:
     """Return what keeps a parameter or buffer from being overwritten with rank 0's."""
     if is_lazy(tensor):
@@ -262,16 +282,20 @@ class ParameterList:
         self._params = list(model.named_parameters())
         self._names = {id(param): name for name, param in self._params}
         self._frozen = [(name, param) for name, param in self._params if not param.requires_grad]
+        modules = model.named_modules()
+        self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
         self._remember()
 
     def require_unchanged(self) -> None:
-        """Raise `UsageError` if a parameter came, went, or requires a gradient now: nobody would average it."""
+        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by a forward pass."""
         now = self._contents()
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             _refuse(self._changed_parameter())
             self._remember()
         thawed = (f"{name} was frozen and is not any more" for name, param in self._frozen if param.requires_grad)
         _refuse(next(thawed, None))
+        bounded = (f"max_norm of {name or 'it'} was set" for name, table in self._tables if table.max_norm is not None)
+        _refuse(next(bounded, None))
 
     def names(self) -> Mapping[int, str]:
         """Return the names of the parameters that the model has now, by their ids."""

@@ -39,6 +39,7 @@ from commrt.training.admission import (
     describe_buffers,
     describe_optimizers,
     have_state,
+    require_read_only_forward,
     wants_views,
 )
 from commrt.training.backup_workers import BackupWorkersReplica
@@ -116,6 +117,8 @@ def attach(  # noqa: PLR0913  # each has its default
     check_stateful(also, "attach(also=)")
     flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs}
     params, optimizers = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, **flags)
+    if world.size > 1:
+        require_read_only_forward(model)
     views = wants_views(gradients, params, algorithm, wire, graphs=graphs)
     for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
         if taken:

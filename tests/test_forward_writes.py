@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules whose forward pass writes parameters, by what is in a rank's batch, are refused at attach()."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from small_models import seeded, sgd
+from torch import nn
+from torch.ao.quantization import MovingAverageMinMaxObserver
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+
+import commrt
+from commrt.errors import UsageError
+from commrt.testing.ranks import run_ranks
+
+ROWS = 11
+
+
+def train(net, rank, after_step=lambda: None):
+    """Train on indices of this rank's own."""
+    optimizer = sgd(net)
+    for step in range(5):
+        at = torch.randint(0, ROWS, (6, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+        net(at).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+class Subclass(nn.Embedding):
+    pass
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def frozen():
+    return nn.Sequential(nn.Embedding(ROWS, 6, max_norm=1.0).requires_grad_(requires_grad=False), nn.Linear(6, 2))
+
+
+def parametrized():
+    table = nn.Embedding(ROWS, 6, max_norm=1.0)
+    nn.utils.parametrize.register_parametrization(table, "weight", Same())
+    return table
+
+
+TABLES = {
+    "embedding": lambda: nn.Embedding(ROWS, 6, max_norm=1.0),
+    "bag": lambda: nn.EmbeddingBag(ROWS, 6, max_norm=1.0),
+    "subclass": lambda: Subclass(ROWS, 6, max_norm=1.0),
+    "inside": lambda: nn.Sequential(nn.Embedding(ROWS, 6, max_norm=1.0), nn.Linear(6, 2)),
+    "frozen": frozen,
+    "parametrized": parametrized,
+    "compiled": lambda: torch.compile(nn.Embedding(ROWS, 6, max_norm=1.0), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)], ids=str)
+@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(make, algorithm):
+    def body(world):
+        net = make()
+        with pytest.raises(
+            UsageError, match=r"has max_norm=1\.0: .* after each optimizer\.step\(\): .*weight\.renorm_"
+        ):
+            commrt.attach(net, sgd(net), algorithm, world=world)
+
+    run_ranks(2, body)
+
+
+def test_what_the_sentence_says_keeps_replicas_equal_and_all_rows_short():
+    net = nn.Embedding(ROWS, 6, max_norm=0.5, norm_type=3.0)
+    with pytest.raises(UsageError) as refusal:
+        run_ranks(2, lambda world: commrt.attach(net, world=world))
+    advice = re.search(r"with (torch\.no_grad\(\)): (weight\.renorm_\(.*\))$", str(refusal.value))
+
+    def body(world):
+        table = seeded(lambda: nn.Embedding(ROWS, 6))
+        replica = commrt.attach(table, world=world)
+
+        def rescale():
+            with torch.no_grad():
+                eval(advice[2], {"weight": table.weight})  # noqa: S307  # the words of our own error
+
+        rescale()
+        train(table, world.rank, rescale)
+        return replica.replicas_equal(), table.weight.norm(3.0, dim=1).max().item()
+
+    for equal, longest in run_ranks(2, body):
+        assert equal
+        assert longest <= 0.5 + 1e-6
+
+
+def test_one_rank_alone_may_train_an_embedding_with_max_norm():
+    def body(world):
+        table = nn.Embedding(ROWS, 6, max_norm=1.0)
+        commrt.attach(table, world=world)
+        train(table, world.rank)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Gossip()], ids=str)
+def test_a_max_norm_that_is_set_after_attach_is_noticed_in_the_first_step(algorithm):
+    def body(world):
+        net = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), nn.Linear(6, 2)))
+        optimizer = sgd(net)
+        commrt.attach(net, optimizer, algorithm, world=world)
+        net[0].max_norm = 1.0
+        with pytest.raises(UsageError, match=r"changed since attach\(\), max_norm of 0 was set: detach\(\)"):  # noqa: PT012
+            net(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def quantized(*, learning):
+    fake = _LearnableFakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    if learning:
+        fake.enable_param_learning()
+    return seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), fake, nn.Linear(6, 2)))
+
+
+def test_a_fake_quantizer_that_writes_its_scale_from_a_batch_is_refused_and_one_that_learns_it_is_not():
+    def body(world):
+        with pytest.raises(UsageError, match=r"1 writes its parameters scale and zero_point .*enable_param_learning"):
+            commrt.attach(quantized(learning=False), world=world)
+        net = quantized(learning=True)
+        replica = commrt.attach(net, world=world)
+        train(net, world.rank)
+        return replica.replicas_equal()
+
+    assert run_ranks(2, body) == [True] * 2
