@@ -24,6 +24,9 @@ from commrt.transport.protocol import Allocate
 
 __all__ = ["Message", "TensorSlot", "WeightBucket", "build_weight_buckets", "exchanged_tensors"]
 
+AVERAGED_BUFFERS = ("running_mean", "running_var")
+"""Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
+
 
 class TensorSlot(NamedTuple):
     """The place where a model keeps a tensor; what lies there may be replaced."""
@@ -50,11 +53,14 @@ class TensorSlot(NamedTuple):
 
 
 def exchanged_tensors(model: nn.Module) -> list[TensorSlot]:
-    """Return the trainable parameters and floating point buffers, each once, in the order of the modules."""
+    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once, in the order of the modules.
+
+    Other buffers (masks, counters, the vectors of a spectral norm, codebooks) have no meaningful mean.
+    """
     found: dict[int, TensorSlot] = {}
     for prefix, module in model.named_modules():
         for key, tensor, is_buffer in _tensors_of(module):
-            if tensor.is_floating_point() if is_buffer else tensor.requires_grad:
+            if key in AVERAGED_BUFFERS and tensor.is_floating_point() if is_buffer else tensor.requires_grad:
                 name = f"{prefix}.{key}" if prefix else key
                 found.setdefault(id(tensor), TensorSlot(name, module, key, is_buffer))
     return [*found.values()]

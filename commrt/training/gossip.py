@@ -38,7 +38,7 @@ MOVED = (
 class GossipReplica(AfterStepReplica):
     """Train one replica by gossip; it stays close to the others, and waits for at most one of them at a time.
 
-    At the end of a step parameters and floating point buffers are sent. Before a module next runs forward, what its
+    At the end of a step parameters and running statistics are sent. Before a module next runs forward, what its
     partner sent is mixed into its parameters. If no optimizer steps, as under a `GradScaler` that met an infinity, the
     weights are sent before the forward pass.
     """
@@ -77,7 +77,8 @@ class GossipReplica(AfterStepReplica):
         before_forward, drain = self._weakly(self._before_forward), self._weakly(self.drain)
         for module, indices in modules.values():
             ours = sorted(indices)
-            yield module.register_forward_pre_hook(ModuleHook(lambda *_, ours=ours: before_forward(ours)))
+            mix = ModuleHook(lambda *_, ours=ours: before_forward(ours))
+            yield module.register_forward_pre_hook(mix, prepend=True)  # others compute weights: spectral_norm, prune
             yield module.register_load_state_dict_pre_hook(ModuleHook(lambda *_: drain()))  # type: ignore[no-untyped-call]
         yield self.model.register_state_dict_pre_hook(ModuleHook(lambda *_: drain()))  # type: ignore[no-untyped-call]
 

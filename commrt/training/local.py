@@ -161,7 +161,7 @@ class LocalReplica(AfterStepReplica):
         """End the period, and set the weights to the anchor, bitwise equal on all ranks; collective.
 
         What ranks have learned since their weights last left is averaged first. Where ranks gossip, weights and anchor
-        become the mean of all ranks' weights. Buffers of integers become those of rank 0.
+        become the mean of all ranks' weights. Buffers that are not averaged become those of rank 0.
         """
         self._end_period()
         if self._local.is_gossip:

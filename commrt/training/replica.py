@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named
+from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.membership.generations import Loss
 from commrt.runtime.world import World
@@ -146,14 +147,13 @@ class Replica(ABC):
         """
 
     def consolidate(self) -> None:
-        """Make all replicas bitwise equal now: the mean of what is floating point, rank 0's of the rest; collective.
+        """Make all replicas bitwise equal now: the mean of weights and of running means and variances; collective.
 
-        Each rank's optimizers keep their state.
+        Other buffers become rank 0's. Each rank's optimizers keep their state.
         """
         with self._world.collective("consolidate()"):
             self.drain()
-            buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
-            tensors = [param for _, param in self._params] + [*buffers]
+            tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
             values = self._world.elastic.together(lambda: mean(self._broadcaster, tensors, self.step))
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where replicas may differ, running means and variances are averaged, and all other buffers stay each rank's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import backward, data, net, seeded, sgd
+from torch import nn
+from torch.nn.utils import prune
+
+import commrt
+from commrt.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated", "ignore:.*spectral_norm.*:FutureWarning")
+
+WAYS = {
+    "gossip": commrt.Gossip(),
+    "gossip with staleness": commrt.Gossip(staleness=1),
+    "local SGD": commrt.LocalSGD(period=2),
+    "delayed local SGD": commrt.LocalSGD(period=2, delay=1),
+    "local SGD by gossip": commrt.LocalSGD(period=2, inner=commrt.Gossip()),
+}
+ways = pytest.mark.parametrize("algorithm", WAYS.values(), ids=WAYS)
+
+
+class Keeps(nn.Module):
+    """Has buffers as masks, codebooks and observers have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(8))
+        self.register_buffer("causal", torch.full((3,), float("-inf")))
+        self.register_buffer("cluster_size", torch.zeros(8))
+        self.register_buffer("min_val", torch.tensor(float("inf")))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mask = (x.mean(0) > 0).float()
+            self.cluster_size.mul_(0.9).add_((x > 0).float().sum(0))
+            self.min_val.copy_(torch.minimum(self.min_val, x.min()))
+        return x
+
+
+def trained(world, algorithm, *extra, steps=6):
+    model = net(*extra)
+    optimizer = sgd(model)
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, world.rank, step)
+        optimizer.step()
+    replica.drain()
+    return model, replica
+
+
+def buffers_of(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@ways
+def test_masks_codebooks_and_observers_stay_each_ranks_own_and_become_rank_zeros(algorithm):
+    def body(world):
+        model, replica = trained(world, algorithm, Keeps())
+        before = buffers_of(model[2])
+        replica.consolidate()
+        return before, buffers_of(model[2]), replica.replicas_equal()
+
+    (own, first, equal), (other, second, _) = run_ranks(2, body)
+    assert equal
+    assert not torch.equal(own["cluster_size"], other["cluster_size"])
+    for name in ("mask", "causal", "cluster_size", "min_val"):
+        assert torch.equal(first[name], own[name])
+        assert torch.equal(second[name], own[name])
+    for found in (own, other):
+        assert set(found["mask"].tolist()) <= {0.0, 1.0}
+        assert found["causal"].isinf().all()
+
+
+class Statistics(nn.Module):
+    """Names its buffers as torch's norms do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_var", torch.ones(8))
+        self.register_buffer("count", torch.zeros(()))
+
+
+NORMS = {
+    "BatchNorm": lambda: nn.BatchNorm1d(8),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(8),
+    "InstanceNorm": lambda: nn.InstanceNorm1d(8, track_running_stats=True),
+    "another": Statistics,
+}
+
+
+@ways
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_running_means_and_variances_become_the_mean_of_all_ranks(algorithm, norm):
+    def body(world):
+        layer, beside = norm(), nn.Identity()
+        beside.norm = layer  # in the model, and never called
+        _, replica = trained(world, algorithm, beside, steps=5)
+        with torch.no_grad():
+            layer.running_mean.fill_(world.rank)
+            layer.running_var.fill_(2.0 + world.rank)
+        replica.consolidate()
+        return layer.running_mean.unique().tolist(), layer.running_var.unique().tolist()
+
+    assert run_ranks(2, body) == [([0.5], [2.5])] * 2
+
+
+NORMED = {
+    "hooks": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "parametrization": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+}
+
+
+@pytest.mark.parametrize("inner", [commrt.Torus2D(), commrt.Gossip()], ids=str)
+@pytest.mark.parametrize("layer", NORMED.values(), ids=NORMED)
+def test_a_spectral_norm_is_one_in_eval_mode_after_ranks_that_trained_apart_became_equal(layer, inner):
+    def body(world):
+        model, replica = trained(world, commrt.LocalSGD(period=50, inner=inner), seeded(layer), steps=40)
+        replica.consolidate()
+        lengths = [buffer.norm().item() for buffer in model.buffers()]
+        for step in range(40):  # each iterates once
+            model(data(world.rank, step)[0])
+        model.eval()(data(world.rank)[0])
+        return [*lengths, torch.linalg.matrix_norm(model[2].weight.detach(), 2).item()]
+
+    for found in run_ranks(2, body):
+        assert found == pytest.approx([1.0, 1.0, 1.0], abs=1e-3)
+
+
+def pruned(layer):
+    return prune.random_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm, pruned])
+def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(wrap):
+    def body(world):
+        model = seeded(lambda: nn.Sequential(wrap(nn.Linear(6, 3))))
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.Gossip(rotate=False), world=world)
+        for step in range(3):
+            backward(model, world.rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()(data(0)[0])
+        used = model[0].weight.clone()
+        replica.drain()
+        model(data(0)[0])
+        return torch.equal(used, model[0].weight)
+
+    assert run_ranks(2, body) == [True] * 2
+
+
+def test_a_checkpoint_with_anchors_of_other_buffers_is_taken():
+    def body(world):
+        model, replica = trained(world, commrt.LocalSGD(period=2), Keeps())
+        state = replica.state_dict()
+        state["fragments"][0]["anchors"]["2.mask"] = torch.full((8,), 0.5)
+        replica.load_state_dict(state)
+        replica.consolidate()
+        return model[2].mask.unique().tolist()
+
+    assert set(run_ranks(2, body)[0]) <= {0.0, 1.0}
