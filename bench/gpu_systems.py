@@ -37,6 +37,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "8-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.Int8()},
     "4-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.Int4()},
     "fp8 wire": {"algorithm": commrt.Direct(), "wire": commrt.Float8()},
+    "fp64": {"algorithm": commrt.Torus2D()},
+    "fp64, views": {"algorithm": commrt.Torus2D(), "gradients": "views"},
+    "fp64, gossip": {"algorithm": commrt.Gossip()},
     "gossip": {"algorithm": commrt.Gossip()},
     "local SGD": {"algorithm": commrt.LocalSGD(PERIOD, delay=1)},
     "backup workers": {"algorithm": commrt.BackupWorkers(1)},
@@ -75,7 +78,7 @@ def train(_: Tell, ways: list[str], steps: int) -> dict[str, Trained | str]:
 
 def trained(world: World, way: str, steps: int, device: torch.device) -> tuple[list[Tensor], list[float], bool]:
     """Train one way; return the parameters, the losses, and whether all replicas have the same bits."""
-    model = untrained(device)
+    model = untrained(device).to(torch.float64 if "fp64" in way else torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     replica = commrt.attach(model, optimizer, world=world, bucket_cap_mb=0.1, **WAYS[way])
     losses = []
@@ -94,7 +97,7 @@ def one_step(
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(32, 64, generator=generator)
     y = x[:, :10].argmax(dim=1)
-    loss = cross_entropy(model(x.to(device)), y.to(device))
+    loss = cross_entropy(model(x.to(next(model.parameters()))), y.to(device))
     loss.backward()
     optimizer.step()
     return loss.detach()

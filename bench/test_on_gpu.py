@@ -26,7 +26,9 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PAIRS = list(product(DTYPES, DTYPES))
+F64 = torch.float64
+PAIRS = [*product(DTYPES, DTYPES), (F64, F64), (F64, torch.float32), (F64, torch.bfloat16)]
+"""Plain torch packs those of fp64."""
 HEADER = 0xF000_0000_0000_0005
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,7 +117,8 @@ def test_what_arrives_is_added_from_left_to_right_and_rounded_once(dtype: torch.
 
 @pytest.mark.parametrize("with_sent", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "wire"), [(torch.float32, torch.bfloat16), (torch.float32,) * 2, (torch.bfloat16,) * 2]
+    ("dtype", "wire"),
+    [(torch.float32, torch.bfloat16), (torch.float32,) * 2, (torch.bfloat16,) * 2, (F64, F64), (F64, torch.bfloat16)],
 )
 def test_mix_is_its_definition_bit_by_bit(dtype: torch.dtype, wire: torch.dtype, with_sent: bool):
     tensors = [random(count, dtype, seed) for seed, count in enumerate(LENGTHS)]

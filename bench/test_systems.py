@@ -14,7 +14,7 @@ from test_ranks import LIMIT_S, MIB_NUMEL, run_processes, values
 
 STEPS = 40 if HAS_GPU else 8
 BACKUP = "backup workers"
-OWN_WEIGHTS = {"gossip", "local SGD"}
+OWN_WEIGHTS = {"gossip", "fp64, gossip", "local SGD"}
 """Ways in which ranks differ between two averages."""
 
 

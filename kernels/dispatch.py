@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the backend of a kernel: Triton for tensors on a GPU, plain torch otherwise.
+"""Choose the backend of a kernel: Triton on a GPU, where it offers the dtype, else the definition in plain torch.
 
-Plain torch also adds and mixes tensors on a GPU whose dtype Triton does not offer (integers, fp64), and those that do
-not begin at a multiple of 16 bytes. On CPUs Numba codes, where it is installed.
+So plain torch packs, adds and mixes integers and fp64 on GPUs too. It also adds and mixes tensors there that do not
+begin at a multiple of 16 bytes. On CPUs Numba codes, where it is installed.
 """
 
 from __future__ import annotations
@@ -61,15 +61,12 @@ Combination = Callable[[], None]
 
 
 def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
-    """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`; compiles its kernels.
+    """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`; compiles its kernels."""
+    if is_on_gpu(wire) and wire.dtype in GPU_DTYPES and like[0].dtype in GPU_DTYPES:
+        from commrt.kernels.device.packing import TritonPacking  # noqa: PLC0415  # Triton is there only with a GPU
 
-    Raises `ValueError` for a dtype that is not offered on the wire's device.
-    """
-    if not is_on_gpu(wire):
-        return TorchPacking(wire, layout, like)
-    from commrt.kernels.device.packing import TritonPacking  # noqa: PLC0415  # Triton is there only with a GPU
-
-    return TritonPacking(wire, layout, like[0].dtype)
+        return TritonPacking(wire, layout, like[0].dtype)
+    return TorchPacking(wire, layout, like)
 
 
 def repeatable(packing: Packing) -> Repeatable | None:

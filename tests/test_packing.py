@@ -20,6 +20,7 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Header
 from commrt.errors import UsageError
 from commrt.kernels import dispatch
+from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
 from commrt.kernels.packing import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
@@ -320,9 +321,10 @@ def test_integers_are_added_by_torch_wherever_they_are_and_keep_all_bits(backend
     assert own.tolist() == [(number + 2**24) * (1 + received) for number in range(5)]
 
 
-def test_a_dtype_that_is_not_offered_on_gpus_is_refused_before_anything_is_made():
+def test_the_kernels_refuse_a_dtype_that_they_do_not_offer_before_anything_is_made():
+    layout = layout_of([5])
     with interpreted_gpu(), pytest.raises(ValueError, match=r"torch\.float64 tensors .* only .*float32"):
-        wired(values([5], torch.float64), torch.float64)
+        TritonPacking(torch.zeros(layout.numel), layout, torch.float64)
 
 
 def test_received_buffers_that_lie_unevenly_are_refused():

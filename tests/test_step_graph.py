@@ -24,7 +24,7 @@ from torch.distributed import HashStore, PrefixStore
 import commrt
 from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.layout import Header, encode
-from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NOT_HERE, NOTHING_QUEUED, StepGraphs
+from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOTHING_QUEUED, StepGraphs
 from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
@@ -271,7 +271,7 @@ def test_each_schedule_is_remembered_after_it_has_come_twice(gpu):
 
 def test_where_transfers_are_waited_for_the_reason_is_said():
     (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True))
-    assert reasons == [{NOT_HERE}] * STEPS
+    assert reasons == [{NO_KERNEL}] * STEPS
 
 
 @contextmanager

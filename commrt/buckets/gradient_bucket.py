@@ -120,7 +120,7 @@ class GradientBucket:
         self._nbytes = [like.nbytes for like in self._like]
         self._packing = packing(wire, layout, self._like)
         self.repeatable = repeatable(self._packing)
-        """Launches that a device graph can hold; None on a CPU."""
+        """Launches that a device graph can hold; None where plain torch packs, as on a CPU."""
         self._scale = 1.0  # of the gradients on the wire
         self._word = 0  # the header that the wire must show after the reduction
         self._grads: list[Tensor | None] = []  # on their way

@@ -22,7 +22,7 @@ KEPT = 16
 BY_CALLS = 2
 """Steps before a schedule is captured: peers connect in them, and a schedule that never comes back costs nothing."""
 FIRST = f"the first {BY_CALLS} steps with a schedule are carried call by call"
-NOT_HERE = "gradients are on a CPU, which queues nothing"
+NO_KERNEL = "plain torch packs the gradients, on a CPU or of a dtype without a Triton kernel: no graph can do that"
 NOTHING_QUEUED = "the transport waits for its transfers, so there is nothing to repeat"
 
 Agree = Callable[[bool], Sequence[int]]
@@ -50,7 +50,7 @@ class StepGraphs:
         self._buckets, self._transport = buckets, transport
         self._schedules: OrderedDict[int, _Schedule] = OrderedDict()  # by the identity of lists, which they keep alive
         self._latest: _Schedule | None = None
-        self._refusal = None if all(bucket.repeatable for bucket in buckets) else NOT_HERE
+        self._refusal = None if all(bucket.repeatable for bucket in buckets) else NO_KERNEL
         self.reasons: dict[int, str] = {}
         """By bucket, why the latest step was carried call by call; nothing for buckets that were replayed."""
 
@@ -61,7 +61,7 @@ class StepGraphs:
         if reason is not None or bucket.repeatable is None:
             schedule.steps += schedule.latest != tag.step
             schedule.latest = tag.step
-            self.reasons[bucket.index] = reason or NOT_HERE
+            self.reasons[bucket.index] = reason or NO_KERNEL
             return False
         self.reasons.pop(bucket.index, None)
         bucket.prepare_replay(bucket.repeatable, scale)
@@ -109,7 +109,7 @@ class StepGraphs:
 def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
     launches = bucket.repeatable
     if launches is None:
-        raise ValueError(NOT_HERE)
+        raise ValueError(NO_KERNEL)
     launches.load()
 
     def work() -> None:

@@ -25,8 +25,8 @@ class ViewBucket(GradientBucket):
     """A bucket whose gradients stay on the wire between steps, each at its home.
 
     A gradient that autograd made elsewhere is scaled into its home, and one that is at home already is scaled in place.
-    On a CPU `move_in` does that as soon as the gradient is there, while it is in the processor's cache; on a GPU one
-    launch does it for the whole bucket.
+    Plain torch, as on a CPU, does that in `move_in` as soon as the gradient is there, while it is in the processor's
+    cache. Where Triton packs, one launch does it for the whole bucket.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -53,7 +53,7 @@ class ViewBucket(GradientBucket):
     def move_in(self, name: str, scale: float) -> None:
         """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
 
-        It must be the scale of this step's `pack`. Does nothing on a GPU.
+        It must be the scale of this step's `pack`. Does nothing where Triton packs.
         """
         place = self._places[name]
         grad, home = self.params[place][1].grad, self._home(place)

@@ -22,9 +22,9 @@ from commrt.algorithms.carrying import require_short_sums
 from commrt.algorithms.gossip import Gossip
 from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
-from commrt.kernels.dispatch import GPU_DTYPES, packing
+from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
-from commrt.kernels.packing import Packing, TorchPacking
+from commrt.kernels.packing import Packing
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
@@ -364,8 +364,7 @@ class Collectives:
         plain = wire[: packed.head_numel] if isinstance(coding, Coding) else wire
         scratch = self._allocate("scratch", scratch_numel(mine, plain.numel()), dtype, device)
         bound = bind(mine, plain, self._transport, scratch, self._comm_thread.streams)
-        pack = packing if layout.dtype in GPU_DTYPES else TorchPacking  # the kernels are not made for integers
-        packed_tensor = pack(wire, packed, [layout.empty("meta")])
+        packed_tensor = packing(wire, packed, [layout.empty("meta")])
         if not isinstance(coding, Coding):
             return _Bound(bound, packed_tensor)
         values = wire[packed.head_numel :][: layout.shape.numel()]

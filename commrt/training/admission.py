@@ -177,10 +177,9 @@ def _check_model(model: nn.Module, params: Sequence[Named]) -> None:
     if not params:
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
     for name, param in params:
-        offered = WIRES if param.is_cuda else GRADIENTS
-        if (dtype := gradient_dtype(param)) not in offered:
-            listed = ", ".join(map(str, offered))
-            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {listed} can be averaged there")
+        if (dtype := gradient_dtype(param)) not in GRADIENTS:
+            listed = ", ".join(map(str, GRADIENTS))
+            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {listed} can be averaged")
     _check_devices(chain(params, model.named_buffers()))
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:

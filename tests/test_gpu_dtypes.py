@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU, what no Triton kernel offers goes through its definition in plain torch: fp64, alone and beside fp32.
+
+Kernels run in the interpreter here, on CPU tensors that count as a GPU's.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from interpreter import interpreted_gpu
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import commrt
+from commrt.buckets.step_graph import FIRST, NO_KERNEL
+from commrt.errors import UsageError
+from commrt.kernels import dispatch
+from commrt.kernels.device.packing import TritonPacking
+from commrt.kernels.layout import layout_of
+from commrt.kernels.packing import TorchPacking
+from commrt.testing.ranks import over_nccl, run_ranks
+
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+UNTRAINED = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+class Mixed(nn.Module):
+    """The second layer is fp32, the rest fp64."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = deepcopy(UNTRAINED).double()
+        self.layers[2].float()
+
+    def forward(self, x):
+        return self.layers[2](self.layers[:2](x).float()).double()
+
+
+MODELS = {"fp64": lambda: deepcopy(UNTRAINED).double(), "fp64 and fp32": Mixed}
+WAYS = {
+    "all-reduce": {"algorithm": commrt.Ring()},
+    "bf16 wire": {"algorithm": commrt.Ring(), "wire": BF16},
+    "fp32 wire": {"algorithm": commrt.Torus2D(), "wire": FP32},
+    "codes": {"algorithm": commrt.Direct(), "wire": commrt.Int8()},
+    "views": {"algorithm": commrt.Ring(), "gradients": "views"},
+    "gossip": {"algorithm": commrt.Gossip()},
+    "gossip on a bf16 wire": {"algorithm": commrt.Gossip(), "wire": BF16},
+    "gossip of gradients": {"algorithm": commrt.Gossip(payload="gradients")},
+    "local SGD": {"algorithm": commrt.LocalSGD(period=2)},
+    "DiLoCo": {"algorithm": commrt.diloco(period=2)},
+    "local SGD by gossip": {"algorithm": commrt.LocalSGD(period=2, inner=commrt.Gossip())},
+    "backup workers": {"algorithm": commrt.BackupWorkers(backups=0, inner=commrt.Ring())},
+}
+
+
+def trained(world, make, options, steps=3):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-4, **options)
+    reasons = set()
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + world.rank)
+        model(torch.randn(4, 5, dtype=FP64, generator=generator)).square().sum().backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        reasons |= set(replica.why_not_graphs().values())
+    replica.consolidate()
+    assert replica.replicas_equal()
+    return [param.tolist() for param in model.parameters()], reasons
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_every_way_to_train_takes_fp64_on_a_gpu_and_gives_the_bits_of_a_cpu(options, make):
+    on_cpu = run_ranks(2, lambda world: trained(world, make, options))
+    with interpreted_gpu():
+        assert run_ranks(2, lambda world: trained(world, make, options)) == on_cpu
+
+
+def test_triton_packs_the_fp32_buckets_of_a_model_that_has_fp64_ones_too():
+    with interpreted_gpu() as launches:
+        run_ranks(2, lambda world: trained(world, Mixed, WAYS["all-reduce"], steps=1))
+        assert {"pack_kernel", "reduce_kernel", "unpack_kernel"} <= set(launches.names)
+        launches.names.clear()
+        run_ranks(2, lambda world: trained(world, MODELS["fp64"], WAYS["all-reduce"], steps=1))
+        assert launches.names == []
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on(make):
+    options = {"algorithm": commrt.Ring(), "graphs": True}
+    with interpreted_gpu():
+        (_, reasons), _ = run_ranks(2, lambda world: trained(world, make, options, steps=4), connect=over_nccl)
+    assert reasons == {NO_KERNEL} != {FIRST}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(FP64, {}), (FP64, {"wire": BF16}), (FP64, {"wire": commrt.Int8(), "algorithm": commrt.Direct()}), (FP32, {}),
+     (torch.int64, {"op": "sum"}), (torch.int32, {"op": "sum"})],
+    ids=str,
+)  # fmt: skip
+def test_all_reduce_takes_on_a_gpu_what_it_takes_on_a_cpu(dtype, options):
+    def body(world):
+        tensor = (torch.arange(37) * (world.rank + 1)).to(dtype)
+        world.all_reduce(tensor, **options)
+        return tensor.tolist()
+
+    on_cpu = run_ranks(2, body)
+    with interpreted_gpu():
+        assert run_ranks(2, body) == on_cpu
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16, torch.float16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("wire", [FP64, FP32, BF16], ids=str)
+def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest(dtype, wire):
+    layout = layout_of([5])
+    with interpreted_gpu():
+        found = dispatch.packing(torch.zeros(layout.numel, dtype=wire), layout, [torch.zeros(5, dtype=dtype)])
+    offered = {dtype, wire} <= set(dispatch.GPU_DTYPES)
+    assert type(found) is (TritonPacking if offered else TorchPacking)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_cannot_be_averaged_is_refused_with_a_list_of_what_can(dtype):
+    def body(world):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.zeros(4).to(dtype))
+        with pytest.raises(
+            UsageError, match=rf"weight has gradients of dtype {dtype}: those of torch\.float64, .* can"
+        ):
+            commrt.attach(model, world=world)
+
+    run_ranks(1, body)
