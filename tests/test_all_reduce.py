@@ -150,31 +150,6 @@ def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor():
     assert run_ranks(3, body) == [([6.0] * 9, True, True)] * 3
 
 
-@pytest.mark.parametrize(
-    "waits",
-    [
-        lambda world, work: work.wait(),
-        lambda world, work: world.all_reduce(torch.ones(77)),
-        lambda world, work: world.all_reduce(torch.ones(4), async_op=True),
-        lambda world, work: world.run(commrt.Ring().schedule(0, 2), torch.ones(4), async_op=True),
-        lambda world, work: world.agree("x", y="z"),
-        lambda world, work: world.close(),
-    ],
-    ids=["a transfer", "a sum", "a sum for later", "a schedule", "a question", "the end"],
-)
-def test_a_callback_cannot_wait_for_its_own_thread_or_begin_a_collective(waits):
-    def body(world):
-        tensor = torch.ones(4)
-        world.all_reduce(tensor)
-        works = [world.all_reduce(torch.ones(4), async_op=True, tag=commrt.Tag(n, "x")) for n in range(2)]
-        after = works[0].get_future().then(lambda _: waits(world, works[1]))
-        with pytest.raises(RuntimeError, match="a callback of a future runs on the thread that communicates"):
-            after.wait()
-        works[1].wait()
-
-    run_ranks(2, body, wrap=with_faults(delay_at(step=0, seconds=0.3)))
-
-
 def test_a_future_that_somebody_else_completes_harms_nobody():
     def body(world):
         tensor = torch.ones(4)

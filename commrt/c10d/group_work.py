@@ -122,7 +122,11 @@ class GroupWork(dist.Work):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensors that hold the result. Callbacks run on the communication thread.
+        """Return a future of the tensors that hold the result.
+
+        It is complete when this collective is, and all that were begun before the call. Callbacks run on the
+        communication thread, or at once if it is complete. The collectives that they begin run at once, before the next
+        one. A callback ends in `DeadlineExceeded` if it waits longer than the group's timeout for anything else.
 
         In a backward pass, ``backward()`` raises the error: DDP would make a RuntimeError of it.
         """
@@ -132,7 +136,7 @@ class GroupWork(dist.Work):
             torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
         device = self._result[0].device if self._result else None
         done: Future[None] = Future(devices=[device] if device is not None and device.type == "cuda" else None)
-        self._task().add_done_callback(lambda _: done.set_result(None))
+        self._task().after_all().add_done_callback(lambda _: done.set_result(None))
         return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
 
     def _value(self, _: Future[None]) -> list[Tensor]:

@@ -272,16 +272,14 @@ class Collectives:
             self._consistency.require_players(schedule)
         except UsageError as error:
             return error
-        try:
-            self._consistency.require_same_call(schedule, buffer)
-        except DisagreementError as error:
-            return error
-        try:
-            self._consistency.require_equal_chunks(schedule, buffer)
-        except UsageError as error:
-            return error
+        self._consistency.require_possible(schedule, buffer)
         copy = buffer.clone()
-        self._elastic.submit(lambda: run_now(copy)).result()
+        try:
+            self._elastic.submit(lambda: run_now(copy)).result()
+        except (DisagreementError, UsageError) as error:
+            if self._comm_thread.failure is not None:
+                raise
+            return error
         return copy
 
     def begin_all_reduce(self, call: AllReduce, recorder: Recorder | None) -> TaskFuture[None]:

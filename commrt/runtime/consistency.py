@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from commrt.proof.replay import ends_alike
 from commrt.runtime.elastic import Elastic
 from commrt.runtime.executor import bind
 from commrt.schedule import ADD, MIX, Schedule
+from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
@@ -67,31 +68,44 @@ class ConsistencyCheck:
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._alike = lru_cache(SCHEDULES_KEPT)(ends_alike)
         self._movable = lru_cache(KEPT)(self._require_movable)
-        self._compared: Compared = {}
-        self._compared_now: Compared = {}  # on the communication thread
+        self._compared: Compared = {}  # on the communication thread, whose order is the same on all ranks
 
     def digest(self, schedule: Schedule) -> str:
         """Return `Schedule.digest`, remembered."""
         return self._traits(schedule).digest
 
-    def require_same_call(self, schedule: Schedule, buffer: Tensor) -> None:
-        """Raise `UsageError` if `schedule` cannot run on `buffer`, `DisagreementError` on all players that differ.
-
-        On the training thread.
-        """
+    def require_possible(self, schedule: Schedule, buffer: Tensor) -> None:
+        """Raise `UsageError` if `schedule` cannot run on `buffer`. On any thread."""
         _require_row(buffer)
         self.require_players(schedule)
-        traits = self._traits(schedule)
-        self._movable(buffer.device, buffer.dtype, traits.combines)
-        if self._transport.rank in traits.players:
-            claim = f"{traits.digest} {buffer.numel()} {buffer.dtype}"
-            task = partial(self._gather, claim, traits.players)
-            self._compare_once(self._compared, traits.players, claim, lambda: self._elastic.submit(task).result())
+        self._movable(buffer.device, buffer.dtype, self._traits(schedule).combines)
 
-    def require_equal_chunks(self, schedule: Schedule, buffer: Tensor) -> None:
-        """Raise `UsageError`, on all players alike after `require_same_call`, if chunks differ and that matters."""
+    def compared(self, schedule: Schedule, run_now: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+        """Return `run_now` for the communication thread, where it fails before it begins if players' calls differ.
+
+        It fails on all players alike: with a `DisagreementError`, or a `UsageError` if chunks differ and that matters.
+        """
+
+        def run_same(buffer: Tensor) -> None:
+            self._require_same_call_now(schedule, buffer)
+            run_now(buffer)
+
+        return run_same
+
+    def _require_same_call_now(self, schedule: Schedule, buffer: Tensor) -> None:
+        traits = self._traits(schedule)
+        if self._transport.rank not in traits.players:
+            return
+        claim = f"{traits.digest} {buffer.numel()} {buffer.dtype}"
+        try:
+            self._compare_once(traits.players, claim)
+            self._require_equal_chunks(schedule, buffer)
+        except (DisagreementError, UsageError) as refusal:
+            raise RecoveredError(refusal) from refusal
+
+    def _require_equal_chunks(self, schedule: Schedule, buffer: Tensor) -> None:
         numel, chunks = buffer.numel(), schedule.chunks
-        if numel % chunks and self._transport.rank in self._traits(schedule).players and not self._alike(schedule):
+        if numel % chunks and not self._alike(schedule):
             raise UsageError(
                 f"run: {numel} elements do not divide into {chunks} equal chunks, which {schedule.name} needs: pad the "
                 f"buffer to {-(-numel // chunks) * chunks} elements"
@@ -108,7 +122,7 @@ class ConsistencyCheck:
     def require_same_buffers_now(self, schedule: Schedule, players: tuple[int, ...], numel: int, travels: str) -> None:
         """Raise `DisagreementError` on all `players` if they differ. On the communication thread."""
         claim = f"{self.digest(schedule)} {numel} {travels}"
-        self._compare_once(self._compared_now, players, claim, lambda: self._gather(claim, players))
+        self._compare_once(players, claim)
 
     def require_same_schedule_now(self, digest: str, players: Sequence[int], step: int) -> None:
         """Raise `DisagreementError` on all `players` if their schedules differ. On the communication thread."""
@@ -129,17 +143,15 @@ class ConsistencyCheck:
         self._transport.allocate(0, dtype, device)  # raises for a device or dtype that it cannot move
         _require_arithmetic(dtype, combines)
 
-    def _compare_once(
-        self, compared: Compared, players: tuple[int, ...], claim: str, gather: Callable[[], dict[int, str]]
-    ) -> None:
+    def _compare_once(self, players: tuple[int, ...], claim: str) -> None:
         """Raise `DisagreementError` unless all players make the same `claim`, or made it before in this generation."""
         generation = self._elastic.generation.number
-        for key in [key for key in compared if key[0] != generation]:
-            del compared[key]
-        known = compared.setdefault((generation, players), set())
+        for key in [key for key in self._compared if key[0] != generation]:
+            del self._compared[key]
+        known = self._compared.setdefault((generation, players), set())
         if claim in known:
             return
-        if difference := _difference(gather()):
+        if difference := _difference(self._gather(claim, players)):
             raise DisagreementError(
                 f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "
                 "with as many elements of one dtype"

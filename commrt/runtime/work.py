@@ -67,13 +67,14 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of ``[tensor]``, like torch.distributed; its ``wait()`` and ``value()`` raise an error.
 
-        Callbacks (``then``) run on the communication thread, or at once if the transfer is over. They must not begin a
-        transfer or wait for one.
+        It is complete when this transfer is, and all that were begun before the call. Callbacks (``then``) run on the
+        communication thread, or at once if it is complete. The transfers that they begin run at once, before the next
+        one. A callback ends in `DeadlineExceeded` if it waits longer than the world's timeout for anything else.
         """
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
             devices=[self._tensor.device] if self._tensor.is_cuda else None
         )
-        self._future.add_done_callback(lambda _: self._complete(future))
+        self._future.after_all().add_done_callback(lambda _: self._complete(future))
         self._is_told = True
         return future
 

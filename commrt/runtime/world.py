@@ -83,7 +83,7 @@ class World:
         self.store = store
         self.local_rank = local_rank
         self.launcher = launcher
-        self.comm_thread = CommThread(self._on_failure, f"commrt-rank{transport.rank}")
+        self.comm_thread = CommThread(self._on_failure, f"commrt-rank{transport.rank}", lambda: self.timeout_s)
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
@@ -138,7 +138,7 @@ class World:
 
     @property
     def unraised_failure(self) -> TransportError | None:
-        """The error that ended a transfer on a GPU, while no call has raised it; None if there is none."""
+        """The error that ended a transfer on a GPU, while no call has raised it; or None."""
         return None if self._closed or self.comm_thread.failure is not None else self._late_failure
 
     def run(self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False) -> Work:
@@ -152,13 +152,13 @@ class World:
         ranks if they differ; the world stays usable.
         """
         check_run(schedule, self.size, tag)
+        run_same = self._consistency.compared(schedule, lambda row: self.run_now(schedule, row, tag))
         with self.collective("run()"):
             if self.elastic.is_elastic:
-                self._collectives.run(schedule, buffer, lambda copy: self.run_now(schedule, copy, tag))
+                self._collectives.run(schedule, buffer, run_same)
                 return Work(buffer, self.rank)
-            self._consistency.require_same_call(schedule, buffer)
-            self._consistency.require_equal_chunks(schedule, buffer)
-            work = Work(buffer, self.rank, self.comm_thread.submit(lambda: self.run_now(schedule, buffer, tag)))
+            self._consistency.require_possible(schedule, buffer)
+            work = Work(buffer, self.rank, self.comm_thread.submit(lambda: run_same(buffer)))
             if not async_op:
                 work.wait()
         return work
@@ -221,19 +221,19 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Do in the body what all ranks do together; `what` names it in errors. On the training thread.
+        """Do in the body what all ranks do together, on the training thread or in a callback. `what` is for errors.
 
-        Raises `TransportClosed` if the world has ended. Raises `UsageError` inside ``join()``, on the communication
-        thread, and in a process that takes a lost rank's place until it has attached its model.
+        Raises `TransportClosed` if the world has ended. Raises `UsageError` inside ``join()``, in a callback of a world
+        that survives lost ranks, and in a process that takes a lost rank's place until it has attached its model.
         """
-        self.comm_thread.require_working()
+        self.comm_thread.require_working(in_callback=not self.elastic.is_elastic)
         self.require_all_ranks(what)
         if self.config is not None:
             raise UsageError(
                 f"{what}: this process takes the place of rank {self.rank}, which is gone, while the others train: the "
                 "first thing to do with them is to attach() the model that trains with BackupWorkers"
             )
-        if self._in_collective:
+        if self._in_collective or self.comm_thread.is_current:
             yield
             return
         self._in_collective = True

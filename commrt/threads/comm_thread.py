@@ -3,26 +3,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 
-from commrt.errors import Evicted, TransportClosed, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportError, UsageError
+from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
 from commrt.threads.streams import DONE, StreamEvent, Streams
 
 __all__ = ["EXIT_S", "CommThread", "RecoveredError", "TaskFuture", "release_in_forked_child"]
 
+_log = logging.getLogger("commrt")
+
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 ON_COMM_THREAD = (
-    "a callback of a future runs on the thread that communicates, at a time that differs between ranks, so it can "
-    "neither begin nor wait for a transfer nor close the world: do that where the first transfer was begun"
+    "a callback of a future runs on the thread that communicates, so it can neither wait for a transfer that comes "
+    "later, nor close the world, nor use one that survives lost ranks: do that where the future's transfer was begun"
+)
+STUCK = (
+    "a callback of a future kept the communication thread waiting for longer than {:g} s, so the world was given up: "
+    "let it wait for no other thread and for no transfer that comes later, but begin in it what it waits for"
 )
 IN_A_CALL = (
     "a signal handler interrupted a collective call of its own thread, and can neither communicate nor close anything "
@@ -55,7 +65,7 @@ class TaskFuture(Future[T]):
     `result` then lets the current stream of its caller wait for that work; the calling thread does not wait.
     """
 
-    def __init__(self, comm_thread: threading.Thread | None = None) -> None:
+    def __init__(self, comm_thread: CommThread | None = None) -> None:
         super().__init__()
         self._comm_thread = comm_thread
         self._streams, self._end = HOST, DONE
@@ -71,11 +81,28 @@ class TaskFuture(Future[T]):
 
     def result(self, timeout_s: float | None = None) -> T:
         """As `Future.result`; raises `UsageError` on the communication thread, which cannot wait for itself."""
-        if not self._is_done and threading.current_thread() is self._comm_thread:
+        if not self._is_done and self._comm_thread is not None and self._comm_thread.is_current:
             raise UsageError(ON_COMM_THREAD)
         value = super().result(timeout_s)
         self._streams.wait_event(self._end)
         return value
+
+    def after_all(self) -> Future[Any]:
+        """Return a future that is done when this one is, and all tasks that were submitted until now.
+
+        Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose task is done already
+        run after the tasks that this rank has submitted since, so the others must not run earlier.
+        """
+        if self._comm_thread is None or self._comm_thread.newest is self:
+            return self
+        with suppress(TransportClosed):
+            return self._comm_thread.run(lambda: None)
+        return self
+
+    def _run_callbacks(self) -> None:
+        if self._callbacks and self._comm_thread is not None:
+            self._comm_thread.watch()
+        super()._run_callbacks()
 
 
 class CommThread:
@@ -83,11 +110,25 @@ class CommThread:
 
     The ranks of a world run the same tasks in the same order. After a failure this rank is out of step with its peers,
     so the next task could only exchange wrong bytes. It is a daemon thread: it does not keep the process alive.
+
+    Callbacks of a task's future run between this task and the next one. What they submit runs at once, so its place in
+    the order is the same on all ranks. A callback that takes longer than `limit_s`, not counting what it submits, ends
+    the world: it may wait for a later task.
     """
 
-    def __init__(self, on_failure: Callable[[BaseException], None], name: str = "commrt") -> None:
+    def __init__(
+        self,
+        on_failure: Callable[[BaseException], None],
+        name: str = "commrt",
+        limit_s: Callable[[], float] = lambda: inf,
+    ) -> None:
         self.streams = HOST
         """Where tasks queue their work."""
+        self.newest: Future[Any] | None = None
+        """Of the tasks that other threads have submitted."""
+        self._limit_s = limit_s
+        self._in_callbacks: object | None = None  # another object each time that callbacks begin, or go on after a task
+        self._is_watched = False
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._on_failure = on_failure
         self.failure: BaseException | None = None
@@ -104,11 +145,15 @@ class CommThread:
     def submit(self, task: Callable[[], T]) -> TaskFuture[T]:
         """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
 
-        Raises `TransportClosed` after `close`, and in a forked child.
+        In a callback of a future, on the communication thread, it has run when this returns. Raises `TransportClosed`
+        after `close`, and in a forked child.
         """
+        if self._is_in_callback:
+            return self._run_nested(task)
         self.require_open()
         self._require_no_call()
-        future: TaskFuture[T] = TaskFuture(self._thread)
+        future: TaskFuture[T] = TaskFuture(self)
+        self.newest = future
         before = self.streams.record_event()
         self._pending.add(future)
         self._tasks.put(lambda: self._run(task, future, before))
@@ -121,17 +166,35 @@ class CommThread:
 
         It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task.
         """
-        self.require_open()
         if self._pending or self._turn.locked():
             return self.submit(task)
+        self.require_open()
         future: TaskFuture[T] = TaskFuture()
+        self.newest = future
         with self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
             self._runner = threading.current_thread()
             try:
                 self._run(task, future, DONE)
             finally:
-                self._runner = None
+                self._runner = self._in_callbacks = None
         return future
+
+    def _run_nested(self, task: Callable[[], T]) -> TaskFuture[T]:
+        """Run `task` in a callback of an earlier one, also while `close` waits for that."""
+        future: TaskFuture[T] = TaskFuture(self)
+        before = self.streams.record_event()
+        with self.streams.main_stream():  # torch runs callbacks on other streams
+            self._run(task, future, before)
+        return future
+
+    @property
+    def is_current(self) -> bool:
+        """True on the communication thread."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def _is_in_callback(self) -> bool:
+        return self._in_callbacks is not None and self.is_current
 
     def _require_no_call(self) -> None:
         """Raise `UsageError` in a signal handler that interrupts `run`: it would wait for what it interrupts."""
@@ -145,14 +208,15 @@ class CommThread:
 
     def require_other_thread(self) -> None:
         """Raise `UsageError` on the communication thread, and in a signal handler amid `run`: neither can wait."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             raise UsageError(ON_COMM_THREAD)
         self._require_no_call()
 
-    def require_working(self) -> None:
+    def require_working(self, *, in_callback: bool = True) -> None:
         """Raise what a task submitted now would raise: see `require_other_thread`, `require_open` and `failure`."""
-        self.require_other_thread()
-        self.require_open()
+        if not (in_callback and self._is_in_callback):
+            self.require_other_thread()
+            self.require_open()
         self._require_no_failure()
 
     def _require_no_failure(self) -> None:
@@ -163,6 +227,9 @@ class CommThread:
         while (task := self._tasks.get()) is not None:
             with self._turn:
                 task()
+            if not self.is_current:  # see `_take_over`
+                return
+            self._in_callbacks = None
             del task  # or it stays alive until the next one comes
         self._is_over = True  # set before `_pending` is read: `submit` adds its future first, and reads this after
         for future in tuple(self._pending):
@@ -173,9 +240,11 @@ class CommThread:
         """Fail a task that came too late to run, unless another thread has done so."""
         with suppress(KeyError):
             self._pending.remove(future)
-            future.set_exception(TransportClosed(CLOSED))
+            if not future.done():  # a callback of it may never return
+                future.set_exception(TransportClosed(CLOSED))
 
     def _run(self, task: Callable[[], T], future: TaskFuture[T], before: StreamEvent) -> None:
+        self._in_callbacks = None
         try:
             self.streams.wait_event(before)
             self._require_no_failure()
@@ -183,12 +252,14 @@ class CommThread:
                 value = task()
             end = self.streams.record_event()
         except RecoveredError as recovered:
-            future.set_exception(recovered.error)
+            answer = partial(future.set_exception, recovered.error)
         except BaseException as failure:  # `result` raises it
             self._fail(failure)
-            future.set_exception(failure)
+            answer = partial(future.set_exception, failure)
         else:
-            future.set_queued_result(value, self.streams, end)
+            answer = partial(future.set_queued_result, value, self.streams, end)
+        self._in_callbacks = object()
+        answer()
         self._pending.discard(future)
 
     def _fail(self, failure: BaseException) -> None:
@@ -198,6 +269,29 @@ class CommThread:
                 self._on_failure(failure)
             except BaseException as error:  # or no future would be set any more
                 failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
+
+    def watch(self) -> None:
+        """Bound the time that callbacks take from now on. On the communication thread; does nothing on others."""
+        if not self._is_watched and self.is_current:
+            self._is_watched = True
+            threading.Thread(target=self._watch, name=f"{self._thread.name}-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        seen, deadline = None, Deadline(self._limit_s())
+        while not self._ended.done():
+            with suppress(TimeoutError):
+                self._ended.result(deadline.poll_s)
+            if self._in_callbacks is None or self._in_callbacks is not seen:
+                seen, deadline = self._in_callbacks, Deadline(self._limit_s())
+            elif deadline.left_s <= 0:
+                self._take_over(DeadlineExceeded(STUCK.format(self._limit_s())))
+
+    def _take_over(self, failure: DeadlineExceeded) -> None:
+        """Answer all tasks in place of the communication thread, whose callback does not return."""
+        _log.error("commrt: %s", failure)
+        self._turn, self._thread, self._in_callbacks = threading.Lock(), threading.current_thread(), None
+        self._fail(failure)
+        self._work()
 
     def give_up(self, reason: BaseException) -> bool:
         """Start no more tasks because of `reason`. Return False if a task failed before, or the thread has ended."""

@@ -67,6 +67,10 @@ class Streams:
     def wait_event(self, event: StreamEvent) -> None:
         """Let all work that the thread queues from now on begin after `event`. The thread itself does not wait."""
 
+    def main_stream(self) -> AbstractContextManager[object]:
+        """Make the first stream current in the body; for a thread that called `enter`."""
+        return nullcontext()
+
     def side_stream(self) -> AbstractContextManager[object]:
         """Make the second stream current in the body; for a thread that called `enter`."""
         return nullcontext()
@@ -87,6 +91,7 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._first: torch.cuda.Stream | None = None
         self._second: torch.cuda.Stream | None = None
 
     def use(self) -> None:
@@ -96,8 +101,8 @@ class CudaStreams(Streams):
     def enter(self) -> None:
         """See `Streams.enter`."""
         self.use()
-        first, self._second = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(first)
+        self._first, self._second = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(self._first)
 
     def current(self) -> int:
         """See `Streams.current`."""
@@ -115,6 +120,10 @@ class CudaStreams(Streams):
         """See `Streams.wait_event`."""
         if event is not DONE:
             torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", event))
+
+    def main_stream(self) -> AbstractContextManager[object]:
+        """See `Streams.main_stream`."""
+        return torch.cuda.stream(self._first)
 
     def side_stream(self) -> AbstractContextManager[object]:
         """See `Streams.side_stream`."""
