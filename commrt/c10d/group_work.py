@@ -126,7 +126,7 @@ class GroupWork(dist.Work):
 
         It is complete when this collective is, and all that were begun before the call. Callbacks run on the
         communication thread, or at once if it is complete. The collectives that they begin run at once, before the next
-        one. A callback ends in `DeadlineExceeded` if it waits longer than the group's timeout for anything else.
+        one. The group ends in `DeadlineExceeded` if a callback waits for anything else longer than the timeout.
 
         In a backward pass, ``backward()`` raises the error: DDP would make a RuntimeError of it.
         """

@@ -69,7 +69,7 @@ class Work:
 
         It is complete when this transfer is, and all that were begun before the call. Callbacks (``then``) run on the
         communication thread, or at once if it is complete. The transfers that they begin run at once, before the next
-        one. A callback ends in `DeadlineExceeded` if it waits longer than the world's timeout for anything else.
+        one. The world ends in `DeadlineExceeded` if a callback waits for anything else longer than the timeout.
         """
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
             devices=[self._tensor.device] if self._tensor.is_cuda else None
