@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, _make_nccl_premul_sum
 
 from commrt.algorithms.catalogue import COLLECTIVES
 from commrt.c10d import call_engine
@@ -165,7 +165,11 @@ def test_uneven_parts_of_an_all_to_all_meet(narrow):
         (lambda ask: ask.broadcast(torch.zeros(2), 2), r"rank 2 cannot be the root.*one of 0..1"),
         (lambda ask: ask.scatter(torch.zeros(2), [torch.zeros(2).double()] * 2, 0), "must have one dtype"),
         (lambda ask: ask.all_reduce(torch.zeros(2), ReduceOp.BAND), r"and of torch.float32 is not possible"),
-        (lambda ask: ask.all_reduce(torch.zeros(2).long(), ReduceOp.AVG), r"mean of torch.int64 has no place"),
+        (lambda ask: ask.all_reduce(torch.zeros(2).bool(), ReduceOp.AVG), r"mean of torch.bool has no place"),
+        (
+            lambda ask: ask.all_reduce(torch.zeros(2).long(), _make_nccl_premul_sum(0.5)),
+            r"scaled sum of torch.int64 has no place",
+        ),
         (lambda ask: ask.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "3 rows do not divide into 2"),
         (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], []), r"\[1, 2\].*sum up to 2 rows"),
         (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [2, 0], []), "4 bytes of its own.* 8"),

@@ -23,6 +23,7 @@ RANKS = 4
 BODIES = [
     c10d_operations.reductions,
     c10d_operations.refusals,
+    c10d_operations.means_of_integers,
     c10d_layouts.layouts,
     c10d_layouts.slices,
     c10d_layouts.inside,
@@ -50,6 +51,12 @@ def test_an_operation_gives_what_plain_torch_gives_in_every_dtype(found, call, n
 @pytest.mark.parametrize("name", c10d_operations.PLAIN)
 def test_an_operation_that_a_dtype_does_not_have_is_refused(found, name):
     assert by_rank(found, c10d_operations.refusals, name) == [[]] * RANKS
+
+
+@pytest.mark.processes
+def test_a_mean_of_integers_is_the_wrapped_sum_divided_and_rounded_towards_zero(found):
+    for got in found["means_of_integers"]:
+        assert got == [[-5, 31]] * len(got)  # of -21, and of 3 * 127 - 256
 
 
 @pytest.mark.processes

@@ -18,3 +18,12 @@ def test_a_trainer_ends_with_the_same_weights_as_on_gloo(trainer):
         assert used == ["gloo", "commrt"]
         assert distance <= 1e-6
         assert moved > 0.1
+
+
+@pytest.mark.processes
+def test_lightning_logs_the_same_means_of_all_ranks_as_on_gloo():
+    for outcome in run_processes(2, c10d_trainers.logs, holds_store=True):
+        assert outcome.error is None
+        gloo, commrt = outcome.value
+        assert gloo["images"] == 64.0
+        assert commrt == pytest.approx(gloo, rel=1e-6)

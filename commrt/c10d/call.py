@@ -131,7 +131,7 @@ class Call:
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
     divisor: int = 1
-    """What the result is divided by."""
+    """What the result is divided by; integers are rounded towards zero, as by NCCL."""
     timeout_s: float | None = None
     copies: Sequence[tuple[Tensor, Tensor]] = field(default=())
     """(target, row) pairs: tensors with gaps, and the rows that are taken for them."""
@@ -161,7 +161,8 @@ class Call:
             for begin, end in [(0, part.sizes[slot])] if ranges is None else ranges[slot]:
                 source = wire[place + begin : place + end]
                 if self.divisor > 1:
-                    source.div_(self.divisor)
+                    is_exact = source.is_floating_point() or source.is_complex()
+                    source.div_(self.divisor, rounding_mode=None if is_exact else "trunc")
                 row[offset + begin : offset + end].copy_(source)
 
     def finish(self) -> None:

@@ -35,8 +35,6 @@ NAMES = {
     _OPS.BXOR: "xor",
 }
 """torch's operations, and what is combined for them."""
-FRACTIONS = {_OPS.AVG: "mean", _OPS.PREMUL_SUM: "scaled sum"}
-"""Operations whose result is no integer."""
 
 
 class _Arithmetic(NamedTuple):
@@ -246,9 +244,12 @@ class Requests:
         kind = getattr(op, "op", op)
         if (operation := NAMES.get(kind)) is None:
             raise UsageError(f"{op} is no operation that tensors can be combined with")
-        if kind in FRACTIONS and not (dtype.is_floating_point or dtype.is_complex):
-            what = FRACTIONS[kind]
-            raise UsageError(f"the {what} of {dtype} has no place in its own dtype: use SUM, or convert it to float")
+        if kind == _OPS.AVG and dtype is torch.bool:
+            raise UsageError(f"the mean of {dtype} has no place in its own dtype: convert it to float")
+        if kind == _OPS.PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
+            raise UsageError(
+                f"the scaled sum of {dtype} has no place in its own dtype: use SUM, or convert it to float"
+            )
         _require_possible(operation, dtype)
         factor = op.factor if kind == _OPS.PREMUL_SUM else None
         if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, dtype):

@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 DTYPES = [
     torch.float64,
@@ -26,13 +27,20 @@ NUMEL = 37
 FACTOR = 0.5
 
 
+def mean(tensors):
+    """That of integers is rounded towards zero; booleans have none."""
+    total = reduce(torch.add, tensors)
+    is_integer = not (total.is_floating_point() or total.is_complex() or total.dtype is torch.bool)
+    return torch.div(total, len(tensors), rounding_mode="trunc" if is_integer else None)
+
+
 def combined(combine):
     return lambda tensors: reduce(combine, tensors)
 
 
 PLAIN = {
     "SUM": combined(torch.add),
-    "AVG": lambda tensors: reduce(torch.add, tensors) / len(tensors),
+    "AVG": mean,
     "MIN": combined(torch.minimum),
     "MAX": combined(torch.maximum),
     "PRODUCT": combined(torch.mul),
@@ -63,7 +71,8 @@ def numbers(rank, dtype, numel=NUMEL):
     """Small whole numbers, so that no result is rounded, whatever the order."""
     source = torch.Generator().manual_seed(rank)
     real, imaginary = torch.randint(1, 4, (2, numel), generator=source)
-    return torch.complex(real.float(), imaginary.float()) if dtype.is_complex else (real % 3).to(dtype)
+    least = -2 if dtype.is_signed else 0
+    return torch.complex(real.float(), imaginary.float()) if dtype.is_complex else (real % 3 + least).to(dtype)
 
 
 def all_reduce(name, dtype):
@@ -93,6 +102,31 @@ def everyone(dtype, numel=NUMEL):
 
 
 CALLS = [all_reduce, reduce_to_one, reduce_scatter]
+
+
+def means_of_integers():
+    """Of -7 and of the greatest number at each rank but the first, by each call that can form them."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    own = torch.tensor([-7, 127] if dist.get_rank() else [0, 0], dtype=torch.int8)
+    alone, one, two = own.clone(), torch.empty_like(own), torch.empty_like(own)
+    dist.all_reduce(alone, dist.ReduceOp.AVG)
+    dist.reduce_scatter(one, [own.clone() for _ in range(size)], dist.ReduceOp.AVG)
+    dist.reduce_scatter_single(two, own.repeat(size), dist.ReduceOp.AVG)
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    together = [own.clone(), own.clone()]
+    group.allreduce_coalesced(together, options).wait()
+    found = [
+        alone,
+        one,
+        two,
+        *together,
+        functional.all_reduce(own, "avg", group),
+        functional.reduce_scatter_single(own.repeat(size), "avg", 0, group),
+        *functional.all_reduce_coalesced([own, own], "avg", group),
+        *functional.reduce_scatter_single_coalesced([own.repeat(size)], "avg", [0], group),
+    ]
+    return [tensor.tolist() for tensor in found]
 
 
 def reductions():

@@ -56,6 +56,11 @@ def accelerate(backend):
 
 
 def lightning(backend):
+    return fitted(backend)[:2]
+
+
+def fitted(backend):
+    """The backend that Lightning used, the model, and what it logged of all ranks."""
     import lightning as pl  # noqa: PLC0415  # takes seconds
     from lightning.pytorch.strategies import DDPStrategy  # noqa: PLC0415
 
@@ -65,6 +70,15 @@ def lightning(backend):
             self.network = network()
 
         def training_step(self, batch, _):
+            loss = self.loss(batch)
+            self.log("loss", loss, sync_dist=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, _):
+            self.log("loss of validation", self.loss(batch), sync_dist=True)
+            self.log("images", len(batch[0]), sync_dist=True, reduce_fx="sum")
+
+        def loss(self, batch):
             x, y = batch
             return cross_entropy(self.network(x), y)
 
@@ -81,11 +95,21 @@ def lightning(backend):
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(module, data())
+    trainer.fit(module, data(), data())
     used = dist.get_backend()
     KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
-    return used, module.network
+    return used, module.network, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def logs(tell):
+    """What Lightning logs on each backend."""
+    warnings.simplefilter("ignore")
+    found = []
+    for backend in ("gloo", "commrt"):
+        with patch.dict(os.environ):
+            found.append(fitted(backend)[2])
+    return found
 
 
 def compare(tell, trainer):
