@@ -126,11 +126,12 @@ class BackupStep:
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
-        return Snapshot(self.version, self._guard.steps, self.order, self._session, in_pass)
+        is_due = self._guard.is_due and not in_pass  # a pass begins: its gradients replace those
+        return Snapshot(self.version, self._guard.steps, self.order, self._session, in_pass, is_due)
 
     def follow(self, snapshot: Snapshot) -> None:
         """Go on where another rank stands, whose state this one has taken; between steps."""
-        self.version, self._guard.steps = snapshot.version, snapshot.optimizer_steps
+        self.version, self._guard.steps = snapshot.version - snapshot.is_due, snapshot.optimizer_steps
         self._use_order(snapshot.order)
         self._change_session(snapshot.session)
 

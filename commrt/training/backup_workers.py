@@ -129,13 +129,15 @@ class BackupWorkersReplica(Replica):
                 transfer = self._catch_up.fetch(pending)
             self._state.install(transfer, amid_step=amid_step)
             self._backup_step.follow(transfer.snapshot)
-            self._catch_up.pending = None
+            self._skipper.renew(counted=False)  # gradients of before
+            due = pending._replace(version=transfer.snapshot.version)
+            self._catch_up.pending = due if transfer.snapshot.is_due else None
 
     def _before_forward(self, given: Sequence[object]) -> None:
         if self.model.training and torch.is_grad_enabled():
             self.drain()
             self._state.reload()
-            if not self._guard.is_due:
+            if self._catch_up.pending is None and not self._guard.is_due:
                 self._state.open(self._backup_step.snapshot(in_pass=True))
             self._is_replacement = False
             first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
@@ -201,9 +203,9 @@ class BackupWorkersReplica(Replica):
             self._finish()
 
     def _before_collective(self) -> None:
-        """Let late ranks have this rank's state until they have come, if it has stepped."""
+        """Let late ranks have this rank's state until they have come."""
         self._state.undo()
-        if self._catch_up.pending is None and not self._guard.is_due:
+        if self._catch_up.pending is None:
             self._state.reload()
             self._state.open(self._backup_step.snapshot(in_pass=False))
 
@@ -297,7 +299,7 @@ class BackupWorkersReplica(Replica):
     def _together(self, what: str) -> Iterator[None]:
         """Do the body in a collective in which late ranks have caught up."""
         with self._world.collective(what):
-            own = self._backup_step.version - self._guard.is_due  # of the weights
+            own = self._backup_step.version
             versions = self._world.elastic.together(lambda: gather_integers(self._broadcaster, own))
             latest = max(versions.values())
             if own < latest:

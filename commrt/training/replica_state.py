@@ -39,6 +39,8 @@ class Snapshot(NamedTuple):
     """One more than the number of checkpoints loaded since `attach`."""
     in_pass: bool
     """The rank is in a forward or backward pass; its loop has stepped all schedulers of this version."""
+    is_due: bool
+    """An optimizer may yet step with the gradients of this version: the weights may lack its update."""
 
 
 class StateTransfer(NamedTuple):
@@ -208,7 +210,8 @@ def _transfer(packed: bytes) -> StateTransfer:
     require(len(fields) == len(Snapshot._fields) and len(tensors) == len(StateTransfer._fields) - 1)
     require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
     snapshot = Snapshot(*fields)
-    require(isinstance(snapshot.order, list | None) and isinstance(snapshot.in_pass, bool))
+    require(isinstance(snapshot.order, list | None))
+    require(isinstance(snapshot.in_pass, bool) and isinstance(snapshot.is_due, bool))
     for each in (snapshot.version, snapshot.optimizer_steps, snapshot.session, *(snapshot.order or [])):
         parse_int(each)
     return StateTransfer(snapshot, *tensors)

@@ -85,8 +85,9 @@ class StepGuard:
 
     @property
     def is_due(self) -> bool:
-        """True if averaged gradients are at hand, with which some optimizer has not stepped."""
-        return bool(self._unused_by) and not self._are_zeroed()
+        """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
+        unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
+        return any(_is_filled(param.grad) for each in unused for group in each.param_groups for param in group["params"])
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
