@@ -280,17 +280,30 @@ LAYOUTS = {
 }
 
 
+def watched(tensor):
+    watch = WeightWatch([("nothing", {"key": torch.zeros(0)}, "key"), ("something", {"key": tensor}, "key")])
+    watch.note()
+    return watch
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_write_behind_autograds_back_is_seen_in_any_layout(name):
-    tensor, watch, nothing = LAYOUTS[name].clone(), WeightWatch(), torch.zeros(0)
-    watch.note([nothing, tensor])
-    assert watch.written([nothing, tensor], may_be_put_back=True) is None
+    tensor = LAYOUTS[name].clone()
+    watch = watched(tensor)
+    assert watch.written(may_be_put_back=True) is None
     tensor.data.fill_(7.0)
-    assert watch.written([nothing, tensor], may_be_put_back=True) == 1
+    assert watch.written(may_be_put_back=True) == "something"
 
 
 def test_a_write_that_autograd_counts_is_seen_wherever_it_is():
-    tensor, watch = torch.zeros(1_000_003), WeightWatch()
-    watch.note([tensor])
+    tensor = torch.zeros(1_000_003)
+    watch = watched(tensor)
     tensor[-1] = 1.0
-    assert watch.written([tensor], may_be_put_back=False) == 0
+    assert watch.written(may_be_put_back=False) == "something"
+
+
+def test_a_parameter_of_another_shape_has_other_values():
+    tensor = torch.zeros(3)
+    watch = watched(tensor)
+    tensor.data = torch.zeros(4)
+    assert watch.written(may_be_put_back=True) == "something"

@@ -22,7 +22,7 @@ from commrt.kernels.packing import Packing
 from commrt.threads.future import Future
 from commrt.transport.protocol import Allocate
 
-__all__ = ["Message", "TensorSlot", "WeightBucket", "build_weight_buckets", "exchanged_tensors"]
+__all__ = ["Message", "TensorSlot", "WeightBucket", "build_weight_buckets", "exchanged_tensors", "watch_of"]
 
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
@@ -71,6 +71,12 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
+def watch_of(held: Sequence[TensorSlot]) -> WeightWatch:
+    """Return a watch on the parameters of `held`; forward passes write to buffers."""
+    places = ((slot.name, slot.module._parameters, slot.key) for slot in held if not slot.is_buffer)  # noqa: SLF001
+    return WeightWatch([*places])
+
+
 @dataclass(slots=True, eq=False)
 class Message:
     """Memory for one exchange of a bucket: `sent` and `received` are [layout.numel] in the dtype that travels."""
@@ -106,7 +112,8 @@ class WeightBucket:
         self._layout = layout_of([tensor.numel() for tensor in tensors])
         self._free = deque(self._message(tensors, allocate) for _ in range(messages))
         self.under_way: deque[Message] = deque()
-        self._watch = WeightWatch()
+        self.watch = watch_of(held)
+        """Tells whether somebody has written the parameters, while they are under way."""
 
     def _message(self, like: Sequence[Tensor], allocate: Allocate, room: int = 0) -> Message:
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
@@ -149,19 +156,6 @@ class WeightBucket:
         message.answer, message.share, message.heard = None, 0.0, ()
         self._free.append(message)
         return span, heard
-
-    def note(self) -> None:
-        """Take the parameters as they are now: an optimizer or commrt has written them."""
-        self._watch.note(self._watched())
-
-    def written(self, *, may_be_put_back: bool = False) -> str | None:
-        """Return the name of a parameter that was written since `note`, or None; see `WeightWatch.written`."""
-        place = self._watch.written(self._watched(), may_be_put_back=may_be_put_back)
-        return None if place is None else [slot.name for slot in self.held if not slot.is_buffer][place]
-
-    def _watched(self) -> list[Tensor]:
-        """Return the parameters; forward passes write to buffers."""
-        return [slot.tensor() for slot in self.held if not slot.is_buffer]
 
     def _tensors(self) -> list[Tensor]:
         tensors = [slot.tensor() for slot in self.held]

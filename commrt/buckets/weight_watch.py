@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from commrt.errors import UsageError
 
 __all__ = ["WeightWatch"]
 
@@ -15,50 +17,60 @@ MOST_LOOKED_AT = 256
 
 
 class WeightWatch:
-    """Remembers tensors as they are, and finds one that was written since.
+    """Remembers parameters as they are, and finds one that was written since.
 
     A write that autograd counts is always seen. One through ``.data`` is seen by its values, on a CPU; on a GPU the
     host would have to wait for them.
     """
 
-    def __init__(self) -> None:
-        self._states: list[tuple[int, int]] = []
+    def __init__(self, places: Sequence[tuple[str, Mapping[str, Tensor | None], str]]) -> None:
+        """Watch what lies at `places`: of each parameter its name, the dict that holds it, and the key there."""
+        self._places = places
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
         self._views: list[Tensor] = []  # of the values that are compared
         self._values: Tensor | None = None
 
-    def note(self, tensors: Sequence[Tensor]) -> None:
-        """Remember `tensors` as they are now; on a GPU in stream order."""
-        states = [_state(tensor) for tensor in tensors]
-        if [place for _, place in states] != [place for _, place in self._states]:
-            self._views = [_spaced(tensor) for tensor in tensors]
-        self._states, self._values = states, torch.cat(self._views) if self._views else None
+    def note(self) -> None:
+        """Remember the parameters as they are now; on a GPU in stream order."""
+        tensors = self._tensors()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, [_spaced(tensor) for tensor in tensors]
+        self._versions = [tensor._version for tensor in tensors]  # noqa: SLF001  # as autograd's notes name it
+        self._values = torch.cat(self._views) if self._views else None
 
-    def written(self, tensors: Sequence[Tensor], *, may_be_put_back: bool) -> int | None:
-        """Return the place in `tensors` of one that was written or lies elsewhere since `note`, or None.
+    def written(self, *, may_be_put_back: bool) -> str | None:
+        """Return the name of a parameter that was written or lies elsewhere since `note`, or None.
 
-        With `may_be_put_back` a tensor that has its values again counts as unchanged.
+        With `may_be_put_back` one that has its values again counts as unchanged.
         """
-        states = [_state(tensor) for tensor in tensors]
-        pairs = enumerate(zip(states, self._states, strict=True))
-        touched = next((i for i, (now, before) in pairs if now != before), None)
-        if touched is not None and not may_be_put_back:
-            return touched
-        if self._values is None or (self._values.is_cuda and touched is None):
+        if self._values is None:
             return None
-        return self._first_change(self._views if touched is None else [_spaced(tensor) for tensor in tensors])
-
-    def _first_change(self, views: Sequence[Tensor]) -> int | None:
-        """Return the place of the first of `views` that has other values than before, where NaN equals NaN."""
-        assert self._values is not None  # noqa: S101  # for mypy
-        if torch.equal(torch.cat([*views]), self._values):
+        tensors = self._tensors()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]  # noqa: SLF001
+        is_touched = (versions, addresses) != (self._versions, self._addresses)
+        if is_touched and not may_be_put_back:
+            now, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
+            return self._name_of([one != other for one, other in zip(now, before, strict=True)])
+        if self._values.is_cuda and not is_touched:
+            return None
+        views = self._views if addresses == self._addresses else [_spaced(tensor) for tensor in tensors]
+        if torch.equal(torch.cat(views), self._values):
             return None
         noted = torch.split(self._values, [len(view) for view in self._views])
-        return next((i for i, (now, before) in enumerate(zip(views, noted, strict=True)) if _differ(now, before)), None)
+        return self._name_of([_differ(now, before) for now, before in zip(views, noted, strict=True)])
 
+    def _tensors(self) -> list[Tensor]:
+        try:
+            return [held[key] for _, held, key in self._places]  # type: ignore[misc]
+        except KeyError:
+            gone = next(name for name, held, key in self._places if key not in held)
+            raise UsageError(f"{gone} is gone: detach() and attach() again after changing the model") from None
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Return how often autograd has seen a write, and the place in memory."""
-    return tensor._version, tensor.data_ptr()  # noqa: SLF001  # as autograd's notes name it
+    def _name_of(self, changed: Sequence[bool]) -> str | None:
+        return next((name for (name, _, _), is_so in zip(self._places, changed, strict=True) if is_so), None)
 
 
 def _spaced(tensor: Tensor) -> Tensor:
@@ -71,4 +83,5 @@ def _spaced(tensor: Tensor) -> Tensor:
 
 
 def _differ(now: Tensor, before: Tensor) -> bool:
+    """Return True unless both have the same values, where NaN equals NaN."""
     return now.shape != before.shape or not torch.allclose(now.to(before.dtype), before, rtol=0, atol=0, equal_nan=True)

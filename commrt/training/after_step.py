@@ -69,10 +69,6 @@ class AfterStepReplica(Replica):
         """Take the parameters as they are: an optimizer may write them."""
 
     @abstractmethod
-    def _refuse_writes(self) -> None:
-        """Raise `UsageError` if somebody else has written parameters that an exchange relies on."""
-
-    @abstractmethod
     def _on_pass(self) -> None:
         """Act in each backward pass outside of `no_sync`, which `_passes_due` counts already."""
 
@@ -80,8 +76,9 @@ class AfterStepReplica(Replica):
         """End the first `count` of the steps that have not ended."""
         if not count:
             return
-        self._parameters.require_unchanged()
-        self._refuse_writes()
+        if not are_under_way(self._optimizers):  # `_check_step` has looked
+            self._parameters.require_unchanged()
+            self._refuse_writes()
         if not self._optimizers:
             self._passes_unused = 0
         self._passes_due -= count
@@ -126,11 +123,6 @@ class AfterStepReplica(Replica):
                 "step the model to attach(), where one wraps another the one whose step() is called; accumulate in "
                 "replica.no_sync(); for updates by hand run the passes in it, and call replica.average() after each"
             )
-
-    def _check_step(self, optimizer: Optimizer) -> None:
-        super()._check_step(optimizer)
-        if any(optimizer is each for each in self._optimizers):
-            self._refuse_writes()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if failure := self._world.unraised_failure:

@@ -17,8 +17,7 @@ from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
-from commrt.buckets.weight_bucket import TensorSlot
-from commrt.buckets.weight_watch import WeightWatch
+from commrt.buckets.weight_bucket import TensorSlot, watch_of
 from commrt.errors import CommrtError, UsageError
 from commrt.membership.generations import Generation
 from commrt.runtime.elastic import LOST
@@ -87,7 +86,7 @@ class Fragment:
         self.parcels: list[Named] = [
             (slot.name, _parcel(anchor, slot.tensor().device)) for slot, anchor in zip(held, self.anchors, strict=True)
         ]
-        self._watch = WeightWatch()
+        self._watch = watch_of(held)
         self.note()
 
     def _anchor_of(self, tensor: Tensor) -> Tensor:
@@ -104,20 +103,14 @@ class Fragment:
         """True if what the weights change by counts, so that only optimizers may write them."""
         return self.flight is not None or self._algorithm.outer is not None
 
-    def _watched(self) -> list[Tensor]:
-        return [slot.tensor() for slot in self.held if not slot.is_buffer]
-
     def note(self) -> None:
         """Take the weights as they are now: an optimizer or commrt has written them."""
         if self._is_relied_on:
-            self._watch.note(self._watched())
+            self._watch.note()
 
     def written(self) -> str | None:
         """Return the name of a parameter that is relied on and has other values than at `note`; None if none has."""
-        if not self._is_relied_on:
-            return None
-        place = self._watch.written(self._watched(), may_be_put_back=True)
-        return None if place is None else [slot.name for slot in self.held if not slot.is_buffer][place]
+        return self._watch.written(may_be_put_back=True) if self._is_relied_on else None
 
     @torch.no_grad()
     def settle(self) -> None:

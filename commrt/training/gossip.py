@@ -133,21 +133,21 @@ class GossipReplica(AfterStepReplica):
             self._refuse_writes_to(bucket)
 
     def _refuse_writes_to(self, bucket: WeightBucket) -> None:
-        if bucket.under_way and self._knows_writers and (name := bucket.written()):
+        if bucket.under_way and self._knows_writers and (name := bucket.watch.written(may_be_put_back=False)):
             raise UsageError(UNDER_WAY.format(name=name))
 
     def _refuse_moved_weights(self) -> None:
         """Raise `UsageError` if weights were written after a pass, and no optimizer has stepped."""
         if self._stepped or not self._knows_writers:
             return
-        names = (bucket.written(may_be_put_back=True) for bucket in self.buckets if not bucket.under_way)
+        names = (bucket.watch.written(may_be_put_back=True) for bucket in self.buckets if not bucket.under_way)
         if name := next(filter(None, names), None):
             raise UsageError(MOVED.format(name=name))
 
     def _on_pass(self) -> None:
         for bucket in self.buckets if self._optimizers else ():
             if not bucket.under_way:
-                bucket.note()
+                bucket.watch.note()
 
     def _note_writes(self) -> None:
         for bucket in self.buckets:
@@ -155,7 +155,7 @@ class GossipReplica(AfterStepReplica):
 
     def _note_writes_to(self, bucket: WeightBucket) -> None:
         if bucket.under_way and self._optimizers:
-            bucket.note()
+            bucket.watch.note()
 
     def _report(self) -> None:
         if self._spans:

@@ -106,7 +106,7 @@ class LocalReplica(AfterStepReplica):
             self._refuse_writes_to(fragment)
 
     def _refuse_writes_to(self, fragment: Fragment) -> None:
-        if not are_under_way(self._optimizers) and (name := fragment.written()):
+        if (name := fragment.written()) and not are_under_way(self._optimizers):
             raise UsageError((OUTER if fragment.flight is None else UNDER_WAY).format(name=name))
 
     def _leave(self, fragment: Fragment) -> None:

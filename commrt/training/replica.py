@@ -74,12 +74,17 @@ class Replica(ABC):
         if any(optimizer is each for each in self._given):
             self._parameters.require_unchanged()
             self._require_averaged([param for param in parameters_of(optimizer) if param.grad is not None])
+            if not are_under_way(self._given):
+                self._refuse_writes()
         else:
             names = self._parameters.names()
             ours = [param for param in parameters_of(optimizer) if id(param) in names and param.grad is not None]
             if ours and not are_under_way(self._given):
                 self._require_averaged(ours)
                 self._refuse_stranger(optimizer, names[id(ours[0])])
+
+    def _refuse_writes(self) -> None:  # noqa: B027  # only gossip and local SGD rely on weights between steps
+        """Raise `UsageError` if somebody else has written parameters that an exchange relies on."""
 
     def _require_averaged(self, params: Sequence[Tensor]) -> None:
         """Raise `UsageError` if one of the `params` that are to be stepped belongs to no replica."""
