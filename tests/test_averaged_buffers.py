@@ -156,6 +156,24 @@ def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(wra
     assert run_ranks(2, body) == [True] * 2
 
 
+def test_buffers_that_were_made_equal_while_gossip_is_in_flight_stay_so():
+    def body(world):
+        model = net(nn.BatchNorm1d(8))
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, commrt.Gossip(), world=world)
+        backward(model, world.rank)
+        optimizer.step()
+        replica.sync_buffers()
+        before = buffers_of(model)
+        replica.drain()
+        return all(map(torch.equal, before.values(), buffers_of(model).values())), before["2.running_mean"].tolist()
+
+    (kept, first), (also_kept, second) = run_ranks(2, body)
+    assert kept
+    assert also_kept
+    assert first == second
+
+
 def test_a_checkpoint_with_anchors_of_other_buffers_is_taken():
     def body(world):
         model, replica = trained(world, commrt.LocalSGD(period=2), Keeps())

@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 import commrt
 from commrt.errors import TransportError, UsageError
@@ -18,7 +21,7 @@ from commrt.report.files import require_writable
 from commrt.runtime import recording
 from commrt.runtime.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.testing.faults import fail_at, with_faults
-from commrt.testing.ranks import run_ranks
+from commrt.testing.ranks import local_worlds, run_ranks
 
 STEPS = 3
 
@@ -91,7 +94,7 @@ def test_a_range_ends_though_its_body_fails():
         try:
             trained(world)
         finally:
-            ended.append([event["name"] for event in world.recorder.events][-3:])
+            ended.append([event["name"] for event in world.recorder.events if event["name"] != "submit"][-3:])
 
     ended = []
     with pytest.raises(TransportError):
@@ -147,3 +150,61 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_pat
     with pytest.raises(UsageError, match="is a folder: give a file"):
         require_writable("--trace", str(tmp_path), "trace.json")
     require_writable("--trace", str(tmp_path / "trace.json"), "trace.json")
+
+
+def profiled_step(world, *, all_threads):
+    """Count what torch's profiler shows of one step: (name, whether it is on the thread that trains)."""
+    model = nn.Linear(64, 8)
+    commrt.attach(model, algorithm=commrt.Ring(), world=world)
+    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+        with record_function("here"):
+            model(torch.ones(2, 64)).sum().backward()
+        world.agree("profiled", ended="both")
+    events = [event for event in profiler.events() if event.name.startswith(("commrt::", "here"))]
+    (here,) = {event.thread for event in events if event.name == "here"}
+    return Counter((event.name, event.thread == here) for event in events if event.name != "here")
+
+
+def unprofiled_step(world):
+    model = nn.Linear(64, 8)
+    commrt.attach(model, algorithm=commrt.Ring(), world=world)
+    model(torch.ones(2, 64)).sum().backward()
+    world.agree("profiled", ended="both")
+
+
+def shown(*, all_threads):
+    """Run rank 0 on this thread, as torch's profiler wants it, and rank 1 on another."""
+    first, second = local_worlds(2)
+    with ThreadPoolExecutor(1) as pool, first, second:
+        other = pool.submit(unprofiled_step, second)
+        found = profiled_step(first, all_threads=all_threads)
+        other.result()
+    return found
+
+
+def test_torch_s_profiler_shows_what_the_training_thread_does():
+    assert shown(all_threads=False) == {("commrt::submit: number 0", True): 1, ("commrt::wait", True): 1}
+
+
+def test_torch_s_profiler_shows_the_communication_thread_if_it_watches_all():
+    elsewhere = {name for name, is_training in shown(all_threads=True) if not is_training}
+    hops = {f"commrt::hop: number {number}, to 1, from 1, nbytes 1216" for number in (0, 1)}  # rank 1's name rank 0
+    within = {"commrt::bucket: number 0, algorithm ring", "commrt::pack", "commrt::combine", "commrt::unpack"}
+    assert elsewhere >= within | hops
+
+
+def test_a_recorder_that_was_set_gets_the_ranges_also_while_a_profiler_of_torch_runs():
+    timeline = Timeline(0)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, within_range(timeline, "something"):
+        pass
+    assert [event["name"] for event in timeline.events] == ["something"]
+    assert not [event for event in profiler.events() if "something" in event.name]
+
+
+def test_a_range_that_a_profiler_of_torch_saw_begin_may_end_after_it():
+    with profile(activities=[ProfilerActivity.CPU]):
+        begun = within_range(None, "bucket")
+        begun.__enter__()
+    begun.__exit__(None, None, None)
+    assert within_range(None, "bucket") is NOTHING

@@ -139,7 +139,8 @@ class Engine:
     def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
         bound = self._bound
-        return self.world.comm_thread.submit(lambda: self._average(bucket, step, bound))
+        with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
+            return self.world.comm_thread.submit(lambda: self._average(bucket, step, bound))
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
         """Overwrite `flat` with the first member's."""

@@ -20,6 +20,7 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Header, Named
 from commrt.errors import PeerLost, Place
 from commrt.membership.generations import Generation
+from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
 from commrt.training.broadcast_state import WorldBroadcaster
@@ -98,7 +99,8 @@ class FragmentExchange(WorldBroadcaster):
         if generation.number == self._agreed:
             flight.vote = self._vote(fragment, fragment.exchanges, generation)
             self._forget(fragment, generation)
-            self._submit(fragment, flight, generation)
+            with within_range(self.world.recorder, "submit", number=fragment.index):
+                self._submit(fragment, flight, generation)
             flight.pledged = self.world.elastic.submit(lambda: self._pledge(flight))
 
     def begin_anew(self) -> None:

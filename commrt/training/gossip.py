@@ -176,6 +176,11 @@ class GossipReplica(AfterStepReplica):
         self.drain()
         super().overwrite_with_first()
 
+    def sync_buffers(self) -> None:
+        """Overwrite this rank's buffers with rank 0's; what is in flight ends first. See `Replica`."""
+        self.drain()
+        super().sync_buffers()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; each rank saves a model of its own."""
         self.drain()

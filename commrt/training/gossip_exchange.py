@@ -61,7 +61,8 @@ class GossipExchange(WorldBroadcaster):
         """Exchange `message`, the content of `bucket`, with the partners of `step`. On the training thread."""
         if bucket == 0:  # from here on a generation that starts at `step` is too early for this rank
             self.world.elastic.submitted_steps = step + 1
-        return self.world.comm_thread.submit(lambda: self._carry(message, bucket, step))
+        with within_range(self.world.recorder, "submit", number=bucket, step=step):
+            return self.world.comm_thread.submit(lambda: self._carry(message, bucket, step))
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
