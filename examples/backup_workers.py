@@ -58,9 +58,10 @@ def main() -> None:
 
         chance = Random(world.rank)
         for pixels, digits in commrt.reissued(batches(train, size=32, seed=world.rank), replica):
-            if world.rank == options.kill_rank and replica.step >= options.at_step:
+            iter_num = replica.step  # of all ranks: a loop's own counter would fall behind on a late rank
+            if world.rank == options.kill_rank and iter_num >= options.at_step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if replica.step >= options.steps:  # steps of all ranks: some happened without this rank
+            if iter_num >= options.steps:
                 break
             optimizer.zero_grad()
             loss = cross_entropy(model(pixels.to(device)), digits.to(device))

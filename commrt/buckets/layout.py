@@ -120,7 +120,7 @@ class Header(NamedTuple):
     model: int
     """Number of the model among those attached to one world."""
     optimizer_steps: int
-    """Since `attach` or the latest ``join()``."""
+    """Since `attach` or the latest ``join()``; each optimizer's have a weight of their own."""
     step: int
     bucket: int
     settings: int
@@ -136,13 +136,15 @@ EXPLANATIONS = {
     "where a rank has no batch, in place of its backward()",
     "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
     "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
-    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or made different "
-    "numbers of steps: put all but the last pass of an accumulation in no_sync()",
+    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
+    "different optimizers: put all but the last pass of an accumulation in no_sync(). With BackupWorkers, call "
+    "replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the loop",
     "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
     "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
     "settings": "the optimizers' settings (learning rate, momentum, ...) have come to differ between ranks: drive "
     "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data. Pass "
-    "them to attach(also=) with BackupWorkers, and to replica.join() if ranks run out of data at different times",
+    "them to replica.join() if ranks run out of data at different times. With BackupWorkers, pass them to "
+    "attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at its top",
 }
 
 

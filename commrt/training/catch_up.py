@@ -135,8 +135,8 @@ class CatchUp:
         if is_late:
             raise DeadlineExceeded(
                 f"this rank was late and needs the weights of one of ranks {sources}, but within "
-                f"{self._world.timeout_s:g} s none of them came to its next forward pass or closed its world: look at "
-                "their output",
+                f"{self._world.timeout_s:g} s none of them came to its next forward pass or a collective, or closed "
+                "its world: look at their output",
                 place,
             )
 

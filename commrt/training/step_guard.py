@@ -53,8 +53,9 @@ class StepGuard:
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self._held_back = self._closed = False
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
+        self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
-        """How often an optimizer has stepped."""
+        """The sum of all steps, each with the weight of its optimizer: it shows if ranks step different optimizers."""
 
     def register(self) -> list[RemovableHandle]:
         """Check before and after each step of the optimizers."""
@@ -87,7 +88,9 @@ class StepGuard:
     def is_due(self) -> bool:
         """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
-        return any(_is_filled(param.grad) for each in unused for group in each.param_groups for param in group["params"])
+        return any(
+            _is_filled(param.grad) for each in unused for group in each.param_groups for param in group["params"]
+        )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
@@ -130,7 +133,7 @@ class StepGuard:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._unused_by.discard(id(optimizer))
-        self.steps += 1
+        self.steps += self._weights[id(optimizer)]
         if self._held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
@@ -149,6 +152,7 @@ class StepSkipper:
     def __init__(self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None]) -> None:
         self._optimizers, self._guard, self._begin = optimizers, guard, begin
         self._is_over = False  # the step of the gradients at hand
+        self._steps = 0  # of the guard
         self._fresh: set[int] = set()  # optimizers that have not stepped since gradients counted
         self._skips = False
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters that are not to be stepped, and their gradients
@@ -176,7 +180,7 @@ class StepSkipper:
         if self._is_over:
             raise UsageError(OVER)
         self._begin()
-        self._skips = id(optimizer) not in self._fresh
+        self._skips, self._steps = id(optimizer) not in self._fresh, self._guard.steps
         if self._skips:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._hidden = [(param, param.grad) for param in params if param.grad is not None]
@@ -187,7 +191,8 @@ class StepSkipper:
         self._fresh.discard(id(optimizer))
         for param, grad in self._hidden:
             param.grad = grad
-        self._guard.steps -= self._skips  # the guard counted a step that was none
+        if self._skips:  # the guard counted a step that was none
+            self._guard.steps = self._steps
         self._skips, self._hidden = False, []
 
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup workers with several optimizers, of which some do not step after every backward pass."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from late_ranks import Progress, weights
+from torch import nn
+
+import commrt
+from commrt.errors import DisagreementError
+from commrt.testing.ranks import run_ranks
+
+STEPS, LATE_FROM = 9, 5
+"""A rank is late in each step from `LATE_FROM` on."""
+
+
+class Parts(nn.ModuleList):
+    """A generator, a part between, and a critic; a loop may call all or some of them."""
+
+    def forward(self, x, first=0):
+        for part in list(self)[first:]:
+            x = part(x)
+        return x
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    PARTS = Parts([nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)]).double()
+
+
+def drawn(version, width):
+    """A batch that is the same on all ranks, so that the weights do not depend on whose gradients count."""
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(version), dtype=torch.float64)
+
+
+def turns(parts, version):
+    """Two steps of the critic, then one of the generator, whose gradients reach the critic, too."""
+    return (parts[2](drawn(version, 4)), [2]) if version % 3 < 2 else (parts(drawn(version, 3)), [0])
+
+
+def turns_of_parts(parts, version):
+    """As `turns`, by a loop that never calls the attached module itself."""
+    critic = version % 3 < 2
+    return parts[2](drawn(version, 4) if critic else parts[1](parts[0](drawn(version, 3)))), [2 if critic else 0]
+
+
+def turns_of_three(parts, version):
+    first = version % 3
+    return parts(drawn(version, 4 if first else 3), first), [first]
+
+
+def five_to_one(parts, version):
+    return (parts[2](drawn(version, 4)), [2]) if version % 6 < 5 else (parts(drawn(version, 3)), [0, 1])
+
+
+def no_pass_in_common(parts, version):
+    return (parts[0](drawn(version, 3)), [0]) if version % 2 else (parts[2](drawn(version, 4)), [2])
+
+
+def all_of_them(parts, version):
+    return parts(drawn(version, 3)), [0, 1, 2]
+
+
+def one_never(parts, version):
+    return parts(drawn(version, 3)), [0, 1]
+
+
+def one_that_a_scaler_skips_at_times(parts, version):
+    return parts(drawn(version, 3)), [0, 1] if version % 3 == 2 else [0, 1, 2]
+
+
+def none_in_the_last_pass(parts, version):
+    return parts(drawn(version, 3)), [] if version == STEPS - 1 else [0, 1, 2]
+
+
+LOOPS = [
+    turns,
+    turns_of_parts,
+    turns_of_three,
+    five_to_one,
+    no_pass_in_common,
+    all_of_them,
+    one_never,
+    one_that_a_scaler_skips_at_times,
+    none_in_the_last_pass,
+]
+
+
+def optimizers_of(parts):
+    return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01) for part in parts]
+
+
+def step(parts, optimizers, loop, version, zero, between=lambda: None):
+    """One iteration that zeroes all gradients `zero` (at the begin, after the forward pass, at the end)."""
+    if zero == "first":
+        parts.zero_grad()
+    out, which = loop(parts, version)
+    if zero == "after forward":
+        parts.zero_grad()
+    out.square().mean().backward()
+    for number in which:
+        optimizers[number].step()
+        between()
+    if zero == "last":
+        parts.zero_grad()
+
+
+def trained_alone(loop, zero):
+    parts = deepcopy(PARTS)
+    optimizers = optimizers_of(parts)
+    for version in range(STEPS):
+        step(parts, optimizers, loop, version, zero)
+    return weights(parts)
+
+
+def trained_with_a_late_rank(loop, zero, late=1, backups=1, ranks=3):
+    progress = Progress()
+
+    def body(world):
+        parts = deepcopy(PARTS)
+        optimizers = optimizers_of(parts)
+        replica = commrt.attach(parts, optimizers, commrt.BackupWorkers(backups), world=world)
+        while replica.drain() or replica.step < STEPS:
+            if world.rank == late and replica.step >= LATE_FROM:
+                progress.wait_for(min(replica.step + 1, STEPS))
+            step(parts, optimizers, loop, replica.step, zero)
+            progress.tell(replica._backup_step.version)
+        return replica.replicas_equal(), replica.step, replica.lost, weights(parts)
+
+    return run_ranks(ranks, body, timeout_s=5.0)
+
+
+def check(ends, wanted):
+    for equal, at, lost, found in ends:
+        assert (equal, at, lost) == (True, STEPS, ())
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("zero", ["first", "after forward", "last"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_late_rank_gets_the_others_weights_whichever_optimizers_step(loop, zero):
+    check(trained_with_a_late_rank(loop, zero), trained_alone(loop, zero))
+
+
+@pytest.mark.parametrize(("late", "backups", "ranks"), [(0, 1, 3), (2, 2, 5)])
+def test_any_rank_may_be_late_in_a_loop_whose_optimizers_take_turns(late, backups, ranks):
+    check(trained_with_a_late_rank(turns, "first", late, backups, ranks), trained_alone(turns, "first"))
+
+
+@pytest.mark.parametrize("loop", [turns, all_of_them], ids=lambda loop: loop.__name__)
+def test_replicas_are_equal_if_gradients_are_never_zeroed(loop):
+    for equal, at, lost, _ in trained_with_a_late_rank(loop, "never"):
+        assert (equal, at, lost) == (True, STEPS, ())
+
+
+def test_a_loop_that_zeroes_only_what_it_steps_and_counts_for_itself_keeps_its_late_rank():
+    progress = Progress()
+
+    def body(world):
+        net = nn.ModuleList(deepcopy(PARTS[i]) for i in (0, 2))
+        optimizers = optimizers_of(net)
+        replica = commrt.attach(net, optimizers, commrt.BackupWorkers(1), world=world)
+        for number in range(STEPS):
+            if world.rank == 1:
+                progress.wait_for(min(max(number, replica.step) + 1, STEPS))
+            critic = number % 3 < 2
+            optimizers[critic].zero_grad()
+            (net[1](drawn(number, 4)) if critic else net[1](net[0](drawn(number, 3)))).square().mean().backward()
+            optimizers[critic].step()
+            progress.tell(replica._backup_step.version)
+        return replica.replicas_equal(), replica.step, replica.lost
+
+    assert run_ranks(3, body, timeout_s=5.0) == [(True, STEPS, ())] * 3
+
+
+@pytest.mark.parametrize("zero", ["first", "last", "never"])
+def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
+    progress = Progress()
+
+    def body(world):
+        parts, seen = deepcopy(PARTS), []
+        optimizers = optimizers_of(parts)
+        replica = commrt.attach(parts, optimizers, commrt.BackupWorkers(1), world=world)
+
+        def compare():
+            progress.tell(number + 1)  # in a collective, the others wait for the late rank
+            seen.append(replica.replicas_equal())
+
+        for number in range(4):
+            if world.rank == 1:
+                progress.wait_for(number + 1)
+            step(parts, optimizers, all_of_them, number, zero, compare)
+        return seen, replica.step, replica.lost
+
+    assert run_ranks(3, body, timeout_s=5.0) == [([True] * 12, 4, ())] * 3
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)], ids=lambda each: type(each).__name__)
+def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(algorithm):
+    def body(world):
+        parts = deepcopy(PARTS)
+        optimizers = optimizers_of(parts)
+        commrt.attach(parts, optimizers, algorithm, world=world)
+        step(parts, optimizers, lambda parts, version: (parts(drawn(version, 3)), [world.rank]), 0, "first")
+        with pytest.raises(
+            DisagreementError, match=r"stepped different optimizers: .* choose the optimizer by replica\.step"
+        ):
+            step(parts, optimizers, all_of_them, 1, "first")
+
+    run_ranks(2, body)
