@@ -17,6 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from commrt.torch_import import prepare as _prepare
+
 if TYPE_CHECKING:
     from commrt.adaptive import Adaptive, Progress, adaquant, dq
     from commrt.algorithms.backup import BackupWorkers
@@ -169,6 +171,8 @@ __all__ = [
     "verify",
     "workload_of",
 ]
+
+_prepare()
 
 
 def __getattr__(name: str) -> object:

@@ -16,11 +16,10 @@ from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
+from commrt.torch_import import NAME
 
 __all__ = ["NAME", "Methods"]
 
-NAME = "commrt"
-"""Of the backend."""
 SHORTEST_S = 0.001
 """The timeout of a barrier for which 0 is given."""
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``import commrt`` does once torch is imported, before it or after it. It imports no torch itself.
+
+torch.distributed learns the name of the backend, whose code is imported when a group is opened. torch's compiler learns
+that it must leave commrt's functions alone: they may run between the graphs of a compiled model, on any tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["NAME", "prepare", "register"]
+
+NAME = "commrt"
+"""Of the backend."""
+
+
+def prepare() -> None:
+    """Register the backend and keep torch's compiler out, now or when the two are imported."""
+    _when_imported("torch", register)
+    _when_imported("torch._dynamo", _skip_frames)
+
+
+def register() -> None:
+    """Tell torch.distributed of the backend, unless that was done, or this torch has no torch.distributed."""
+    torch, dist = sys.modules["torch"], import_module("torch.distributed")
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:  # noqa: SLF001  # torch refuses a second one
+        return
+    devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    return import_module("commrt.c10d").create(options, backend_options)
+
+
+def _skip_frames() -> None:
+    sys.modules["torch._dynamo"].trace_rules.add(__package__)
+
+
+def _when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` when the module `name` has been imported: now, or later on the thread that does it."""
+    if (module := sys.modules.get(name)) is None:
+        sys.meta_path.insert(0, _Finder(name, action))
+    elif not getattr(module.__spec__, "_initializing", False):  # else it is imported right now, and imports commrt
+        action()
+
+
+class _Finder:
+    """Finds one module like the finders behind it do, and calls a function when it has been imported."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return None for all modules but one; see ``importlib.abc.MetaPathFinder``."""
+        if name != self._name:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in tuple(sys.meta_path) if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._action()
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
