@@ -11,13 +11,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from commrt.c10d.call import Call, Range, Slice, bounds_of
+from commrt.c10d.observed import recorded
 from commrt.cost.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
@@ -79,7 +80,8 @@ class Engine:
         self._world, self._selection, self._name = world, selection, name
         self.timeout_s = world.timeout_s
         """Of calls that have none of their own."""
-        self._count = count()
+        self.begun = 0
+        """Calls that have run, or begun to: the sequence number of the next one."""
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
         self._bound = lru_cache(KEPT)(self._bind)
 
@@ -89,10 +91,11 @@ class Engine:
             self._world.connect(call.device)
         elif waits:
             return self._world.comm_thread.run(lambda: self._run(call))
-        return self._world.comm_thread.submit(lambda: self._run(call))
+        return self._world.comm_thread.submit(recorded(call.traits.collective, lambda: self._run(call)))
 
     def _run(self, call: Call) -> None:
-        number, transport = next(self._count), self._world.transport
+        number, transport = self.begun, self._world.transport
+        self.begun += 1
         if call.timeout_s is not None:
             transport.timeout_s = call.timeout_s
         try:

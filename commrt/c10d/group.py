@@ -26,6 +26,7 @@ from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.channel import host_identity
+from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
@@ -49,14 +50,21 @@ class Group:
         transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, store, local_rank(), "torch.distributed")
         self.engine = Engine(self.world, selection, name)
-        near = transport.kind == "shared"
-        self.host_messages = HostMessages(PrefixStore("messages", store), self.world, LOOPBACK if near else None)
+        self.store, self._host = store, LOOPBACK if transport.kind == "shared" else None
+        self.host_messages = HostMessages(PrefixStore("messages", store), self.world, self._host)
         self.device_messages = DeviceMessages(self.world)
         _OPEN.add(self)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give later collectives, sends and receives another deadline."""
         self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
+
+    def open_gloo(self) -> GlooTransport:
+        """Return connections of Gloo between all ranks, of which two are made when these first exchange. Once only."""
+        store = PrefixStore("gloo", self.store)
+        return GlooTransport(
+            store, self.world.rank, range(self.world.size), self.world.timeout_s, self._host, lazy=True
+        )
 
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""

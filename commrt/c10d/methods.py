@@ -13,6 +13,7 @@ from torch import Tensor
 from commrt.c10d.call import Call, memory_of
 from commrt.c10d.group import Group
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
+from commrt.c10d.observed import observable
 from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
@@ -34,6 +35,12 @@ class Methods:
     group: Group
     requests: Requests
 
+    def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
+        """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""
+        del name, given
+        return begin()
+
+    @observable("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine all ranks' tensors at every rank."""
         (tensor,) = _listed(tensors)
@@ -41,25 +48,30 @@ class Methods:
             return self._guarded(lambda: sparse_all_reduce(tensor, _op(opts), self.requests.size, self.allgather))
         return self._begin(opts, lambda: self.requests.all_reduce(tensor, _op(opts), _limit(opts)))
 
+    @observable("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Do `allreduce` of several tensors."""
         return self._begin_all(lambda: [self.requests.all_reduce(one, _op(opts), _limit(opts)) for one in tensors])
 
+    @observable("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Copy the root's tensor to all ranks."""
         (tensor,) = _listed(tensors)
         return self._begin(opts, lambda: self.requests.broadcast(tensor, _root(opts), _limit(opts)))
 
+    @observable("reduce")
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine all ranks' tensors at the root."""
         (tensor,) = _listed(tensors)
         return self._begin(opts, lambda: self.requests.reduce(tensor, _op(opts), _root(opts), _limit(opts)))
 
+    @observable("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to all ranks."""
         (tensor,) = _listed(inputs)
         return self._begin(opts, lambda: self.requests.all_gather(_lists(outputs)[0], tensor, _limit(opts)))
 
+    @observable("all_gather")
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -67,10 +79,12 @@ class Methods:
         pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
         return self._begin_all(lambda: [self.requests.all_gather(*pair, _limit(opts)) for pair in pairs])
 
+    @observable("all_gather", "_allgather_base")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to all ranks, into one tensor."""
         return self._begin(opts, lambda: self.requests.all_gather(output, tensor, _limit(opts)))
 
+    @observable("all_gather", "allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -78,18 +92,21 @@ class Methods:
         pairs = zip(outputs, inputs, strict=True)
         return self._begin_all(lambda: [self.requests.all_gather(*pair, _limit(opts)) for pair in pairs])
 
+    @observable("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy each rank's tensor to the root."""
         (tensor,) = _listed(inputs)
         listed = _lists(outputs)[0] if outputs else []
         return self._begin(opts, lambda: self.requests.gather(listed, tensor, _root(opts), _limit(opts)))
 
+    @observable("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the root's tensors to one rank each."""
         (output,) = _listed(outputs)
         listed = _lists(inputs)[0] if inputs else []
         return self._begin(opts, lambda: self.requests.scatter(output, listed, _root(opts), _limit(opts)))
 
+    @observable("reduce_scatter")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Combine all ranks' inputs of a rank's number at that rank."""
         (output,) = _listed(outputs)
@@ -97,10 +114,12 @@ class Methods:
             opts, lambda: self.requests.reduce_scatter(output, _lists(inputs)[0], _op(opts), _limit(opts))
         )
 
+    @observable("reduce_scatter", "_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Combine all ranks' parts of a tensor at one rank each."""
         return self._begin(opts, lambda: self.requests.reduce_scatter(output, tensor, _op(opts), _limit(opts)))
 
+    @observable("reduce_scatter", "reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -108,10 +127,12 @@ class Methods:
         pairs = zip(outputs, inputs, strict=True)
         return self._begin_all(lambda: [self.requests.reduce_scatter(*pair, _op(opts), _limit(opts)) for pair in pairs])
 
+    @observable("all_to_all")
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy the input of each rank's number to that rank."""
         return self._begin(opts, lambda: self.requests.all_to_all(outputs, inputs, _limit(opts)))
 
+    @observable("all_to_all", "alltoall_base")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -124,10 +145,12 @@ class Methods:
         sizes, limit_s = (output_sizes, input_sizes), _limit(opts)
         return self._begin(opts, lambda: self.requests.all_to_all_single(output, tensor, *sizes, limit_s))
 
+    @observable("barrier")
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
         return self._begin(opts, lambda: self.requests.barrier(_limit(opts)))
 
+    @observable("barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
         del wait_all_ranks
@@ -139,16 +162,19 @@ class Methods:
             late.what = f"Rank {self.requests.rank} timed out in monitoredBarrier: {late.what}"
             raise
 
+    @observable("send")
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Send a tensor to `peer`; tags are for CPU tensors only."""
         (tensor,) = _listed(tensors)
         return self._guarded(lambda: self._post(tensor, peer, tag, is_send=True))
 
+    @observable("recv")
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Receive a tensor from `peer`."""
         (tensor,) = _listed(tensors)
         return self._guarded(lambda: self._post(tensor, peer, tag, is_send=False))
 
+    @observable("recv")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receive a CPU tensor from any rank, which the work then names."""
         (tensor,) = _listed(tensors)

@@ -118,6 +118,11 @@ class GlooTransport:
                 Place(self.rank),
             ) from error
 
+    @property
+    def process_group(self) -> ProcessGroupGloo:
+        """Gloo's own object, for code of torch that asks for one. It lives on for as long as it is referenced."""
+        return cast("ProcessGroupGloo", self._gloo)
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """See `Transport.allocate`: ordinary memory."""
         require_cpu(device, MEDIUM)
