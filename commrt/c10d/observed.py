@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch's profiler shows of a collective: a range on the thread that calls, and ranges of what runs meanwhile.
 
-Nothing is recorded, and hardly any time is spent, while the calling thread is under no profiler.
+Nothing is recorded, and hardly any time is spent, while there is no profiler.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import profiler
 from torch.futures import Future
 
 from commrt.c10d.group_work import GroupWork
@@ -22,7 +23,6 @@ __all__ = ["observable", "recorded"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # noqa: SLF001  # is the calling thread
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # of the calling thread
 
 
@@ -35,7 +35,7 @@ def observable(name: str, torch_name: str = "") -> Callable[[Callable[P, R]], Ca
     def decorated(method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
         def begin(*args: P.args, **options: P.kwargs) -> R:
-            if not (_is_profiled() or _modes()):
+            if not (profiler._is_profiler_enabled or _modes()):  # noqa: SLF001  # a flag of the process
                 return method(*args, **options)
             group, *given = list(args) + list(options.values())
             call = _recorded_call(name, _inputs(given), lambda: method(*args, **options))
@@ -47,8 +47,8 @@ def observable(name: str, torch_name: str = "") -> Callable[[Callable[P, R]], Ca
 
 
 def recorded(name: str, run: Callable[[], None]) -> Callable[[], None]:
-    """Return `run`, recorded if the thread that calls this is profiled; it shows if the one that runs it is, too."""
-    if not _is_profiled():
+    """Return `run`, recorded if the process is profiled; it shows if the thread that runs it is."""
+    if not profiler._is_profiler_enabled:  # noqa: SLF001
         return run
 
     def recorded_run() -> None:
@@ -62,7 +62,7 @@ def _recorded_call(name: str, inputs: list[Tensor], begin: Callable[[], Any]) ->
     def call() -> Any:
         with _RecordFunctionFast(f"commrt:{name}", inputs):
             work = begin()
-        if _is_profiled() and type(work) is GroupWork and not work.is_completed():
+        if type(work) is GroupWork and not work.is_completed() and profiler._is_profiler_enabled:  # noqa: SLF001
             _record_until_done(f"commrt:{name} (under way)", work)
         return work
 
@@ -72,7 +72,7 @@ def _recorded_call(name: str, inputs: list[Tensor], begin: Callable[[], Any]) ->
 def _record_until_done(name: str, work: GroupWork) -> None:
     """Record a range that begins here and ends on the thread that completes `work`."""
     done: Future[None] = Future()
-    with torch.profiler.record_function(name) as started:
+    with profiler.record_function(name) as started:
         started._call_end_callbacks_on_future(done)  # noqa: SLF001
     work.when_done(lambda: done.set_result(None))
 

@@ -231,12 +231,13 @@ class GlooTransport:
 
 
 def _device(host: str | None, lazy: bool) -> Any:
-    """Return what Gloo listens on: `host`, or its own choice."""
+    """Return what Gloo listens on: `host`, or its own choice. Early versions of torch (2.6) connect all at once."""
+    how: Any = {"lazy_init": True} if lazy and "lazy_init" in str(ProcessGroupGloo.create_device.__doc__) else {}
     if host:
-        return ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)
+        return ProcessGroupGloo.create_device(hostname=host, **how)
     if interface := gloo_interface():
-        return ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)
-    return ProcessGroupGloo.create_default_device(lazy_init=lazy)
+        return ProcessGroupGloo.create_device(interface=interface, **how)
+    return ProcessGroupGloo.create_default_device(**how)
 
 
 def _state(work: Work) -> RuntimeError | None:

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LATE_S = 0.3
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
 
@@ -77,8 +83,9 @@ def autograd(name):
 def dtensor(name):
     group = dist.group.WORLD.group_name
     calls = {"shard_dim_alltoall": lambda op: op(row(8).view(2, 4), 0, 1, group)}
-    if name == "mesh_get_process_group":  # of traces only; it takes a mesh and returns its group
-        return name
+    if name == "mesh_get_process_group":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return [torch.ops._dtensor.mesh_get_process_group(mesh, 0).group_name]
     return torch.ops._c10d_functional.wait_tensor(calls[name](getattr(torch.ops._dtensor, name))).tolist()
 
 
@@ -250,16 +257,51 @@ def of_fake_tensors():
 
 
 def profiled():
-    """{collective: [(event, its tensors' sizes, is it of one thread)]} in torch's profiler, but what torch computes."""
+    """{collective: (event, its tensors' sizes, "long" for more than 0.1 s)} in torch's profiler, in order of names."""
     found = {}
-    for name, call in collectives().items():
+    for name, call in {**collectives(), "all_reduce, late": late}.items():
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             call()
-        names = ("c10d::", "gloo:", "commrt:")
-        events = [event for event in seen.events() if event.name.startswith(names)]
-        found[name] = sorted((event.name, str(event.input_shapes), str(_dtypes(event))) for event in events)
+        events = [event for event in seen.events() if event.name.startswith(("c10d::", "gloo:", "commrt:"))]
+        found[name] = sorted((event.name, str(event.input_shapes), length(event)) for event in events)
     return found
 
 
-def _dtypes(event):
-    return getattr(event, "input_types", None)
+def late():
+    """Sum with a rank that begins later; the work is waited for when it is done."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["begun"])
+        time.sleep(LATE_S)
+    work = dist.all_reduce(row(), async_op=True)
+    store.set("begun", "")
+    work.wait()
+
+
+def length(event):
+    return "long" if event.time_range.elapsed_us() > 1e5 and "under way" in event.name else ""
+
+
+def profiled_ddp():
+    """{collective: how often} in a profile of DDP with buffers, a sum, an all-gather, a broadcast and a barrier."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4)]
+    model, tensor = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers)), torch.ones(5)
+    model(torch.ones(8, 64)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        model(torch.ones(8, 64)).sum().backward()
+        dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(torch.empty(10), tensor)
+        dist.broadcast(tensor, 0, async_op=True).wait()
+        dist.barrier()
+    names = [event.name.partition(":")[2] for event in seen.events() if event.name.startswith(("gloo:", "commrt:"))]
+    return Counter(name for name in names if "(" not in name)
+
+
+def profiled_threads():
+    """The events of commrt on other threads than this one, in a profile of all threads."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as seen:
+        dist.all_reduce(row(), async_op=True).wait()
+    calls = {event.thread for event in seen.events() if event.name == "commrt:all_reduce"}
+    return [event.name for event in seen.events() if event.name.startswith("commrt:") and event.thread not in calls]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's ops of collectives in a group of the backend, and what torch's modes and profiler see of its collectives."""
+
+from __future__ import annotations
+
+import c10d_ranks
+import c10d_torch_ops
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ALIKE = [
+    c10d_torch_ops.called,
+    c10d_torch_ops.counted,
+    c10d_torch_ops.dispatched,
+    c10d_torch_ops.summed_under_a_mode,
+    c10d_torch_ops.other_group_in_a_mode,
+    c10d_torch_ops.of_fake_tensors,
+]
+SEEN = [c10d_torch_ops.profiled, c10d_torch_ops.profiled_ddp, c10d_torch_ops.profiled_threads]
+SIZES = {"all_reduce": "[[4]]", "all_gather": "[[4]]", "reduce_scatter_tensor": "[[4]]", "barrier": "[]"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {backend: c10d_ranks.answers(2, *ALIKE, *SEEN, backend=backend) for backend in ("gloo", "commrt")}
+
+
+@pytest.mark.parametrize("name", c10d_torch_ops.known())
+def test_an_op_of_torch_does_what_it_does_over_gloo(found, name):
+    over_gloo, over_commrt = ([rank[name] for rank in found[backend]["called"]] for backend in ("gloo", "commrt"))
+    assert not any(isinstance(each, str) for each in over_gloo)  # an error, or an op for which there is no call yet
+    assert over_commrt == over_gloo
+
+
+@pytest.mark.parametrize("body", ALIKE[1:], ids=lambda body: body.__name__)
+def test_modes_of_torch_see_the_ops_that_they_see_over_gloo(found, body):
+    assert found["commrt"][body.__name__] == found["gloo"][body.__name__]
+
+
+def test_the_profiler_shows_each_collective_as_over_gloo(found):
+    pairs = zip(found["gloo"]["profiled"][0].items(), found["commrt"]["profiled"][0].values(), strict=True)
+    for (collective, over_gloo), over_commrt in pairs:
+        ops = [event for event in over_gloo if event[0].startswith("c10d::")]
+        assert [event for event in over_commrt if event[0].startswith("c10d::")] == ops, collective
+        calls = [name for name, _, _ in over_commrt if name.startswith("commrt:") and "(" not in name]
+        assert len(calls) == len(ops), collective
+
+
+@pytest.mark.parametrize("collective", SIZES)
+def test_the_profiler_shows_the_sizes_that_a_collective_was_given(found, collective):
+    name = f"commrt:{collective.removesuffix('_tensor')}"
+    assert [sizes for event, sizes, _ in found["commrt"]["profiled"][1][collective] if event == name] == [
+        SIZES[collective]
+    ]
+
+
+def test_the_profiler_shows_how_long_a_collective_is_under_way_that_nobody_waits_for(found):
+    seen = found["commrt"]["profiled"][0]["all_reduce, late"]  # rank 0 waits for the other
+    assert ("commrt:all_reduce (under way)", "[]", "long") in seen
+
+
+def test_a_profile_of_ddp_has_the_collectives_that_it_has_over_gloo(found):
+    over_gloo, over_commrt = found["gloo"]["profiled_ddp"], found["commrt"]["profiled_ddp"]
+    assert over_commrt == over_gloo
+    assert over_commrt[0]["broadcast"] == 5
+    assert over_commrt[0]["all_reduce"] == 2
+
+
+def test_a_profile_of_all_threads_shows_what_the_communication_thread_runs(found):
+    assert found["commrt"]["profiled_threads"] == [["commrt:all_reduce (running)"]] * 2
