@@ -111,7 +111,7 @@ def test_a_loss_is_logged_once(caplog):
     with caplog.at_level(logging.WARNING, "commrt"):
         outcomes = run_ranks(3, lambda world: finished(world, Gossip(), {1: 4}), timeout_s=PATIENT_S)
     (loss,) = outcomes[0][0].lost
-    told = f"commrt: rank 1 is lost from step {loss.step} on: it closed its world; 2 ranks go on"
+    told = f"commrt: rank 1 is lost, as the others noticed in step {loss.step}: it closed its world; 2 ranks go on"
     assert [record.getMessage() for record in caplog.records] == [told]
 
 
@@ -351,7 +351,7 @@ def test_after_a_loss_only_gossip_of_weights_can_be_attached():
         if world.rank != 1:
             replica.detach()
             for algorithm in (commrt.Torus2D(), Gossip(payload="gradients")):
-                with pytest.raises(UsageError, match=r"rank 1 is lost from step .* only gossip of weights goes on"):
+                with pytest.raises(UsageError, match=r"rank 1 is lost, .* only gossip of weights goes on"):
                     attached(world, algorithm)
             again, optimizer = attached(world, Gossip("hypercube"))
             local_step(again.model, optimizer, 0, world.rank)
@@ -440,5 +440,5 @@ def test_a_death_costs_little_accuracy():
     steps = 240
     alive = learning.simulated("gossip, weights", gossip_deaths.RANKS, 0, learning.load(), steps)
     struck = gossip_deaths.trained("gossip", 0, steps, kills=True)
-    assert struck.lost[0].startswith("rank 3 is lost from step ")
+    assert struck.lost[0].startswith("rank 3 is lost, as the others noticed in step ")
     assert struck.accuracy > alive.accuracy - 0.02  # a standard error on 1,000 images is 0.008

@@ -188,7 +188,7 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     for each in (record, *record["compared"]):
         assert (each["lost"], each["workers"], each["replicas_equal"]) == ([0], 3, True)
     assert len(record["compared"]) == 1
-    assert "commrt: rank 0 is lost from step" in result.stderr
+    assert "commrt: rank 0 is lost, as the others noticed in step" in result.stderr
 
 
 @pytest.mark.slow

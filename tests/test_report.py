@@ -190,7 +190,7 @@ def test_what_comes_from_outside_is_text(of_all):
         ("torus2d", "torus2d, step 4: 10.00 ms"),
         ("gossip", "rank 1 · · 6 · "),
         ("gossip", "Blue: it took part in the step"),
-        ("gossip", "Rank 3, from step 3 on: rank 2 found"),
+        ("gossip", "Rank 3: step 2 was the last in which it counted; the others noticed in step 3: rank 2 found"),
         ("backup", "Blue: it counted in the step; orange: it did not count; a column is a step"),
         ("backup", "rank 0 - - - - - - -"),
         ("backup", "Rank 0: step 1 was the last in which it counted"),
@@ -356,7 +356,7 @@ def test_a_run_that_loses_a_worker_ends_with_its_page(tmp_path, monkeypatch):
     told = [" ".join(cells) for cells in rows_told if len(cells) == 2]
     assert len(told) == 10
     assert [cells for cells in told if cells not in said] == []
-    assert re.search(r"Rank 2, from step \d+ on: ", said)
+    assert re.search(r"Rank 2: step \d+ was the last in which it counted; the others noticed in step \d+: ", said)
     assert re.search(r"rank 0 20 20 steps [\d.]+ ms", said)
 
 

@@ -205,5 +205,5 @@ def test_the_report_names_lost_workers(capsys):
     train._report([whole], as_json=False)
     assert "lost" not in capsys.readouterr().out
     train._report([whole, replace(whole, lost=(1, 3))], as_json=False)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "workers lost" in line]
-    assert line.replace("│", "").split() == ["workers", "lost", "none", "1,", "3"]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "lost workers" in line]
+    assert line.replace("│", "").split() == ["lost", "workers", "none", "rank", "1,", "rank", "3"]

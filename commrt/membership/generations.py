@@ -34,7 +34,7 @@ class Loss(NamedTuple):
 
     rank: int
     step: int
-    """The first step without it."""
+    """The one in which the others noticed; with backup workers they may have gone on without it long before."""
     why: str
     finished: bool = False
     """It closed its world in good order."""
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
     """The rank that proposed to go on without it."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} is lost from step {self.step} on: {self.why}"
+        return f"rank {self.rank} is lost, as the others noticed in step {self.step}: {self.why}"
 
 
 class Generation(NamedTuple):

@@ -180,9 +180,8 @@ def _lost_ranks(result: Result, record: RunRecord) -> Iterator[str]:
     known, found = {lost.rank: lost for lost in record.lost}, record.members_by_step()
     for rank in result.lost:
         steps = [step for step, members in found.items() if rank in members]
+        last = f"step {max(steps)} was the last in which it counted" if steps else "it counted in no recorded step"
+        noticed = "no rank waited for it after that"
         if rank in known:
-            yield f"Rank {rank}, from step {known[rank].step} on: {known[rank].why}"
-        elif steps:
-            yield f"Rank {rank}: step {max(steps)} was the last in which it counted; no rank waited for it after that"
-        else:
-            yield f"Rank {rank}: it counted in no step that the others recorded"
+            noticed = f"the others noticed in step {known[rank].step}: {known[rank].why}"
+        yield f"Rank {rank}: {last}; {noticed}"

@@ -66,7 +66,7 @@ LATE_ROWS: tuple[Row, ...] = (
     ),
     ("not waited for them", lambda r: f"{r.saved_seconds:.1f} s"),
 )
-LOST_ROWS: tuple[Row, ...] = (("workers lost", lambda r: ", ".join(map(str, r.lost)) or "none"),)
+LOST_ROWS: tuple[Row, ...] = (("lost workers", lambda r: ", ".join(f"rank {rank}" for rank in r.lost) or "none"),)
 
 
 def title(results: Sequence[Result]) -> str:
