@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
 
-__all__ = ["NAME", "prepare", "register"]
+__all__ = ["NAME", "prepare", "register", "untraced"]
+
+T = TypeVar("T")
 
 NAME = "commrt"
 """Of the backend."""
@@ -41,6 +43,20 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 def _skip_frames() -> None:
     sys.modules["torch._dynamo"].trace_rules.add(__package__)
+
+
+def untraced(kind: type[T]) -> type[T]:
+    """Let torch's compiler leave the methods of `kind` alone, and all that they call, such as numpy's functions."""
+    frames = sys.modules["torch"]._C._dynamo.eval_frame  # noqa: SLF001  # torch.compiler.disable takes seconds to import
+    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.6 has none
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
+        for method in vars(kind).values():
+            if (
+                isinstance(method, FunctionType)
+                and method.__code__.co_filename == sys.modules[kind.__module__].__file__
+            ):
+                frames.set_code_exec_strategy(method.__code__, skip)
+    return kind
 
 
 def _when_imported(name: str, action: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from commrt.errors import CommrtError, DeadlineExceeded
 from commrt.threads.comm_thread import TaskFuture
+from commrt.torch_import import untraced
 
 __all__ = ["GroupWork", "as_dist_error", "seconds_of"]
 
@@ -62,6 +63,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout <= NO_TIMEOUT else timeout.total_seconds()
 
 
+@untraced
 class GroupWork(dist.Work):
     """A collective that runs while its caller does something else; see ``torch.distributed.Work``.
 

@@ -17,7 +17,7 @@ from commrt.c10d.observed import observable
 from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
-from commrt.torch_import import NAME
+from commrt.torch_import import NAME, untraced
 
 __all__ = ["NAME", "Methods"]
 
@@ -25,6 +25,7 @@ SHORTEST_S = 0.001
 """The timeout of a barrier for which 0 is given."""
 
 
+@untraced
 class Methods:
     """c10d's collectives on a `Group`. Each takes options of torch.distributed, or their defaults.
 

@@ -34,6 +34,7 @@ from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.streams import streams_of
+from commrt.torch_import import untraced
 from commrt.transport.by_device import NullTransport, TransportByDevice
 from commrt.transport.protocol import QueueingTransport, Tag, Transport
 
@@ -56,6 +57,7 @@ class Hooks:
     on_collective_error: Callable[[BaseException], None] = lambda _: None
 
 
+@untraced
 class World:
     """A set of ranks that can run schedules on tensors; it may lose ranks and go on (`commrt.runtime.elastic`).
 
@@ -203,10 +205,9 @@ class World:
         with self.collective(f"agree ({topic})"):
             try:
                 self._consistency.agree(topic, claim)
-            except DisagreementError:
-                raise
             except BaseException as error:
-                self.abort(error)
+                if not isinstance(error, DisagreementError):
+                    self.abort(error)
                 raise
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models and functions that communicate, over any backend: what each rank gets."""
+
+from __future__ import annotations
+
+import os
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt
+
+SEVERAL = 0.0003
+"""Megabytes of a bucket, so that a model has several."""
+
+
+def compiled(thing):
+    return torch.compile(thing, backend=os.environ["COMPILER"])
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+
+def losses(model, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    found = []
+    for _ in range(steps):
+        loss = (model(torch.randn(4, 8)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def ddp():
+    return losses(compiled(DistributedDataParallel(network())))
+
+
+def ddp_in_buckets():
+    return losses(compiled(DistributedDataParallel(network(), bucket_cap_mb=SEVERAL)))
+
+
+def ddp_without_its_optimizer():
+    with patch.object(torch._dynamo.config, "optimize_ddp", new=False):
+        return losses(compiled(DistributedDataParallel(network(), bucket_cap_mb=SEVERAL)))
+
+
+def compiled_inside_ddp():
+    return losses(DistributedDataParallel(compiled(network())))
+
+
+def ddp_with_a_hook():
+    model = DistributedDataParallel(network())
+    state = commrt.DDPState(commrt.Ring())
+    model.register_comm_hook(state, commrt.ddp_hook)
+    found = losses(compiled(model))
+    commrt.init().close()
+    return found
+
+
+def fsdp():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = network()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return losses(compiled(model))
+
+
+def all_reduce():
+    """Dynamo makes a functional collective of it."""
+
+    @compiled
+    def double(x):
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    return [double(torch.arange(4.0) + n).tolist() for n in range(2)]
+
+
+def collectives_between_graphs():
+    @compiled
+    def both(x):
+        dist.barrier()
+        y = x * 2
+        torch._dynamo.graph_break()
+        dist.broadcast(y, 1)
+        return y + 1
+
+    return [both(torch.arange(4.0) + n).tolist() for n in range(2)]
+
+
+def a_world():
+    world = commrt.init()
+
+    @compiled
+    def both(x):
+        y = x * 2
+        world.all_reduce(y, "sum")
+        return y + 1
+
+    found = [both(torch.arange(4.0) + n).tolist() for n in range(2)]
+    world.close()
+    return found
+
+
+DOORS = [
+    ddp,
+    ddp_in_buckets,
+    ddp_without_its_optimizer,
+    compiled_inside_ddp,
+    fsdp,
+    all_reduce,
+    collectives_between_graphs,
+    ddp_with_a_hook,
+    a_world,
+]

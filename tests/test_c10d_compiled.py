@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models and functions over the backend of torch.distributed, beside Gloo."""
+
+from __future__ import annotations
+
+import c10d_compiled
+import c10d_ranks
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ALL = {"aot_eager": c10d_compiled.DOORS, "inductor": [c10d_compiled.ddp_in_buckets, c10d_compiled.all_reduce]}
+
+
+@pytest.mark.parametrize("compiler", ALL)
+def test_what_is_compiled_gives_the_same_as_over_gloo(compiler, monkeypatch):
+    monkeypatch.setenv("COMPILER", compiler)
+    ours, theirs = (c10d_ranks.answers(2, *ALL[compiler], backend=backend) for backend in ("commrt", "gloo"))
+    for name, by_rank in theirs.items():
+        assert ours[name] == [pytest.approx(values) for values in by_rank], name
