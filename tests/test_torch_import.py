@@ -35,7 +35,7 @@ def said(program):
         "import commrt.c10d, torch",
         "import torch, torch._dynamo, commrt, commrt.c10d",
         "import importlib.util, commrt; importlib.util.find_spec('torch'); import torch",
-        "from threading import Thread; import commrt; t = Thread(target=__import__, args=['torch']); t.start(); import torch",
+        "import threading, commrt; threading.Thread(target=__import__, args=['torch']).start(); import torch",
     ],
 )
 def test_a_group_is_opened_whatever_was_imported_first(imports):
