@@ -41,6 +41,7 @@ def trained(ranks, algorithm, prepare):
             backward(model, step, world.rank)
             update(step)
             model.zero_grad()
+        assert replica.step >= PASSES - 2  # the latest steps may not have ended
         replica.drain()
         return replica.step, replica.stats().nbytes_sent > 0, replica.disagreement() < 1e-3
 
