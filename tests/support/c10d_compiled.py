@@ -86,18 +86,6 @@ def all_reduce():
     return [double(torch.arange(4.0) + n).tolist() for n in range(2)]
 
 
-def collectives_between_graphs():
-    @compiled
-    def both(x):
-        dist.barrier()
-        y = x * 2
-        torch._dynamo.graph_break()
-        dist.broadcast(y, 1)
-        return y + 1
-
-    return [both(torch.arange(4.0) + n).tolist() for n in range(2)]
-
-
 def a_world():
     world = commrt.init()
 
@@ -119,7 +107,6 @@ DOORS = [
     compiled_inside_ddp,
     fsdp,
     all_reduce,
-    collectives_between_graphs,
     ddp_with_a_hook,
     a_world,
 ]
