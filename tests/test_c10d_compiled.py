@@ -10,7 +10,7 @@ import torch
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-ALL = {"aot_eager": c10d_compiled.DOORS, "inductor": [c10d_compiled.ddp_in_buckets, c10d_compiled.all_reduce]}
+ALL = {"aot_eager": c10d_compiled.DOORS, "inductor": [c10d_compiled.ddp, c10d_compiled.all_reduce]}
 
 
 @pytest.mark.parametrize("compiler", ALL)
