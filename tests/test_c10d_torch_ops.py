@@ -18,6 +18,22 @@ ALIKE = [
     c10d_torch_ops.of_fake_tensors,
 ]
 SEEN = [c10d_torch_ops.profiled, c10d_torch_ops.profiled_ddp, c10d_torch_ops.profiled_threads]
+CALLS = {
+    f"commrt::{name}"
+    for name in (
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+        "barrier",
+        "send",
+        "recv",
+    )
+}
 SIZES = {"all_reduce": "[[4]]", "all_gather": "[[4]]", "reduce_scatter_tensor": "[[4]]", "barrier": "[]"}
 
 
@@ -43,21 +59,16 @@ def test_the_profiler_shows_each_collective_as_over_gloo(found):
     for (collective, over_gloo), over_commrt in pairs:
         ops = [event for event in over_gloo if event[0].startswith("c10d::")]
         assert [event for event in over_commrt if event[0].startswith("c10d::")] == ops, collective
-        calls = [name for name, _, _ in over_commrt if name.startswith("commrt:") and "(" not in name]
+        calls = [name for name, _ in over_commrt if name in CALLS]
         assert len(calls) == len(ops), collective
 
 
 @pytest.mark.parametrize("collective", SIZES)
 def test_the_profiler_shows_the_sizes_that_a_collective_was_given(found, collective):
-    name = f"commrt:{collective.removesuffix('_tensor')}"
-    assert [sizes for event, sizes, _ in found["commrt"]["profiled"][1][collective] if event == name] == [
+    name = f"commrt::{collective.removesuffix('_tensor')}"
+    assert [sizes for event, sizes in found["commrt"]["profiled"][1][collective] if event == name] == [
         SIZES[collective]
     ]
-
-
-def test_the_profiler_shows_how_long_a_collective_is_under_way_that_nobody_waits_for(found):
-    seen = found["commrt"]["profiled"][0]["all_reduce, late"]  # rank 0 waits for the other
-    assert ("commrt:all_reduce (under way)", "[]", "long") in seen
 
 
 def test_a_profile_of_ddp_has_the_collectives_that_it_has_over_gloo(found):
@@ -68,4 +79,5 @@ def test_a_profile_of_ddp_has_the_collectives_that_it_has_over_gloo(found):
 
 
 def test_a_profile_of_all_threads_shows_what_the_communication_thread_runs(found):
-    assert found["commrt"]["profiled_threads"] == [["commrt:all_reduce (running)"]] * 2
+    for (event,) in found["commrt"]["profiled_threads"]:
+        assert event.startswith("commrt::all_reduce: numel 4, schedule ")

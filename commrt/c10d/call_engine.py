@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from commrt.c10d.call import Call, Range, Slice, bounds_of
-from commrt.c10d.observed import recorded
 from commrt.cost.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
@@ -91,7 +90,7 @@ class Engine:
             self._world.connect(call.device)
         elif waits:
             return self._world.comm_thread.run(lambda: self._run(call))
-        return self._world.comm_thread.submit(recorded(call.traits.collective, lambda: self._run(call)))
+        return self._world.comm_thread.submit(lambda: self._run(call))
 
     def _run(self, call: Call) -> None:
         number, transport = self.begun, self._world.transport
@@ -115,7 +114,7 @@ class Engine:
         schedule = self._selection.choose(traits.collective, traits.root, min(traits.nbytes, slot_nbytes))
         kind = traits.number(f"{schedule.name} {call.divisor} {call.factor is not None}")
         tag = Tag(number, traits.collective, kind ^ (number * SPREAD & 0xFFFFFFFF))
-        with within_range(recorder, traits.collective, number=number, numel=sum(call.sizes), schedule=schedule.name):
+        with within_range(recorder, traits.collective, step=number, numel=sum(call.sizes), schedule=schedule.name):
             for part in call.slices(slot_nbytes // traits.wire_dtype.itemsize):
                 bound = self._bound(schedule, part.shape, traits.operation, traits.wire_dtype, call.device)
                 call.pack(bound.wire, part)

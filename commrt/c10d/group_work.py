@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -101,10 +101,6 @@ class GroupWork(dist.Work):
         finally:
             self._is_told |= self._task().done()
         return True
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the collective is done, or has failed; at once if that is so."""
-        self._task().add_done_callback(lambda _: callback())
 
     def synchronize(self) -> None:
         """Do what `wait` does."""

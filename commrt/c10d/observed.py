@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's profiler shows of a collective: a range on the thread that calls, and ranges of what runs meanwhile.
+"""What torch's profiler and dispatch modes see of a collective on the thread that calls.
 
-Nothing is recorded, and hardly any time is spent, while there is no profiler.
+The ranges of the communication thread come from `commrt.runtime.recording`. Without a profiler nothing is recorded.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
-from torch.futures import Future
 
-from commrt.c10d.group_work import GroupWork
-
-__all__ = ["observable", "recorded"]
+__all__ = ["observable"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,43 +35,16 @@ def observable(name: str, torch_name: str = "") -> Callable[[Callable[P, R]], Ca
             if not (profiler._is_profiler_enabled or _modes()):  # noqa: SLF001  # a flag of the process
                 return method(*args, **options)
             group, *given = list(args) + list(options.values())
-            call = _recorded_call(name, _inputs(given), lambda: method(*args, **options))
+
+            def call() -> R:
+                with _RecordFunctionFast(f"commrt::{name}", _inputs(given)):
+                    return method(*args, **options)
+
             return cast("R", cast("Any", group).observed(torch_name or method.__name__, given, call))
 
         return begin
 
     return decorated
-
-
-def recorded(name: str, run: Callable[[], None]) -> Callable[[], None]:
-    """Return `run`, recorded if the process is profiled; it shows if the thread that runs it is."""
-    if not profiler._is_profiler_enabled:  # noqa: SLF001
-        return run
-
-    def recorded_run() -> None:
-        with _RecordFunctionFast(f"commrt:{name} (running)"):
-            run()
-
-    return recorded_run
-
-
-def _recorded_call(name: str, inputs: list[Tensor], begin: Callable[[], Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        with _RecordFunctionFast(f"commrt:{name}", inputs):
-            work = begin()
-        if type(work) is GroupWork and not work.is_completed() and profiler._is_profiler_enabled:  # noqa: SLF001
-            _record_until_done(f"commrt:{name} (under way)", work)
-        return work
-
-    return call
-
-
-def _record_until_done(name: str, work: GroupWork) -> None:
-    """Record a range that begins here and ends on the thread that completes `work`."""
-    done: Future[None] = Future()
-    with profiler.record_function(name) as started:
-        started._call_end_callbacks_on_future(done)  # noqa: SLF001
-    work.when_done(lambda: done.set_result(None))
 
 
 def _inputs(given: Sequence[Any]) -> list[Tensor]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import torch
@@ -14,7 +13,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LATE_S = 0.3
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
 
@@ -257,29 +255,14 @@ def of_fake_tensors():
 
 
 def profiled():
-    """{collective: (event, its tensors' sizes, "long" for more than 0.1 s)} in torch's profiler, in order of names."""
+    """{collective: (event, its tensors' sizes)} in torch's profiler, in order of names."""
     found = {}
-    for name, call in {**collectives(), "all_reduce, late": late}.items():
+    for name, call in collectives().items():
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             call()
-        events = [event for event in seen.events() if event.name.startswith(("c10d::", "gloo:", "commrt:"))]
-        found[name] = sorted((event.name, str(event.input_shapes), length(event)) for event in events)
+        events = [event for event in seen.events() if event.name.startswith(("c10d::", "gloo:", "commrt::"))]
+        found[name] = sorted((event.name, str(event.input_shapes)) for event in events)
     return found
-
-
-def late():
-    """Sum with a rank that begins later; the work is waited for when it is done."""
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
-        store.wait(["begun"])
-        time.sleep(LATE_S)
-    work = dist.all_reduce(row(), async_op=True)
-    store.set("begun", "")
-    work.wait()
-
-
-def length(event):
-    return "long" if event.time_range.elapsed_us() > 1e5 and "under way" in event.name else ""
 
 
 def profiled_ddp():
@@ -294,8 +277,10 @@ def profiled_ddp():
         dist.all_gather_into_tensor(torch.empty(10), tensor)
         dist.broadcast(tensor, 0, async_op=True).wait()
         dist.barrier()
-    names = [event.name.partition(":")[2] for event in seen.events() if event.name.startswith(("gloo:", "commrt:"))]
-    return Counter(name for name in names if "(" not in name)
+    names = [
+        event.name for event in seen.events() if event.name.startswith(("gloo:", "commrt::")) and " " not in event.name
+    ]
+    return Counter(name.rpartition(":")[2] for name in names if name != "commrt::combine")
 
 
 def profiled_threads():
@@ -303,5 +288,6 @@ def profiled_threads():
     config = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as seen:
         dist.all_reduce(row(), async_op=True).wait()
-    calls = {event.thread for event in seen.events() if event.name == "commrt:all_reduce"}
-    return [event.name for event in seen.events() if event.name.startswith("commrt:") and event.thread not in calls]
+    calls = {event.thread for event in seen.events() if event.name == "commrt::all_reduce"}
+    found = (event.name for event in seen.events() if event.thread not in calls)
+    return [name for name in found if name.startswith("commrt::all_reduce")]
