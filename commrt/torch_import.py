@@ -2,7 +2,8 @@
 """What ``import commrt`` does once torch is imported, before it or after it. It imports no torch itself.
 
 torch.distributed learns the name of the backend, whose code is imported when a group is opened. torch's compiler learns
-that it must leave commrt's functions alone: they may run between the graphs of a compiled model, on any tensor.
+that it must leave the backend's functions alone: they run between the graphs of a compiled model, on any tensor. It
+still traces the hooks of an attached model, which would cut its graphs otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 
 def _skip_frames() -> None:
-    sys.modules["torch._dynamo"].trace_rules.add(__package__)
+    sys.modules["torch._dynamo"].trace_rules.add(f"{__package__}.c10d")
 
 
 def untraced(kind: type[T]) -> type[T]:
