@@ -337,6 +337,29 @@ def test_an_optimizer_without_hooks_is_refused_and_may_pass_steps_on(algorithm):
     assert trained(2, algorithm, prepare) == [(PASSES, True, True)] * 2
 
 
+class Several(torch.optim.Optimizer):
+    """Passes its steps on to a list of optimizers."""
+
+    def __init__(self, optimizers):
+        super().__init__([param for each in optimizers for param in each.param_groups[0]["params"]], {})
+        self.optimizers = optimizers
+
+    def step(self, closure=None):
+        for each in self.optimizers:
+            each.step(closure)
+
+
+@pytest.mark.parametrize("algorithm", WAYS, ids=str)
+@pytest.mark.parametrize("give_inner", [True, False])
+def test_an_optimizer_may_pass_its_steps_on_to_several(algorithm, give_inner):
+    def prepare(model):
+        inner = [sgd(model)]
+        outer = Several(inner)
+        return inner if give_inner else outer, nothing, lambda _: outer.step()
+
+    assert trained(2, algorithm, prepare) == [(PASSES, True, True)] * 2
+
+
 def test_a_step_that_an_error_ended_is_not_under_way_after_the_next_one():
     class Failing(torch.optim.SGD):
         fails = True

@@ -82,6 +82,11 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return the attribute of one of `optimizers` that is `inner`, as text; None if there is none."""
-    pairs = ((outer, key) for outer in optimizers for key, value in vars(outer).items() if value is inner)
+    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if there is none."""
+    pairs = ((outer, key) for outer in optimizers for key, value in vars(outer).items() if _holds(value, inner))
     return next((f"{type(outer).__name__}.{key}" for outer, key in pairs), None)
+
+
+def _holds(value: object, inner: Optimizer) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return any(part is inner for part in parts)
