@@ -73,13 +73,18 @@ class _Finder:
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action
+        self._is_asking = False  # another one of the same name, as after a reload, would ask back for ever
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return None for all modules but one; see ``importlib.abc.MetaPathFinder``."""
-        if name != self._name:
+        if name != self._name or self._is_asking:
             return None
-        others = (finder.find_spec(name, path, target) for finder in tuple(sys.meta_path) if finder is not self)
-        spec = next((spec for spec in others if spec is not None), None)
+        self._is_asking = True
+        try:
+            found = (finder.find_spec(name, path, target) for finder in tuple(sys.meta_path) if finder is not self)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +74,34 @@ def test_an_optimizer_that_steps_rarely_holds_no_exchange_back(algorithm, when):
         return [first, second], nothing, lambda step: (first.step(), when(step) and second.step())
 
     assert trained(2, algorithm, prepare) == [(PASSES, True, True)] * 2
+
+
+@pytest.mark.parametrize("saved_at", [4, 5, 8])
+def test_a_resumed_run_ends_its_steps_where_an_unbroken_one_does(saved_at):
+    def body(world, stop):
+        def attached():
+            model = model_of()
+            halves = [sgd(model[0]), sgd(model[2:])]
+            return model, halves, commrt.attach(model, halves, LocalSGD(4), world=world)
+
+        model, halves, replica = attached()
+        for step in range(14):
+            if step == stop:
+                saved = copy.deepcopy([replica.state_dict(), *(each.state_dict() for each in (model, *halves))])
+                replica.detach()
+                model, halves, replica = attached()
+                for owner, state in zip((model, *halves, replica), (*saved[1:], saved[0]), strict=True):
+                    owner.load_state_dict(state)
+            backward(model, step, world.rank)
+            halves[0].step()
+            if step % 7 == 6:
+                halves[1].step()
+            model.zero_grad()
+        replica.drain()
+        return params(model)
+
+    unbroken, resumed = (run_ranks(2, partial(body, stop=stop)) for stop in (None, saved_at))
+    assert all(map(same, unbroken, resumed))
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGD(2), Gossip()], ids=str)

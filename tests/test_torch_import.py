@@ -36,6 +36,8 @@ def said(program):
         "import torch, torch._dynamo, commrt, commrt.c10d",
         "import importlib.util, commrt; importlib.util.find_spec('torch'); import torch",
         "import threading, commrt; threading.Thread(target=__import__, args=['torch']).start(); import torch",
+        "import commrt, importlib; importlib.reload(commrt); import torch",
+        "import commrt, sys; sys.modules.pop('commrt'); sys.modules.pop('commrt.torch_import'); import commrt, torch",
     ],
 )
 def test_a_group_is_opened_whatever_was_imported_first(imports):

@@ -113,6 +113,24 @@ def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(4, 2)], ids=str)
+def test_one_value_of_a_large_parameter_cannot_be_written_while_it_is_under_way(algorithm):
+    def body(world):
+        model = nn.Linear(100, 100)
+        optimizer = optimizer_of(model, lr=0.01)
+        commrt.attach(model, optimizer, algorithm, world=world)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.full((2, 100), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+            if step == 3:
+                with torch.no_grad():
+                    model.weight[1, 1] = 100.0
+
+    with pytest.raises(UsageError, match="weight was written"):
+        run_ranks(2, body)
+
+
 @pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
 @pytest.mark.parametrize("part", ["", "2"])
 def test_a_model_that_loads_a_state_uses_it_as_it_is(algorithm, part):
@@ -210,7 +228,7 @@ def swapped(algorithm, swap, *, drained):
 
 @pytest.mark.parametrize("swap", [by_copy, by_data, by_state])
 @pytest.mark.parametrize(
-    ("algorithm", "drained"), [(Gossip(), True), (LocalSGD(4, 2), False), (RELYING[-1], False)], ids=str
+    ("algorithm", "drained"), [(Gossip(), True), (LocalSGD(4, 2), True), (RELYING[-1], False)], ids=str
 )
 def test_an_average_of_the_weights_may_be_swapped_in_and_out(algorithm, swap, drained):
     assert same(*swapped(algorithm, swap, drained=drained))

@@ -19,8 +19,8 @@ MOST_LOOKED_AT = 256
 class WeightWatch:
     """Remembers parameters as they are, and finds one that was written since.
 
-    A write that autograd counts is always seen. One through ``.data`` is seen by its values, on a CPU; on a GPU the
-    host would have to wait for them.
+    A write that autograd counts is always seen, unless it may be put back. Others, such as those through ``.data``, are
+    seen by the values that are compared, on a CPU; on a GPU the host would have to wait for them.
     """
 
     def __init__(self, places: Sequence[tuple[str, Mapping[str, Tensor | None], str]]) -> None:

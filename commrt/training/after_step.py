@@ -29,7 +29,7 @@ from commrt.training.replica import Replica
 __all__ = ["AfterStepReplica"]
 
 MOST_PASSES = 20
-"""As many as a `GradScaler` that begins at 2^16 can need to come to a scale below 1."""
+"""More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
 
 
 class AfterStepReplica(Replica):
@@ -117,9 +117,9 @@ class AfterStepReplica(Replica):
         self._passes_unused = 0 if are_under_way(self._optimizers) else self._passes_unused + 1
         if self._passes_unused > MOST_PASSES:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-            who = f"a step() of the {kinds} given to attach()" if kinds else "a forward pass that called hooks"
+            who = f"a step() of the {kinds} given to attach()" if kinds else "a forward pass of its modules"
             raise UsageError(
-                f"{MOST_PASSES} backward passes without {who}, so nothing would be exchanged: give all optimizers that "
+                f"{MOST_PASSES} backward passes without {who}, so no step has ended: give all optimizers that "
                 "step the model to attach(), where one wraps another the one whose step() is called; accumulate in "
                 "replica.no_sync(); for updates by hand run the passes in it, and call replica.average() after each"
             )

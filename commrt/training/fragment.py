@@ -109,8 +109,11 @@ class Fragment:
             self._watch.note()
 
     def written(self) -> str | None:
-        """Return the name of a parameter that is relied on and has other values than at `note`; None if none has."""
-        return self._watch.written(may_be_put_back=True) if self._is_relied_on else None
+        """Return the name of a parameter that is relied on and was written since `note`; None if there is none.
+
+        While nothing is in flight a parameter that has its values again counts as unchanged.
+        """
+        return self._watch.written(may_be_put_back=self.flight is None) if self._is_relied_on else None
 
     @torch.no_grad()
     def settle(self) -> None:

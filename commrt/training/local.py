@@ -36,8 +36,8 @@ UNDER_WAY = (
 )
 OUTER = (
     "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: put "
-    "the values back before the next step, or call replica.overwrite_with_first() to begin anew, or "
-    "replica.load_state_dict() after a checkpoint was loaded"
+    "the values back before the next step. After a checkpoint was loaded call replica.load_state_dict(), or "
+    "replica.overwrite_with_first() to begin anew"
 )
 
 
@@ -201,6 +201,7 @@ class LocalReplica(AfterStepReplica):
             "period": self._local.period,
             "delay": self._local.delay,
             "due": self._passes_due,
+            "stepped": [self._stepped.get(id(optimizer), 0) for optimizer in self._optimizers],
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
@@ -224,7 +225,8 @@ class LocalReplica(AfterStepReplica):
             fragment.restart() if saved is None else fragment.load_state_dict(saved[i])
         self._restart_at_step(step)
         self._passes_due, self._noted = 0 if saved is None else state["due"], {}
-        self._stepped = {}
+        stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
+        self._stepped = {id(optimizer): passes for optimizer, passes in stepped if passes}
         self._agree_on_state()
         self._exchange.begin_anew()
         self._exchange.engine.owe(residuals)
