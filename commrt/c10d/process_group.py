@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from commrt.c10d.group import Group, group_of
 from commrt.c10d.group_work import as_dist_error
@@ -45,12 +45,6 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         for device in DEVICES:
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what Gloo's backend says, of which torch asks more in each version."""
-        if name == "_gloo" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._gloo.process_group, name)
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Do ``begin()`` where a profiler or a mode of torch sees it; of a sparse tensor, they see its parts."""
@@ -136,6 +130,14 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
 
 _registered = gather_with(CommrtProcessGroup)
+
+
+def _answer_of_gloo(name: str) -> property:
+    return property(lambda group: getattr(group._gloo.process_group, name))  # noqa: SLF001  # of this module
+
+
+for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's compiler takes no __getattr__
+    setattr(CommrtProcessGroup, _name, _answer_of_gloo(_name))
 
 
 def create(options: Any, _: Any = None) -> CommrtProcessGroup:
