@@ -26,7 +26,7 @@ __all__ = ["measured"]
 
 ROOT = Path(__file__).parent.parent
 BEFORE, AFTER = "before", "after"
-STEPS = 6
+STEPS = 20
 
 
 @contextmanager

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin of pytest that writes how long each test took: ``TEST_DURATIONS=tests.json pytest -p durations``.
+
+For each test: wall seconds, CPU seconds (with those of the processes that it waited for), and its outcome. The wall
+seconds of a test in a process of xdist are its own, but the other processes slow it down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+WORST = ("passed", "skipped", "failed")
+found: dict[str, dict[str, Any]] = {}
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note when the test begins."""
+    item._began = perf_counter(), cpu_s()  # type: ignore[attr-defined]
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Send the test's seconds to the process that writes them."""
+    report: Any = yield
+    if report.when == "teardown":
+        wall, cpu = item._began  # type: ignore[attr-defined]
+        report.user_properties = [*report.user_properties, ("seconds", [perf_counter() - wall, cpu_s() - cpu])]
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect what the processes send."""
+    one = found.setdefault(report.nodeid, {"outcome": "passed", "wall_s": 0.0, "cpu_s": 0.0})
+    one["outcome"] = max(one["outcome"], report.outcome, key=WORST.index)
+    for name, value in report.user_properties:
+        if name == "seconds":
+            one["wall_s"], one["cpu_s"] = (round(float(each), 4) for each in value)  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the file."""
+    if found and not hasattr(session.config, "workerinput"):
+        Path(os.environ["TEST_DURATIONS"]).write_text(json.dumps(found, indent=0) + "\n", "utf-8")
