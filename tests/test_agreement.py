@@ -15,6 +15,7 @@ from commrt.membership import agreement, store_client
 from commrt.membership.agreement import gather, wait_until_read
 from commrt.membership.store_client import call_store
 from commrt.runtime import connection
+from commrt.testing.moved_clock import moved_clock
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads.future import Future
 
@@ -94,9 +95,12 @@ def test_a_claim_of_any_length_is_compared_and_the_difference_is_shown():
 
 
 def test_a_rank_that_does_not_come_is_an_error_and_no_inequality():
-    world, _ = local_worlds(2, timeout_s=0.2)
-    with pytest.raises(DeadlineExceeded, match=r"with ranks \[1\] within 0.2 s.*bucket weights"):
-        world.all_equal("weights", "mark")
+    world, _ = local_worlds(2, timeout_s=PATIENT_S)
+    with moved_clock() as clock, ThreadPoolExecutor(1) as pool:
+        comparison = pool.submit(world.all_equal, "weights", "mark")
+        clock.advance_until(comparison.done)
+    with pytest.raises(DeadlineExceeded, match=r"with ranks \[1\] within 30 s.*bucket weights"):
+        comparison.result()
 
 
 def test_a_rank_that_leaves_ends_the_comparison_for_waiting_ranks():

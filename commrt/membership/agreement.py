@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event
-from time import monotonic
 from typing import TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, Place, UsageError
 from commrt.membership.store_client import parse, parse_dict, parse_int, require
+from commrt.threads.clock import now_s
 
 __all__ = ["LINGER_S", "TOPIC", "WorldConfig", "find_disagreement", "gather", "wait_until_read"]
 
@@ -51,8 +51,8 @@ def gather(
 def wait_until_read(store: Store, rank: int, members: Sequence[int]) -> None:
     """Record that `rank` needs no more of what `gather` left; the first rank, which may hold the store, leaves last."""
     store.add("read", 1)
-    deadline_s = monotonic() + LINGER_S
-    while rank == members[0] and monotonic() < deadline_s:
+    deadline_s = now_s() + LINGER_S
+    while rank == members[0] and now_s() < deadline_s:
         if store.add("read", 0) >= sum(store.check([f"record/{peer}"]) for peer in members):
             return
         Event().wait(LINGER_POLL_S)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
@@ -88,7 +87,7 @@ class QuorumVote:
         self.is_over = False
         """True if too few ranks train for the latest step."""
         self._was_over = False  # in the step before
-        self._asked_s, self._asking = -1.0, Deadline(0.0)  # of the store thread's latest operation
+        self._operation, self._asking = -1, Deadline(0.0)  # of the store thread's latest operation
         self._asked(lambda: store.compare_set(OLDEST_STEP, "", "0"))
 
     def run(self, quorum_step: QuorumStep, generation: int, execute: Callable[[RankOperation], Any]) -> Outcome:
@@ -140,11 +139,9 @@ class QuorumVote:
 
     def _is_unanswered(self) -> bool:
         """Return True if the store has not answered within its time."""
-        if self._asked_s != self._store_thread.asked_s:
-            self._asked_s, self._asking = (
-                self._store_thread.asked_s,
-                Deadline(self._settings.timeout_s() + STORE_ANSWER_S),
-            )
+        if self._operation != self._store_thread.operations:
+            self._operation = self._store_thread.operations
+            self._asking = Deadline(self._settings.timeout_s() + STORE_ANSWER_S)
         return self._asking.left_s <= 0
 
     def _check_members(self, read: WaitFor, waited_s: float) -> None:
@@ -235,8 +232,8 @@ class _StoreThread:
         self._store = clone_connection(store)
         if self._store is not store:
             self._store.set_timeout(STORE_WAIT)
-        self.asked_s = monotonic()
-        """When its latest operation began."""
+        self.operations = 0
+        """How many operations have begun."""
         self.waits_for: WaitFor | None = None
         """The operation whose key is not written yet."""
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -286,7 +283,8 @@ class _StoreThread:
             raise malformed("an announcement", str(answer)) from error
 
     def _answer(self, operation: Append | SetOnce | ReadNow | WaitFor) -> object:
-        store, self.asked_s = self._store, monotonic()
+        store = self._store
+        self.operations += 1
         match operation:
             case Append():
                 return store.append(operation.key, operation.word)  # type: ignore[attr-defined]  # torch's stub is behind

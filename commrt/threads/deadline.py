@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from time import monotonic
+from commrt.threads.clock import now_s
 
 __all__ = ["Deadline"]
 
@@ -21,14 +21,14 @@ class Deadline:
     def __init__(self, limit_s: float, between_s: float = 0.0) -> None:
         self.poll_s = max(limit_s / PARTS, between_s)
         """The longest time that counts between two polls; poll at least this often."""
-        self._limit_s, self._waited_s, self._polled_s = limit_s, 0.0, monotonic()
+        self._limit_s, self._waited_s, self._polled_s = limit_s, 0.0, now_s()
 
     @property
     def waited_s(self) -> float:
         """Seconds waited so far. Reading it is a poll."""
-        now_s = monotonic()
-        self._waited_s += min(now_s - self._polled_s, self.poll_s)
-        self._polled_s = now_s
+        time_s = now_s()
+        self._waited_s += min(time_s - self._polled_s, self.poll_s)
+        self._polled_s = time_s
         return self._waited_s
 
     @property

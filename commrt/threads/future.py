@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
-from time import monotonic
 from typing import Generic, TypeVar, cast
+
+from commrt.threads.clock import now_s, slice_s
 
 __all__ = ["Future"]
 
@@ -88,8 +89,8 @@ class Future(Generic[T]):
         return self._error
 
     def _wait(self, timeout_s: float) -> None:
-        end_s = monotonic() + timeout_s
-        while not self._lock.acquire(timeout=max(0.0, min(SLICE_S, end_s - monotonic()))):
-            if monotonic() >= end_s:
+        end_s = now_s() + timeout_s
+        while not self._lock.acquire(timeout=slice_s(min(SLICE_S, end_s - now_s()))):
+            if now_s() >= end_s:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait

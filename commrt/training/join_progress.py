@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from time import monotonic
 
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, require
+from commrt.threads.clock import now_s
 
 __all__ = ["Progress"]
 
@@ -45,7 +45,7 @@ class Progress:
         step within the timeout, `PeerLost` if one is gone.
         """
         self._set("ended", str(steps))
-        heard_s, before = monotonic(), {0: ""}
+        heard_s, before = now_s(), {0: ""}
         while True:
             ends, begun = self._all("ended"), self._all("begun")
             running = [rank for rank, end in ends.items() if end == RUNNING]
@@ -56,7 +56,7 @@ class Progress:
             elif not running:
                 return
             if begun != before:
-                heard_s, before = monotonic(), begun
+                heard_s, before = now_s(), begun
             self._wait(running, heard_s)
 
     def last(self) -> int:
@@ -67,7 +67,7 @@ class Progress:
     def _wait(self, running: list[int], heard_s: float) -> None:
         if running and self._are_gone(running):
             raise PeerLost("a rank that had not ended is gone: look at its output", Place(self._rank))
-        if monotonic() - heard_s > self._timeout_s:
+        if now_s() - heard_s > self._timeout_s:
             what = (
                 f"ranks {running} began no step within {self._timeout_s:g} s, and have not ended: look at their output"
             )

@@ -34,7 +34,6 @@ from itertools import count
 from math import ceil
 from pathlib import Path
 from threading import Lock
-from time import monotonic
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,6 +43,7 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.membership.agreement import gather
 from commrt.membership.store_client import parse_list, require
+from commrt.threads.clock import now_s, slice_s
 
 __all__ = [
     "SEGMENT_NBYTES",
@@ -89,7 +89,7 @@ def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -
 
     Raises `DeadlineExceeded` with the ranks that did not come, `PeerLost` for a rank that came and left.
     """
-    deadline = monotonic() + timeout_s
+    deadline = now_s() + timeout_s
     higher = [peer for peer in members if peer > rank]
     sockets: dict[int, socket.socket] = {}
     name, password = secrets.token_hex(16), secrets.token_bytes(PASSWORD_NBYTES)
@@ -139,8 +139,8 @@ def _callers(
     poller = select.poll()
     poller.register(listener, select.POLLIN)
     come = 0
-    while come < len(expected) and (left_s := deadline - monotonic()) > 0:
-        for fd, _ in poller.poll(ceil(left_s * 1000)):
+    while come < len(expected) and (left_s := deadline - now_s()) > 0:
+        for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000)):
             if fd == listener.fileno():
                 end = listener.accept()[0]
                 end.setblocking(False)

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
-from time import monotonic
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.membership.launcher import gloo_interface
 from commrt.membership.store_client import STORE_ANSWER_S, call_store
+from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.protocol import (
     CPU,
@@ -170,12 +170,12 @@ class GlooTransport:
 
     def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Finish:
         works: list[Work] = []
-        deadline = monotonic() + self.timeout_s
+        deadline = now_s() + self.timeout_s
 
         def finish() -> None:
             try:
                 for work in works:
-                    work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
+                    work.wait(timedelta(seconds=max(deadline - now_s(), 0.001)))
             except RuntimeError as error:
                 raise self._explained(error, transfers, works, place) from error
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from time import monotonic
 
 from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
+from commrt.threads.clock import now_s, slice_s
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, split_self, zeros
 
 __all__ = ["Fabric", "LocalTransport"]
@@ -61,7 +61,7 @@ class Fabric:
 
     def run(self, rank: int, group: P2PGroup, tag: Tag, timeout_s: float) -> None:
         """Post all messages of `group` for `rank`, then wait until all are transferred."""
-        deadline = monotonic() + timeout_s
+        deadline = now_s() + timeout_s
 
         def place(post: _Post) -> Place:
             return tag.place(rank, group.hop, post.peer, post.data.nbytes)
@@ -74,8 +74,8 @@ class Fabric:
                 for post in waiting:
                     if post.peer in self._gone:
                         raise PeerLost("the peer left before this transfer: look at its own error", place(post))
-                in_time = self._changed.wait(deadline - monotonic())
-                if not in_time and (late := [post for post in waiting if not post.done]):
+                self._changed.wait(slice_s(deadline - now_s()))
+                if now_s() >= deadline and (late := [post for post in waiting if not post.done]):
                     what = f"no transfer with ranks {sorted({post.peer for post in late})} within {timeout_s:g} s"
                     raise DeadlineExceeded(f"{what}; who waits for whom: {self._waits()}", place(late[0]))
             for post in posts:

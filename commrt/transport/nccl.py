@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic, sleep
+from time import sleep
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.membership.store_client import start_call
+from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
@@ -179,7 +180,7 @@ class NcclTransport:
             pending.end = pending.end or DONE
 
     def _begin(self, group: P2PGroup, tag: Tag, counts: dict[int, int]) -> _Pending:
-        pending = _Pending(group, tag, monotonic(), self.timeout_s, counts)
+        pending = _Pending(group, tag, now_s(), self.timeout_s, counts)
         self._pending.append(pending)
         return pending
 
@@ -272,7 +273,7 @@ class NcclTransport:
             finally:
                 self._in_use.release()
         pending = self._pending[0] if self._pending else None
-        age_s = 0.0 if pending is None else monotonic() - pending.begin_s
+        age_s = 0.0 if pending is None else now_s() - pending.begin_s
         if pending is not None and age_s > pending.timeout_s:
             what = f"no transfer with ranks {sorted(pending.group.peers)} within {pending.timeout_s:g} s"
             return DeadlineExceeded(f"{what}: slow, stopped, or running another program", self._place(pending))
@@ -318,7 +319,7 @@ class NcclTransport:
         """Wait until `pending` is complete: the watchdog ends it, unless the stream waits for something else."""
         end_s = pending.begin_s + pending.timeout_s + 2 * FREE_S
         while not pending.is_over:
-            if monotonic() > end_s:
+            if now_s() > end_s:
                 what = "the stream is held up by something else: is another library's collective waiting on this GPU"
                 raise DeadlineExceeded(what, self._place(pending))
             sleep(POLL_S)

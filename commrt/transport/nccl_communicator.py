@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
-from time import monotonic
 from typing import NamedTuple, Protocol, cast
 from weakref import WeakMethod, finalize
 
@@ -34,6 +33,7 @@ from commrt.membership.store_client import (
     require,
     start_call,
 )
+from commrt.threads.clock import now_s
 from commrt.threads.future import Future
 from commrt.threads.streams import Graph, Streams
 from commrt.transport.protocol import Exchange
@@ -289,8 +289,8 @@ class ShutdownNotices:
     def known(self, peers: Collection[int]) -> dict[int, Counts]:
         """Return the notices of `peers` that have been read so far. Never waits: another thread reads the store."""
         if self._question is None:
-            if monotonic() >= self._next_read_s:
-                self._next_read_s = monotonic() + READ_INTERVAL_S
+            if now_s() >= self._next_read_s:
+                self._next_read_s = now_s() + READ_INTERVAL_S
                 self._question = start_call(lambda: self._read(peers))
         elif self._question.done():
             with suppress(RuntimeError, *MALFORMED):  # a malformed notice is none

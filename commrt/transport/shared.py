@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from time import monotonic
 from weakref import finalize
 
 import torch
@@ -31,6 +30,7 @@ from commrt.errors import (
     TransportError,
 )
 from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
+from commrt.threads.clock import now_s, slice_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.channel import SMALL_NBYTES, Arena, Channel, Offer, Post, Segment, aligned, connect, posts
 from commrt.transport.protocol import (
@@ -262,7 +262,7 @@ class SharedTransport:
 
     def _complete(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
         """Serve each peer that has sent something, until all of `exchanges` are finished."""
-        deadline = monotonic() + self.timeout_s
+        deadline = now_s() + self.timeout_s
         waiting = {exchange.channel.fd: exchange for exchange in exchanges}
         ready = list(waiting)  # packets may be here already, and reading costs no more than polling
         while True:
@@ -272,8 +272,8 @@ class SharedTransport:
                     del waiting[fd]
             if not waiting:
                 return
-            ready = _poll(waiting.values(), deadline - monotonic())
-            if not ready and monotonic() > deadline:
+            ready = _poll(waiting.values(), deadline - now_s())
+            if not ready and now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
                 what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
                 raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
@@ -324,7 +324,7 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
     for exchange in waiting:
         writable = select.POLLOUT if exchange.channel.full else 0
         poller.register(exchange.channel.fd, select.POLLIN | writable)
-    return [fd for fd, _ in poller.poll(ceil(left_s * 1000))] if left_s > 0 else []
+    return [fd for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000))] if left_s > 0 else []
 
 
 def _close(channels: Iterable[Channel]) -> None:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A clock that a test moves, so that a test of a deadline waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, get_ident
+from time import monotonic
+
+from commrt.threads import clock
+
+__all__ = ["MovedClock", "moved_clock"]
+
+POLL_S = 0.002
+"""Real seconds that a wait sleeps before it looks at the clock again."""
+REAL_LIMIT_S = 60.0
+"""Real seconds in which what a test waits for must happen."""
+
+
+class MovedClock:
+    """Stands still until a test moves it. Deadlines in this process read it, on all threads; torch's do not."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._readers: set[int] = set()
+
+    def now_s(self) -> float:
+        """Return the seconds by which the clock was moved."""
+        self._readers.add(get_ident())
+        return self._now_s
+
+    def slice_s(self, left_s: float) -> float:
+        """Return a short time: the test may move the clock meanwhile."""
+        return min(max(left_s, 0.0), POLL_S)
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock; who waits sees it within `POLL_S` real seconds."""
+        self._now_s += seconds
+
+    def wait_for_readers(self, count: int) -> None:
+        """Wait until `count` threads have asked for the time: a wait does so when it begins."""
+        end_s = monotonic() + REAL_LIMIT_S
+        while len(self._readers) < count:
+            _pause(end_s, f"{len(self._readers)} threads of {count} have asked for the time")
+
+    def advance_until(self, is_over: Callable[[], bool], step_s: float = 1.0) -> None:
+        """Move the clock by `step_s` again and again until ``is_over()``.
+
+        Waits get real time between two moves. Raises `TimeoutError` if it takes more than `REAL_LIMIT_S` real seconds.
+        """
+        end_s = monotonic() + REAL_LIMIT_S
+        while not is_over():
+            _pause(end_s, f"what was waited for did not happen within {self._now_s:g} s")
+            self.advance(step_s)
+
+
+def _pause(end_s: float, what: str) -> None:
+    """Give other threads real time."""
+    if monotonic() > end_s:
+        raise TimeoutError(what)
+    Event().wait(2 * POLL_S)
+
+
+@contextmanager
+def moved_clock() -> Iterator[MovedClock]:
+    """Let all deadlines of this process read a `MovedClock` inside the block."""
+    moved = MovedClock()
+    before = clock.use(moved)
+    try:
+        yield moved
+    finally:
+        clock.use(before)
