@@ -2,8 +2,8 @@
 """What ``import commrt`` does once torch is imported, before it or after it. It imports no torch itself.
 
 torch.distributed learns the name of the backend, whose code is imported when a group is opened. torch's compiler learns
-that it must leave the backend's functions alone: they run between the graphs of a compiled model, on any tensor. It
-still traces the hooks of an attached model, which would cut its graphs otherwise.
+that it must leave alone what runs between the graphs of a compiled model or step: the backend's functions, and those
+that exchange after an optimizer's step. It still traces the hooks of an attached model, which would cut its graphs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 
 def _skip_frames() -> None:
-    sys.modules["torch._dynamo"].trace_rules.add(f"{__package__}.c10d")
+    for name in ("c10d", "training.after_step"):
+        sys.modules["torch._dynamo"].trace_rules.add(f"{__package__}.{name}")
 
 
 def untraced(kind: type[T]) -> type[T]:

@@ -31,6 +31,29 @@ def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere():
     assert run_ranks(2, body) == [({"step": 1, "algorithm": repr(commrt.Torus2D())}, 41)] * 2
 
 
+class Wrapped(torch.optim.SGD):
+    """An optimizer whose state holds that of another one, as Lookahead's in some libraries."""
+
+    def state_dict(self):
+        return {"base_optimizer": super().state_dict()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["base_optimizer"])
+
+
+def test_an_optimizer_may_name_its_state_as_it_likes():
+    def body(world):
+        model = net()
+        optimizer = Wrapped(model.parameters(), lr=0.1, momentum=0.9)
+        backward(model, world.rank)
+        optimizer.step()
+        commrt.attach(model, optimizer, world=world)
+        return [optimizer.state[param]["momentum_buffer"] for param in model.parameters()]
+
+    for first, second in zip(*run_ranks(2, body), strict=True):
+        assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)], ids=repr)
 def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
     def body(world):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch.futures import Future
 
@@ -27,6 +29,9 @@ NO_TIMEOUT = timedelta(0)
 """What torch passes where the caller gives none."""
 OUTSIDE = -1
 """torch's number of the running backward pass, where there is none."""
+KEPT = 0 if Version(torch.__version__) >= Version("2.9") else 32
+"""Earlier versions of torch hold only the C++ half of a work, which then waits for ever: the newest are kept alive."""
+_newest: deque[dist.Work] = deque(maxlen=KEPT)
 
 
 def as_dist_error(error: Error) -> Error:
@@ -72,6 +77,7 @@ class GroupWork(dist.Work):
 
     def __init__(self, future: TaskFuture[Any], result: Sequence[Tensor], call: object = "the collective") -> None:
         super().__init__()
+        _newest.append(self)
         self._future, self._result, self._call, self._is_told = future, list(result), call, False
 
     def _task(self) -> TaskFuture[Any]:

@@ -195,7 +195,7 @@ class Methods:
         return self.group.device_messages.post(tensor, peer, is_send=is_send)
 
     def _begin(self, opts: Any, request: Callable[[], Call]) -> dist.Work:
-        return self._guarded(lambda: self._begin_call(request(), waits=opts is not None and not opts.asyncOp))
+        return self._guarded(lambda: self._begin_call(request(), waits=not getattr(opts, "asyncOp", True)))
 
     def _begin_all(self, requests: Callable[[], Sequence[Call]]) -> dist.Work:
         """Begin several calls, of which the work stands for the last one: they run in order."""

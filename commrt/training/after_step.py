@@ -18,6 +18,7 @@ from commrt.buckets.layout import Named
 from commrt.errors import UsageError
 from commrt.runtime.elastic import LOST
 from commrt.schedule import Algorithm
+from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
@@ -32,6 +33,7 @@ MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
 
 
+@untraced
 class AfterStepReplica(Replica):
     """A replica whose step is a backward pass outside of `no_sync`, so that all ranks count the same steps.
 
@@ -119,9 +121,9 @@ class AfterStepReplica(Replica):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             who = f"a step() of the {kinds} given to attach()" if kinds else "a forward pass of its modules"
             raise UsageError(
-                f"{MOST_PASSES} backward passes without {who}, so no step has ended: give all optimizers that "
-                "step the model to attach(), where one wraps another the one whose step() is called; accumulate in "
-                "replica.no_sync(); for updates by hand run the passes in it, and call replica.average() after each"
+                f"{MOST_PASSES} backward passes without {who}, so no step has ended: run passes that only accumulate "
+                "in replica.no_sync(); give all optimizers that step the model to attach(), where one wraps another "
+                "the one whose step() is called; for updates by hand call replica.average() after each"
             )
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -35,8 +35,8 @@ UNDER_WAY = (
     "checkpoint was loaded"
 )
 OUTER = (
-    "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: put "
-    "the values back before the next step. After a checkpoint was loaded call replica.load_state_dict(), or "
+    "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
+    "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
     "replica.overwrite_with_first() to begin anew"
 )
 

@@ -120,7 +120,7 @@ def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
     for owner, state in zip(owners, states, strict=True):
         try:
             owner.load_state_dict(_with_objects(state, owner))
-            if isinstance(owner, Optimizer):
+            if isinstance(owner, Optimizer) and "param_groups" in state:  # one that wraps another may have none
                 _keep_dtypes(owner, state)
         except UsageError:
             raise
