@@ -3,6 +3,7 @@
 
 import os
 
+import cpu_limit
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -27,6 +28,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--over", choices=["threads", "nccl"], default="threads", help="what connects ranks of one process"
     )
+    parser.addoption(
+        "--cpu-limit",
+        type=float,
+        default=cpu_limit.LIMIT_S if os.environ.get("CI") else None,
+        help="seconds of CPU that a test may take unless it is marked slow; in CI, by default, 2",
+    )
+
+
+def pytest_configure(config):
+    if limit_s := config.getoption("--cpu-limit"):
+        config.pluginmanager.register(cpu_limit.CpuLimit(limit_s))
 
 
 def pytest_collection_modifyitems(items):

@@ -11,8 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 from documentation import PAGES, ROOT, commands, parsed
+from sources import sources
 
 import commrt
 from commrt import errors
@@ -30,19 +30,22 @@ BUILT = {"docs/launchers.md", "docs/doors.md", "docs/limits.md"}
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 
-def named(page):
-    return str(page.relative_to(ROOT))
-
-
+@cache
 def prose(page):
     """The page without its blocks of code."""
     return FENCED.sub("", page.read_text())
+
+
+def wrong(rule, pages):
+    """What `rule` says against each page, with the name of the page."""
+    return [f"{page.relative_to(ROOT)}: {said}" for page in pages for said in rule(page)]
 
 
 def spans(page):
     return CODE.findall(prose(page))
 
 
+@cache
 def anchors(page):
     """As GitHub and mkdocs make them of headings."""
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in HEADING.findall(prose(page)))
@@ -57,15 +60,19 @@ def links(page):
     return [(target, anchor) for target, _, anchor in found]
 
 
-@pytest.mark.parametrize("page", LINKED, ids=named)
-def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
-    for target, anchor in links(page):
-        file = (page.parent / target).resolve() if target else page
-        assert file.exists(), f"{target} is no file"
-        if anchor:
-            assert anchor in anchors(file), f"{target} has no heading {anchor!r}: {sorted(anchors(file))}"
+def test_every_link_leads_to_a_file_and_a_heading_that_exist():
+    def dead(page):
+        for target, anchor in links(page):
+            file = (page.parent / target).resolve() if target else page
+            if not file.exists():
+                yield f"{target} is no file"
+            elif anchor and anchor not in anchors(file):
+                yield f"{target} has no heading {anchor!r}: {sorted(anchors(file))}"
+
+    assert wrong(dead, LINKED) == []
 
 
+@cache
 def exists(name):
     """Whether a dotted name leads to something: a module, then attributes; a dataclass's fields count."""
     parts = name.split(".")
@@ -87,42 +94,50 @@ def exists(name):
     return False
 
 
-@pytest.mark.parametrize("page", LINKED, ids=named)
-def test_every_name_of_ours_exists(page):
-    for span in spans(page):
-        for name in re.findall(r"(?<![\w./-])commrt(?:\.[A-Za-z_]\w*)+(?!/)", span):
-            assert exists(name.removesuffix(".py").removesuffix(".toml")), f"{name} in `{span}`"
+def test_every_name_of_ours_exists():
+    def unknown(page):
+        for span in spans(page):
+            for name in re.findall(r"(?<![\w./-])commrt(?:\.[A-Za-z_]\w*)+(?!/)", span):
+                if not exists(name.removesuffix(".py").removesuffix(".toml")):
+                    yield f"{name} in `{span}`"
+
+    assert wrong(unknown, LINKED) == []
 
 
-@pytest.fixture(scope="module")
-def things():
-    """What pages call `world` and `replica`: names that either has."""
+def test_worlds_and_replicas_have_what_pages_say_they_have():
     (world,) = local_worlds(1)
-    yield {"world": {*dir(world)}, "replica": {*dir(Replica), "last", "model"}}
     world.close()
+    things = {"world": {*dir(world)}, "replica": {*dir(Replica), "last", "model"}}
+
+    def unknown(page):
+        for span in spans(page):
+            named_ones = re.findall(r"\b(world|replica)\.([a-z_]+)", span)
+            yield from (f"`{span}`" for thing, name in named_ones if name not in things[thing])
+
+    assert wrong(unknown, LINKED) == []
 
 
-@pytest.mark.parametrize("page", LINKED, ids=named)
-def test_worlds_and_replicas_have_what_pages_say_they_have(page, things):
-    for span in spans(page):
-        for thing, name in re.findall(r"\b(world|replica)\.([a-z_]+)", span):
-            assert name in things[thing], f"`{span}`"
+def test_every_file_of_ours_that_is_named_exists():
+    def absent(page):
+        for span in spans(page):
+            for name in OURS.findall(span) if "{" not in span else ():
+                file = name.rstrip(".,/").partition("::")[0]
+                if not (any(ROOT.glob(file)) or any(ROOT.glob(f"{file}.py")) or file in BUILT):
+                    yield f"{name} in `{span}`"
+
+    assert wrong(absent, [page for page in PAGES if "decisions" not in page.parts]) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "decisions" not in page.parts], ids=named)
-def test_every_file_of_ours_that_is_named_exists(page):
-    for span in spans(page):
-        for name in OURS.findall(span) if "{" not in span else ():
-            file = name.rstrip(".,/").partition("::")[0]
-            assert [*ROOT.glob(file), *ROOT.glob(f"{file}.py")] or file in BUILT, f"{name} in `{span}`"
+def test_commands_that_are_named_in_a_line_take_these_options():
+    def refused(page):
+        for span in spans(page):
+            if span.startswith("commrt ") and not re.search(r"[A-Z]{2,}|\.\.\.| p\b", span):
+                try:
+                    [parsed(words[1:], whole=False) for words in commands(span)]
+                except Exception as error:
+                    yield f"`{span}`: {error}"
 
-
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_that_are_named_in_a_line_take_these_options(page):
-    for span in spans(page):
-        if span.startswith("commrt ") and not re.search(r"[A-Z]{2,}|\.\.\.| p\b", span):
-            for words in commands(span):
-                parsed(words[1:], whole=False)
+    assert wrong(refused, PAGES) == []
 
 
 def listed():
@@ -151,17 +166,9 @@ def phrases(text):
     return [re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.(?=\W|$):?\s*", phrase)))) for phrase in found]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_error_has_its_section(kind):
-    assert section(kind), f"docs/troubleshooting.md: add '### {kind}', what it means and what to do"
-
-
-@cache
-def trees():
-    """Of every module that makes errors."""
-    rooms = (ROOT / room for room in ("commrt", "algorithms"))
-    paths = (path for room in rooms for path in sorted(room.rglob("*.py")) if "commrt/kernels" not in str(path))
-    return [ast.parse(path.read_text()) for path in paths]
+def test_every_error_has_its_section():
+    """Add '### KIND' to docs/troubleshooting.md: what it means and what to do."""
+    assert [kind for kind in KINDS if not section(kind)] == []
 
 
 def said(node):
@@ -175,41 +182,37 @@ def said(node):
     return None
 
 
-def raised(kind):
-    """For every place that makes an error of this kind: the messages that it can have, one or some."""
-    for tree in trees():
+def raised():
+    """For every place that makes an error: its kind, and the messages that it can have, one or some."""
+    for source in sources("commrt", "algorithms"):
         named_texts = defaultdict(list)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and said(node.value):
-                named_texts[node.targets[0].id].append(said(node.value))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == kind and node.args:
+        for node in source.all(ast.Assign):
+            if isinstance(node.targets[0], ast.Name) and (text := said(node.value)):
+                named_texts[node.targets[0].id].append(text)
+        for node in source.all(ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in KINDS and node.args:
                 first = node.args[0]
-                yield named_texts[first.id] if isinstance(first, ast.Name) else [said(first) or ""]
+                yield node.func.id, named_texts[first.id] if isinstance(first, ast.Name) else [said(first) or ""]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in {"UsageError", "CommrtError"}])
-def test_every_message_of_errors_between_ranks_is_explained(kind):
-    known = phrases(section(kind)[1])
-    for messages in raised(kind):
-        if any(re.search("[a-z]{3}", message) for message in messages):  # others are put together of what is quoted
-            assert any(phrase.search(message) for phrase in known for message in messages), (
-                f"docs/troubleshooting.md, section {kind}: quote one of {messages} in italics, and say what to do"
-            )
+def test_every_message_of_errors_between_ranks_is_explained():
+    """Quote one of the messages in italics in the kind's section of docs/troubleshooting.md, and say what to do."""
+    known = {kind: phrases(section(kind)[1]) for kind in KINDS if kind not in {"UsageError", "CommrtError"}}
+    unexplained = [
+        (kind, messages)
+        for kind, messages in raised()
+        if kind in known
+        and any(re.search("[a-z]{3}", message) for message in messages)  # others are put together of what is quoted
+        and not any(phrase.search(message) for phrase in known[kind] for message in messages)
+    ]
+    assert unexplained == []
 
 
-@cache
-def strings():
-    """All that the source could say."""
-    return [text for tree in trees() for node in ast.walk(tree) if (text := said(node))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_quoted_of_messages_is_said(kind):
-    for line in section(kind)[1].split("\n"):
-        if line.startswith("| *"):
-            for phrase in phrases(line.split("|")[1]):
-                assert any(phrase.search(string) for string in strings()), f"nothing says {phrase.pattern!r}"
+def test_what_is_quoted_of_messages_is_said():
+    strings = {text for source in sources("commrt", "algorithms") for node in source.nodes if (text := said(node))}
+    quoting = [line for kind in KINDS for line in section(kind)[1].split("\n") if line.startswith("| *")]
+    quoted = [phrase for line in quoting for phrase in phrases(line.split("|")[1])]
+    assert [each.pattern for each in quoted if not any(map(each.search, strings))] == []
 
 
 def test_pictures_of_pages_are_small():

@@ -309,13 +309,18 @@ def run_command(words):
     return ""
 
 
-def parsed(words, *, whole=True):
-    """Raise if `commrt` does not take these words; unless they are `whole`, arguments and values may be missing."""
+@cache
+def _group():
     import typer  # noqa: PLC0415
 
     from commrt.cli.app import app  # noqa: PLC0415
 
-    group = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def parsed(words, *, whole=True):
+    """Raise if `commrt` does not take these words; unless they are `whole`, arguments and values may be missing."""
+    group = _group()
     if not words:
         return
     name, command, rest = group.resolve_command(group.make_context("commrt", list(words)), list(words))

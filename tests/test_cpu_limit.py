@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fails in CI because it takes too much CPU time."""
+
+from cpu_limit import CpuLimit
+
+pytest_plugins = ["pytester"]
+
+CASES = """\
+    import subprocess, sys
+    from multiprocessing import get_context
+    from time import process_time
+
+    import pytest
+
+    BURN = "from time import process_time\\nbegin = process_time()\\nwhile process_time() < begin + 0.2: pass"
+
+    def burn():
+        exec(BURN, {})
+
+    def test_itself():
+        burn()
+
+    @pytest.fixture
+    def dear():
+        burn()
+
+    def test_set_up(dear):
+        pass
+
+    def test_child():
+        subprocess.run([sys.executable, "-S", "-c", BURN])
+
+    def test_forked():
+        process = get_context("forkserver").Process(target=exec, args=(BURN, {}))
+        process.start()
+        process.join()
+
+    def test_cheap():
+        pass
+
+    def test_import(tmp_path, monkeypatch):
+        (tmp_path / "burns_when_imported.py").write_text(BURN)
+        monkeypatch.syspath_prepend(tmp_path)
+        import burns_when_imported
+
+    @pytest.mark.slow
+    def test_slow():
+        burn()
+"""
+
+
+def test_an_unmarked_test_that_takes_much_cpu_fails_and_says_what_to_do(pytester):
+    pytester.makepyfile(CASES)
+    run = pytester.inline_run("-p", "no:cacheprovider", plugins=[CpuLimit(0.15)])
+    passed, _, failed = run.listoutcomes()
+    assert [report.nodeid.partition("::")[2] for report in passed] == ["test_cheap", "test_import", "test_slow"]
+    assert [report.nodeid.partition("::")[2] for report in failed] == [
+        "test_itself",
+        "test_set_up",
+        "test_child",
+        "test_forked",
+    ]
+    assert "s of CPU, and a test may take 0.15 s: mark it slow, or make it cheaper" in failed[0].longrepr
