@@ -17,7 +17,7 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)  # make fuzz
 settings.load_profile("busy")
 
-LONG = ("test_equivalence", "test_examples", "test_benchmarks", "test_compiled", "test_torch_conformance")
+LONG = ("test_docs", "test_equivalence", "test_examples", "test_compiled", "test_torch_conformance")
 """The slowest tests begin first, so that no worker of pytest is left with one at the end."""
 
 pytest.register_assert_rewrite("late_ranks")  # checks what ranks returned

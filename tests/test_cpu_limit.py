@@ -43,6 +43,10 @@ CASES = """\
         monkeypatch.syspath_prepend(tmp_path)
         import burns_when_imported
 
+    @pytest.mark.cpu_limit(60, reason="to see")
+    def test_with_a_limit_of_its_own():
+        burn()
+
     @pytest.mark.slow
     def test_slow():
         burn()
@@ -53,7 +57,12 @@ def test_an_unmarked_test_that_takes_much_cpu_fails_and_says_what_to_do(pytester
     pytester.makepyfile(CASES)
     run = pytester.inline_run("-p", "no:cacheprovider", plugins=[CpuLimit(0.15)])
     passed, _, failed = run.listoutcomes()
-    assert [report.nodeid.partition("::")[2] for report in passed] == ["test_cheap", "test_import", "test_slow"]
+    assert [report.nodeid.partition("::")[2] for report in passed] == [
+        "test_cheap",
+        "test_import",
+        "test_with_a_limit_of_its_own",
+        "test_slow",
+    ]
     assert [report.nodeid.partition("::")[2] for report in failed] == [
         "test_itself",
         "test_set_up",

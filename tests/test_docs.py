@@ -18,9 +18,14 @@ from documentation import PAGES, ROOT, Block, blocks, is_like, ranks, run_comman
 import commrt
 from commrt.testing.processes import run_processes
 
+FIRST = {"README.md", "docs/index.md", "docs/concepts.md", "docs/doors.md"}
+"""Pages that run in `make test`: those that newcomers read. All run in `make docs` and `make test-slow`."""
 
-def named(page):
-    return str(page.relative_to(ROOT))
+
+def executed(page):
+    """The page as a parameter of a test."""
+    name = str(page.relative_to(ROOT))
+    return pytest.param(page, id=name, marks=[] if name in FIRST else [pytest.mark.slow])
 
 
 def run(page):
@@ -40,7 +45,11 @@ def run(page):
     return printed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.docs
+@pytest.mark.cpu_limit(
+    15, reason="imports of Accelerate, transformers and Lightning by two ranks; trainings of workers"
+)
+@pytest.mark.parametrize("page", [executed(page) for page in PAGES if any(each.is_executed for each in blocks(page))])
 def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page):
     printed, before = run(page), None
     for block in blocks(page):
@@ -51,6 +60,11 @@ def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page):
             assert is_like(block.body, printed[before.line]), (
                 f"{block.place} is not what was printed:\n{printed[before.line]}"
             )
+
+
+def test_every_block_of_python_is_python():
+    """Also those that are not run."""
+    for block in (block for page in PAGES for block in blocks(page)):
         if block.language == "python":
             documentation.require_python(block)
 
@@ -61,13 +75,11 @@ def page_of(tmp_path, text):
     return page
 
 
-@pytest.mark.parametrize(
-    "text", ["```\nls\n```\n", "```bash\nls\n```\n", "~~~python\n1\n~~~\n", "```python x\n1\n```\n"]
-)
-def test_a_block_that_would_escape_is_refused(tmp_path, monkeypatch, text):
+def test_a_block_that_would_escape_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(documentation, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match="a block of"):
-        blocks(page_of(tmp_path, text))
+    for text in ("```\nls\n```\n", "```bash\nls\n```\n", "~~~python\n1\n~~~\n", "```python x\n1\n```\n"):
+        with pytest.raises(ValueError, match="a block of"):
+            blocks(page_of(tmp_path, text))
 
 
 def test_a_block_is_only_left_out_for_a_stated_reason(tmp_path, monkeypatch):
@@ -88,21 +100,19 @@ def test_blocks_are_found_with_their_lines_comments_and_indentation(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("command", "complaint"),
-    [
-        ("make nonsense", "no target"),
-        ("pip install '.[nonsense]'", "no extra"),
-        ("sudo python bench/nonsense.py", "no file"),
-        ("torchrun nonsense.py", "no file"),
-        ("torchrun --no-python commrt train --nonsense", "[Nn]o such option"),
-        ("commrt verify nonsense", "no algorithm"),
-        ("ls && make test", "no command"),
-    ],
-)
-def test_a_command_that_names_what_does_not_exist_is_refused(command, complaint):
-    with pytest.raises(Exception, match=complaint):
-        [documentation.run_command(words) for words in documentation.commands(command)]
+def test_a_command_that_names_what_does_not_exist_is_refused():
+    complaints = {
+        "make nonsense": "no target",
+        "pip install '.[nonsense]'": "no extra",
+        "sudo python bench/nonsense.py": "no file",
+        "torchrun nonsense.py": "no file",
+        "torchrun --no-python commrt train --nonsense": "[Nn]o such option",
+        "commrt verify nonsense": "no algorithm",
+        "ls && make test": "no command",
+    }
+    for command, complaint in complaints.items():
+        with pytest.raises(Exception, match=complaint):
+            [documentation.run_command(words) for words in documentation.commands(command)]
 
 
 def test_what_stands_for_other_names_and_programs_of_yours_is_taken():
@@ -142,6 +152,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_has_every_page(site):
     pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
     elsewhere = {"contributing.html", "changelog.html", "kernels.html", "findings.html", "api/command.html"}
@@ -149,6 +160,7 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site):
     assert not (site / "site").exists()
 
 
+@pytest.mark.slow
 def test_the_site_asks_no_other_host_for_anything(site):
     asked = {page.name: LOADED.findall(page.read_text()) for page in site.rglob("*.html")}
     assert {name: found for name, found in asked.items() if any("canonical" not in tag for tag in found)} == {}
@@ -156,11 +168,13 @@ def test_the_site_asks_no_other_host_for_anything(site):
     assert {name: found for name, found in styles.items() if found} == {}
 
 
+@pytest.mark.slow
 def test_the_reference_of_the_site_knows_every_public_name(site):
     text = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     assert [name for name in commrt.__all__ if f'id="commrt.{name}"' not in text] == []
 
 
+@pytest.mark.slow
 def test_the_search_of_the_site_finds_what_pages_say(site):
     index = json.loads((site / "search" / "search_index.json").read_text())
     assert any(entry["title"] == "QuorumLost" and "troubleshooting" in entry["location"] for entry in index["docs"])

@@ -69,6 +69,7 @@ def package_files():
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
+@pytest.mark.slow
 def test_the_wheel_is_the_package_and_nothing_else(dist):
     files = set(contents(dist.wheel))
     assert {name for name in files if ".dist-info/" not in name} == package_files()
@@ -79,10 +80,12 @@ def test_the_wheel_is_the_package_and_nothing_else(dist):
     assert f"commrt-{commrt.__version__}.dist-info/licenses/LICENSE" in files
 
 
+@pytest.mark.slow
 def test_the_source_archive_makes_the_same_wheel_as_the_checkout(dist):
     assert contents(dist.wheel) == contents(dist.straight)
 
 
+@pytest.mark.slow
 def test_the_source_archive_has_what_a_reader_of_it_needs(dist):
     with tarfile.open(dist.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -91,6 +94,7 @@ def test_the_source_archive_has_what_a_reader_of_it_needs(dist):
     assert {name.split("/")[0] for name in names if "/" in name} == {"commrt", "commrt.egg-info"}
 
 
+@pytest.mark.slow
 def test_the_metadata_says_what_pyproject_says(dist):
     files = contents(dist.wheel)
     (said,) = (email.message_from_bytes(files[name]) for name in files if name.endswith(".dist-info/METADATA"))
@@ -124,6 +128,7 @@ def environment(dist, tmp_path_factory):
     return SimpleNamespace(home=home, site=site, python=python, commrt=python.with_name("commrt"))
 
 
+@pytest.mark.slow
 def test_beside_packages_called_kernels_and_algorithms_each_finds_its_own(environment):
     own = ["commrt/__init__.py", "commrt/kernels/reference.py", "commrt/algorithms/torus.py"]
     modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in own]
@@ -140,16 +145,19 @@ def told(environment, *args):
     return json.loads(run(environment.commrt, *args, "--json", cwd=environment.home).stdout)
 
 
+@pytest.mark.slow
 def test_the_installed_command_proves_a_schedule(environment):
     assert told(environment, "verify", "torus2d")["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_installed_command_trains_with_two_workers(environment):
     record = told(environment, "train", "--workers", "2", "--epochs", "1", "--batch-size", "500")
     assert (record["workers"], record["steps"], record["replicas_equal"]) == (2, 8, True)
 
 
+@pytest.mark.slow
 def test_the_installed_command_finds_itself_whole(environment):
     record = told(environment, "doctor")
     assert record["ok"]
@@ -177,6 +185,7 @@ follow_imports = skip
 """Of others' packages no types are needed; reading torch takes half a minute."""
 
 
+@pytest.mark.slow
 def test_mypy_finds_the_types_of_the_installed_package(environment):
     (environment.home / "program.py").write_text(PROGRAM)
     (environment.home / "strict.ini").write_text(STRICT)

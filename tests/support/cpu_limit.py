@@ -15,7 +15,8 @@ import pytest
 LIMIT_S = 2.0
 """Seconds of CPU that a test may take unless it is marked slow, set-up and the processes that it waited for included.
 
-The first import of a module does not count: the first test of each worker of pytest would pay for all others.
+The first import of a module does not count, as the first test of a worker of pytest would pay for all others.
+`@pytest.mark.cpu_limit(seconds, reason=...)` sets another limit for one test.
 """
 
 
@@ -56,11 +57,13 @@ class CpuLimit:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report, spent_s = (yield), self._spent_s() - self._begin_s
-        is_free = item.get_closest_marker("slow") is not None
-        if call.when == "call" and report.passed and spent_s > self._limit_s and not is_free:
+        own = item.get_closest_marker("cpu_limit")
+        limit_s = own.args[0] if own else self._limit_s
+        is_slow = item.get_closest_marker("slow") is not None
+        if call.when == "call" and report.passed and spent_s > limit_s and not is_slow:
             report.outcome = "failed"
             report.longrepr = (
-                f"{item.nodeid} took {spent_s:.1f} s of CPU, and a test may take {self._limit_s:g} s: "
+                f"{item.nodeid} took {spent_s:.1f} s of CPU, and a test may take {limit_s:g} s: "
                 "mark it slow, or make it cheaper"
             )
         return report
