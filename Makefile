@@ -32,7 +32,8 @@ types: venv  # 40 s of CPU in a fresh clone, as it reads torch; 1 s later
 test: lint  # all but the slow tests; types are checked beside them
 	$(MAKE) --jobs 2 types fast-tests
 
-PYTEST = $(BIN)/pytest -n 3 --dist worksteal
+WORKERS = 3
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 fast-tests: venv
 	$(PYTEST) -m 'not slow'
 
@@ -52,7 +53,7 @@ fuzz: venv
 
 docs: venv  # the site, in build/site (python3 -m http.server -d build/site shows it, with its search); runs all pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/pytest -n 2 --dist worksteal -m docs tests/test_docs.py
+	$(PYTEST) -m docs tests/test_docs.py
 
 pictures: venv  # of schedules; those of measurements are made by what measures
 	$(BIN)/python docs/site/pictures.py

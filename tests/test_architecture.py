@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sources import ROOT, modules, offences, parsed, sources
+from sources import ROOT, assert_none, modules, offences, parsed, sources
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
@@ -40,18 +40,16 @@ def test_the_public_surface_is_sorted_and_exists():
 
 
 def test_every_module_has_a_licence():
-    licence = "# SPDX-License-Identifier: Apache-2.0\n"
-    assert [
-        each.name for each in modules() if not each.text.startswith((licence, "")[each.path.name == "__init__.py"])
-    ] == []
+    unlicensed = [each for each in modules() if not each.text.startswith("# SPDX-License-Identifier: Apache-2.0\n")]
+    assert_none(each.name for each in unlicensed if each.path.name != "__init__.py")
 
 
 def test_every_module_has_a_docstring():
-    assert [each.name for each in modules() if not ast.get_docstring(each.nodes[0])] == []
+    assert_none(each.name for each in modules() if not ast.get_docstring(each.nodes[0]))
 
 
 def test_a_module_has_at_most_400_lines():
-    assert {each.name: lines for each in modules() if (lines := each.text.count("\n")) > 400} == {}
+    assert_none(f"{each.name}: {lines}" for each in modules() if (lines := each.text.count("\n")) > 400)
 
 
 def test_only_commands_print():
@@ -61,12 +59,12 @@ def test_only_commands_print():
             f"line {call.lineno}" for call in source.all(ast.Call) if ast.unparse(call.func) == "print" and not is_free
         )
 
-    assert offences(printing, modules()) == []
+    assert_none(offences(printing, modules()))
 
 
 def test_only_the_launch_and_the_doctor_read_the_environment():
-    readers = {each.path.name for each in modules() if "os.environ" in each.text}
-    assert readers <= {"launcher.py", "doctor.py", "doctor_environment.py", "processes.py"}
+    free = {"launcher.py", "doctor.py", "doctor_environment.py", "processes.py"}
+    assert_none(each.name for each in modules() if "os.environ" in each.text and each.path.name not in free)
 
 
 def test_a_function_body_has_at_most_50_lines():
@@ -76,7 +74,7 @@ def test_a_function_body_has_at_most_50_lines():
             if node.end_lineno - first.lineno >= 50:
                 yield f"{node.name} at line {node.lineno}"
 
-    assert offences(long, modules()) == []
+    assert_none(offences(long, modules()))
 
 
 def imported(path):
@@ -90,7 +88,7 @@ def test_what_a_module_offers_it_defines():
         module = imported(source.path)
         return (name for name in getattr(module, "__all__", []) if not hasattr(module, name))
 
-    assert offences(missing, modules()) == []
+    assert_none(offences(missing, modules()))
 
 
 def test_every_module_of_a_room_has_a_name_of_its_own_and_a_row_on_the_map():
@@ -104,8 +102,8 @@ def test_every_module_of_a_room_has_a_name_of_its_own_and_a_row_on_the_map():
 
 def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
     algorithms, kernels = (ROOT / "docs/algorithms.md").read_text(), (ROOT / "kernels/README.md").read_text()
-    assert [name for name in ALGORITHMS if f"`{name}`" not in algorithms] == []
-    assert [name for name in KERNELS if f"`{name}`" not in kernels] == []
+    assert_none(name for name in ALGORITHMS if f"`{name}`" not in algorithms)
+    assert_none(name for name in KERNELS if f"`{name}`" not in kernels)
 
 
 def test_every_name_of_commrt_in_the_pages_exists():
@@ -113,12 +111,12 @@ def test_every_name_of_commrt_in_the_pages_exists():
     said = [(name, page.name) for page, text in pages.items() for name in re.findall(r"\bcommrt\.([A-Za-z]\w*)", text)]
     ours = set(dir(commrt))
     unknown = {name for name, _ in said if name not in ours and find_spec(f"commrt.{name}") is None}
-    assert [(name, page) for name, page in said if name in unknown] == []
+    assert_none((name, page) for name, page in said if name in unknown)
 
 
 def test_every_decision_is_listed():
     page = (ROOT / "docs/architecture.md").read_text()
-    assert [record.name for record in (ROOT / "docs/decisions").glob("*.md") if record.name not in page] == []
+    assert_none(record.name for record in (ROOT / "docs/decisions").glob("*.md") if record.name not in page)
 
 
 UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -149,13 +147,13 @@ def unpickling(source):
 
 
 def test_nothing_is_unpickled():
-    assert offences(unpickling, [*modules(), *sources("examples")]) == []
+    assert_none(offences(unpickling, [*modules(), *sources("examples")]))
 
 
 @pytest.mark.parametrize(("text", "allowed"), [("pickle import", ALLOWED), ("multiprocessing.connection", PIPES)])
 def test_only_few_modules_name_what_unpickles(text, allowed):
     found = [*modules(), *sources("examples")]
-    assert [each.name for each in found if text in each.text and each.name not in allowed] == []
+    assert_none(each.name for each in found if text in each.text and each.name not in allowed)
 
 
 def test_what_unpickles_is_noticed():
@@ -168,7 +166,7 @@ def test_what_unpickles_is_noticed():
         "dist.broadcast_object_list(things)",
         "torch.distributed.all_gather_object(a, b)",
     ]
-    assert [text for text in texts if not list(unpickling(parsed(ROOT, text)))] == []
+    assert_none(text for text in texts if not list(unpickling(parsed(ROOT, text))))
 
 
 def modules_entered():

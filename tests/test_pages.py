@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from documentation import PAGES, ROOT, commands, parsed
-from sources import sources
+from sources import assert_none, sources
 
 import commrt
 from commrt import errors
@@ -69,7 +69,7 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist():
             elif anchor and anchor not in anchors(file):
                 yield f"{target} has no heading {anchor!r}: {sorted(anchors(file))}"
 
-    assert wrong(dead, LINKED) == []
+    assert_none(wrong(dead, LINKED))
 
 
 @cache
@@ -101,7 +101,7 @@ def test_every_name_of_ours_exists():
                 if not exists(name.removesuffix(".py").removesuffix(".toml")):
                     yield f"{name} in `{span}`"
 
-    assert wrong(unknown, LINKED) == []
+    assert_none(wrong(unknown, LINKED))
 
 
 def test_worlds_and_replicas_have_what_pages_say_they_have():
@@ -114,7 +114,7 @@ def test_worlds_and_replicas_have_what_pages_say_they_have():
             named_ones = re.findall(r"\b(world|replica)\.([a-z_]+)", span)
             yield from (f"`{span}`" for thing, name in named_ones if name not in things[thing])
 
-    assert wrong(unknown, LINKED) == []
+    assert_none(wrong(unknown, LINKED))
 
 
 def test_every_file_of_ours_that_is_named_exists():
@@ -125,7 +125,7 @@ def test_every_file_of_ours_that_is_named_exists():
                 if not (any(ROOT.glob(file)) or any(ROOT.glob(f"{file}.py")) or file in BUILT):
                     yield f"{name} in `{span}`"
 
-    assert wrong(absent, [page for page in PAGES if "decisions" not in page.parts]) == []
+    assert_none(wrong(absent, [page for page in PAGES if "decisions" not in page.parts]))
 
 
 def test_commands_that_are_named_in_a_line_take_these_options():
@@ -137,7 +137,7 @@ def test_commands_that_are_named_in_a_line_take_these_options():
                 except Exception as error:
                     yield f"`{span}`: {error}"
 
-    assert wrong(refused, PAGES) == []
+    assert_none(wrong(refused, PAGES))
 
 
 def listed():
@@ -146,8 +146,9 @@ def listed():
 
 
 def test_the_reference_has_every_public_name_and_no_other_that_does_not_exist():
-    assert [name for name in commrt.__all__ if f"commrt.{name}" not in listed()] == []
-    assert [name for name in listed() if not exists(name)] == []
+    names = listed()
+    assert_none(name for name in commrt.__all__ if f"commrt.{name}" not in names)
+    assert_none(name for name in names if not exists(name))
 
 
 # Errors -------------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def phrases(text):
 
 def test_every_error_has_its_section():
     """Add '### KIND' to docs/troubleshooting.md: what it means and what to do."""
-    assert [kind for kind in KINDS if not section(kind)] == []
+    assert_none(kind for kind in KINDS if not section(kind))
 
 
 def said(node):
@@ -205,14 +206,14 @@ def test_every_message_of_errors_between_ranks_is_explained():
         and any(re.search("[a-z]{3}", message) for message in messages)  # others are put together of what is quoted
         and not any(phrase.search(message) for phrase in known[kind] for message in messages)
     ]
-    assert unexplained == []
+    assert_none(unexplained)
 
 
 def test_what_is_quoted_of_messages_is_said():
     strings = {text for source in sources("commrt", "algorithms") for node in source.nodes if (text := said(node))}
     quoting = [line for kind in KINDS for line in section(kind)[1].split("\n") if line.startswith("| *")]
     quoted = [phrase for line in quoting for phrase in phrases(line.split("|")[1])]
-    assert [each.pattern for each in quoted if not any(map(each.search, strings))] == []
+    assert_none(each.pattern for each in quoted if not any(map(each.search, strings)))
 
 
 def test_pictures_of_pages_are_small():

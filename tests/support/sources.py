@@ -52,3 +52,9 @@ def modules():
 def offences(rule, found):
     """Return what `rule`, called with each source of `found`, says against it, each with the name of the file."""
     return [f"{source.name}: {said}" for source in found for said in rule(source)]
+
+
+def assert_none(found):
+    """Fail with all that was found, one a line; pytest alone would show the first."""
+    lines = [str(each) for each in found]
+    assert not lines, "\n" + "\n".join(lines)
