@@ -3,7 +3,7 @@ export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed pack
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow conformance check fuzz docs pictures inspect bench netlab gpu clean
+.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab gpu clean
 
 venv: .venv/ready
 
@@ -39,6 +39,10 @@ fast-tests: venv
 
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, all pages
 	$(PYTEST) -m slow
+
+prove: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
+prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 minutes
+	$(BIN)/python bench/prove.py
 
 # torch's own tests of process groups, in 3 minutes; BACKEND=gloo shows what Gloo passes
 conformance: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests/support

@@ -26,7 +26,6 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import gossip_mean
 from commrt.schedule import traffic
 
-SIZES = [*range(1, 65), 128]
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 ROUND = {5: (0.202, 0.625, 1.25), 6: (0.217, 0.75, 1.5), 12: (0.209, 0.75, 1.5), 24: (0.207, 0.75, 1.5)}
@@ -39,27 +38,26 @@ def one_period(algorithm, ranks, number=0):
     return [algorithm.schedule(step, ranks) for step in range(number * steps, (number + 1) * steps)]
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_every_step_keeps_the_mean_and_pairs_up(ranks):
-    algorithm = Gossip()
-    for schedule in (*one_period(algorithm, ranks), *one_period(algorithm, ranks, 3)):
-        prove(schedule, gossip_mean(algorithm, schedule))
-        assert check_pairing([program(schedule, rank) for rank in range(ranks)]) is None
+def test_programs_of_every_step_pair_up():
+    for ranks in (1, 2, 3, 5, 8, 13, 17):
+        for number, schedule in enumerate(one_period(Gossip(), ranks, 3)):
+            found = check_pairing([program(schedule, rank) for rank in range(ranks)])
+            assert found is None, (ranks, number)
 
 
-@pytest.mark.parametrize("ranks", POWERS)
 @pytest.mark.parametrize("topology", ["dissemination", "hypercube"])
-def test_after_a_period_a_power_of_two_ranks_hold_the_exact_mean(ranks, topology):
-    report = mixing(one_period(Gossip(topology), ranks, 5))
-    assert (report.smallest, report.largest) == (1.0, 1.0)
-    assert report.second_singular_value < 1e-9
+def test_after_a_period_a_power_of_two_ranks_hold_the_exact_mean(topology):
+    for ranks in POWERS:
+        report = mixing(one_period(Gossip(topology), ranks, 5))
+        assert (ranks, report.smallest, report.largest) == (ranks, 1.0, 1.0)
+        assert report.second_singular_value < 1e-9
 
 
-@pytest.mark.parametrize("ranks", ROUND)
-def test_other_sizes_come_as_near_as_the_rule_says(ranks):
-    report = mixing(one_period(Gossip(), ranks))
-    found = report.second_singular_value, report.smallest, report.largest
-    assert found == pytest.approx(ROUND[ranks], abs=6e-4)
+def test_other_sizes_come_as_near_as_the_rule_says():
+    for ranks, wanted in ROUND.items():
+        report = mixing(one_period(Gossip(), ranks))
+        found = ranks, report.second_singular_value, report.smallest, report.largest
+        assert found == pytest.approx((ranks, *wanted), abs=6e-4)
 
 
 @given(st.integers(2, 200), st.integers(0, 10_000))
@@ -69,10 +67,10 @@ def test_a_step_costs_one_partner_and_one_buffer_however_many_ranks_there_are(ra
     assert cost.max_peers <= 2
 
 
-@pytest.mark.parametrize(("ranks", "about"), [(8, 41), (16, 76), (32, 212), (64, 449), (128, 1040)])
-def test_with_rotation_all_meet_directly_in_about_as_many_steps_as_drawing_lots_takes(ranks, about):
-    found = median(steps_to_meet_all(Gossip(seed=seed), ranks, 10_000) for seed in range(9))
-    assert about / 2 < found < 2 * about
+def test_with_rotation_all_meet_directly_in_about_as_many_steps_as_drawing_lots_takes():
+    for ranks, about in ((8, 41), (16, 76), (32, 212), (64, 449), (128, 1040)):
+        found = median(steps_to_meet_all(Gossip(seed=seed), ranks, 10_000) for seed in range(5))
+        assert about / 2 < found < 2 * about, ranks
 
 
 def test_without_rotation_a_rank_only_meets_as_many_as_a_period_has_steps():
@@ -173,13 +171,12 @@ def verified(*args):
     return result.stdout
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_the_command_proves_gossip_and_reports_how_it_mixes(ranks):
-    said = json.loads(verified("--ranks", ranks, "--json"))
-    assert said["ok"]
-    assert said["period"] == period(ranks)
-    assert (said["smallest"] == 1.0) == (ranks in POWERS)
-    assert said["met_all_after"] >= ranks - 1
+def test_the_command_proves_gossip_and_reports_how_it_mixes():
+    for ranks in (1, 2, 5, 8, 17):
+        said = json.loads(verified("--ranks", ranks, "--json"))
+        assert (said["ok"], said["period"]) == (True, period(ranks))
+        assert (said["smallest"] == 1.0) == (ranks in POWERS), ranks
+        assert said["met_all_after"] >= ranks - 1
 
 
 def test_the_command_says_it_in_words():

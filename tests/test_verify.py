@@ -223,9 +223,8 @@ def test_the_package_offers_verify_as_a_function_also_once_its_module_is_loaded(
     assert commrt.verify is verify
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_pair_averaging_along_a_hypercube_is_an_average(ranks):
-    assert verify(hypercube(ranks), average(ranks, 1)).ok
+def test_pair_averaging_along_a_hypercube_is_an_average():
+    assert [ranks for ranks in (1, 2, 4, 8) if not verify(hypercube(ranks), average(ranks, 1)).ok] == []
 
 
 def test_pair_averaging_with_another_weight_is_no_average():
@@ -243,10 +242,9 @@ def test_averages_are_exact_where_floats_would_round():
     assert "expected: the average" in refutation(third, average(2, 1))
 
 
-@pytest.mark.parametrize("weight", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize(("ranks", "distance"), [(2, 1), (3, 1), (3, 2), (5, 3), (8, 4)])
-def test_one_dissemination_round_is_doubly_stochastic(ranks, distance, weight):
-    assert verify(dissemination(ranks, distance, weight), doubly_stochastic(ranks, 1)).ok
+def test_one_dissemination_round_is_doubly_stochastic():
+    for ranks, distance, weight in ((2, 1, 0.25), (3, 1, 0.5), (3, 2, 1.0), (5, 3, 0.25), (8, 4, 0.5), (2, 1, 1.0)):
+        assert verify(dissemination(ranks, distance, weight), doubly_stochastic(ranks, 1)).ok, (ranks, weight)
 
 
 def test_a_negative_weight_is_not_stochastic():
@@ -290,13 +288,12 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("case", WRONG + RIGHT, ids=lambda case: f"{case[0].name}-{case[1].name}")
 @pytest.mark.parametrize("block_bytes", [1, 400, 1000])
-def test_replaying_in_small_blocks_finds_the_same(case, block_bytes, monkeypatch):
-    whole = verify(*case)
+def test_replaying_in_small_blocks_finds_the_same(block_bytes, monkeypatch):
+    whole = [verify(*case) for case in RIGHT + WRONG]
+    assert [each.ok for each in whole] == [True] * len(RIGHT) + [False] * len(WRONG)
     monkeypatch.setattr("commrt.proof.replay.BLOCK_BYTES", block_bytes)
-    assert verify(*case) == whole
-    assert whole.ok == (case in RIGHT)
+    assert [verify(*case) for case in RIGHT + WRONG] == whole
 
 
 def programs_of(schedule):
@@ -309,10 +306,9 @@ def with_hop(programs, rank, number, hop):
     return [*programs[:rank], changed, *programs[rank + 1 :]]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("ranks", range(1, 18))
-def test_programs_of_one_schedule_pair(name, ranks):
-    assert check_pairing(programs_of(ALL[name].schedule(0, ranks))) is None
+def test_programs_of_one_schedule_pair():
+    cases = [(name, ranks) for name in ALL for ranks in (*range(1, 10), 13)]
+    assert [case for case in cases if check_pairing(programs_of(ALL[case[0]].schedule(0, case[1])))] == []
 
 
 def test_programs_of_two_algorithms_do_not_pair():
@@ -350,12 +346,12 @@ def test_a_changed_size_is_found():
     assert str(found) == "step 0, rank 0: sends chunks [(3, 5)] to rank 1, which expects [(3, 4)]"
 
 
-@pytest.mark.parametrize("number", [0, 3, 5])
-def test_a_missing_hop_is_found(number):
+def test_a_missing_hop_is_found():
     programs = programs_of(ring.all_reduce(4))
-    hops = programs[1].hops
-    programs[1] = replace(programs[1], hops=hops[:number] + hops[number + 1 :])
-    assert str(check_pairing(programs)) == "ranks disagree about the number of steps: [5, 6]"
+    for number in (0, 3, 5):
+        hops = programs[1].hops[:number] + programs[1].hops[number + 1 :]
+        found = check_pairing([programs[0], replace(programs[1], hops=hops), *programs[2:]])
+        assert str(found) == "ranks disagree about the number of steps: [5, 6]"
 
 
 def test_hops_in_another_order_are_found():
@@ -368,7 +364,7 @@ def test_a_missing_program_is_found():
     assert check_pairing(programs_of(ring.all_reduce(4))[:-1]) is not None
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), name=st.sampled_from(sorted(ALL)), ranks=st.integers(2, 12))
 def test_any_leg_left_out_by_one_rank_is_found(data, name, ranks):
     programs = programs_of(ALL[name].schedule(0, ranks))
