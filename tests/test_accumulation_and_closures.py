@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, local_gradients, net, sgd
 
 import commrt
@@ -77,7 +78,7 @@ def test_no_closure_may_be_said_as_none():
     assert run_ranks(3, body) == [(True, [1.0])] * 3
 
 
-@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
+@for_each("by_name", [False, True], ids=["by place", "by name"])
 def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_before_the_step(by_name):
     def body(world):
         model = net()
@@ -171,7 +172,7 @@ def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
     assert run_ranks(2, body) == [True, True]
 
 
-@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zeros"])
+@for_each("to_none", [True, False], ids=["to none", "to zeros"])
 def test_averages_that_were_zeroed_unused_do_not_count_as_this_steps(to_none):
     def body(world):
         model = net()

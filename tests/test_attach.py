@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, gradients, halving, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -15,7 +16,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.testing.ranks import run_ranks
 
 
-@pytest.mark.parametrize("what", ["layers", "algorithm", "wire", "buckets", "broadcast_buffers"])
+@for_each("what", ["layers", "algorithm", "wire", "buckets", "broadcast_buffers"])
 def test_a_rank_that_attaches_something_else_is_named_on_every_rank(what):
     def body(world):
         odd = world.rank == 2
@@ -58,7 +59,7 @@ def complex_weights():
     return model
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "options", "says"),
     [
         (frozen, {}, "no parameter that requires a gradient"),
@@ -77,7 +78,6 @@ def complex_weights():
         (made_in_inference_mode, {}, r"0\.weight was made under torch\.inference_mode"),
         (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says):
     def body(world):
@@ -87,7 +87,7 @@ def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says)
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "says"),
     [
         (lambda model: {"optimizer": commrt.Ring()}, r"a Ring was given as the optimizer: .* by its name \(algorithm="),
@@ -113,7 +113,7 @@ def test_an_argument_of_the_wrong_kind_is_refused_with_a_sentence(given, says):
     assert run_ranks(1, body) == [0]
 
 
-@pytest.mark.parametrize("again", [lambda model: model, lambda model: model[0], nn.Sequential], ids=range(3))
+@for_each("again", [lambda model: model, lambda model: model[0], nn.Sequential])
 def test_a_parameter_is_attached_once_alone_or_inside_another_module(again):
     def body(world):
         model = net()

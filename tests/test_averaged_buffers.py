@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, net, seeded, sgd
 from torch import nn
 from torch.nn.utils import prune
@@ -96,7 +97,7 @@ NORMS = {
 
 
 @ways
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@for_each("norm", NORMS.values(), ids=NORMS)
 def test_running_means_and_variances_become_the_mean_of_all_ranks(algorithm, norm):
     def body(world):
         layer, beside = norm(), nn.Identity()
@@ -117,8 +118,8 @@ NORMED = {
 }
 
 
-@pytest.mark.parametrize("inner", [commrt.Torus2D(), commrt.Gossip()], ids=str)
-@pytest.mark.parametrize("layer", NORMED.values(), ids=NORMED)
+@for_each("inner", [commrt.Torus2D(), commrt.Gossip()])
+@for_each("layer", NORMED.values(), ids=NORMED)
 def test_a_spectral_norm_is_one_in_eval_mode_after_ranks_that_trained_apart_became_equal(layer, inner):
     def body(world):
         model, replica = trained(world, commrt.LocalSGD(period=50, inner=inner), seeded(layer), steps=40)
@@ -137,7 +138,7 @@ def pruned(layer):
     return prune.random_unstructured(layer, "weight", 0.5)
 
 
-@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm, pruned])
+@for_each("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm, pruned])
 def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(wrap):
     def body(world):
         model = seeded(lambda: nn.Sequential(wrap(nn.Linear(6, 3))))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import for_each
 from late_ranks import (
     LATE,
     LIMIT_S,
@@ -68,7 +69,7 @@ def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
     assert all(run_ranks(2, body))
 
 
-@pytest.mark.parametrize("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)], ids=str)
+@for_each("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)])
 def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     def body(world):
         model = deepcopy(MODEL)
@@ -129,7 +130,7 @@ def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_colle
     assert run_ranks(3, body, timeout_s=4.0) == [(1, True)] * 3
 
 
-@pytest.mark.parametrize("timeout_s", [0.8, 4.0])
+@for_each("timeout_s", [0.8, 4.0])
 def test_a_late_rank_reaches_the_collective_in_which_others_wait_at_any_timeout(timeout_s):
     progress = Progress()
 
@@ -184,7 +185,7 @@ def outcomes(ranks, algorithm, dying, saved):
     return run_ranks(ranks, one)
 
 
-@pytest.mark.parametrize("backups", [1, 2])
+@for_each("backups", [1, 2])
 def test_as_many_ranks_as_there_are_backups_may_die(backups):
     dying = {1: 3, 4: 5} if backups == 2 else {1: 3}
     ends = outcomes(5, commrt.BackupWorkers(backups), dying, [])

@@ -11,6 +11,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cases import for_each
 from torch import nn
 
 import commrt
@@ -189,7 +190,7 @@ def test_an_optimizer_with_other_groups_is_an_error_in_words():
         load(dump([one]), [two])
 
 
-@pytest.mark.parametrize("error", [QuorumLost("", PLACE), DeadlineExceeded("", PLACE), PeerLost("", PLACE)], ids=repr)
+@for_each("error", [QuorumLost("", PLACE), DeadlineExceeded("", PLACE), PeerLost("", PLACE)])
 def test_final_calls_run_once_before_an_error_that_ends_training(error):
     said = []
     words = FinalCalls([lambda: said.append("one"), lambda: 1 // 0, lambda: said.append("two")])

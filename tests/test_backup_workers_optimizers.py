@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cases import for_each
 from late_ranks import Progress, weights
 from torch import nn
 
@@ -140,18 +141,18 @@ def check(ends, wanted):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("zero", ["first", "after forward", "last"])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@for_each("zero", ["first", "after forward", "last"])
+@for_each("loop", LOOPS)
 def test_a_late_rank_gets_the_others_weights_whichever_optimizers_step(loop, zero):
     check(trained_with_a_late_rank(loop, zero), trained_alone(loop, zero))
 
 
-@pytest.mark.parametrize(("late", "backups", "ranks"), [(0, 1, 3), (2, 2, 5)])
+@for_each(("late", "backups", "ranks"), [(0, 1, 3), (2, 2, 5)])
 def test_any_rank_may_be_late_in_a_loop_whose_optimizers_take_turns(late, backups, ranks):
     check(trained_with_a_late_rank(turns, "first", late, backups, ranks), trained_alone(turns, "first"))
 
 
-@pytest.mark.parametrize("loop", [turns, all_of_them], ids=lambda loop: loop.__name__)
+@for_each("loop", [turns, all_of_them])
 def test_replicas_are_equal_if_gradients_are_never_zeroed(loop):
     for equal, at, lost, _ in trained_with_a_late_rank(loop, "never"):
         assert (equal, at, lost) == (True, STEPS, ())
@@ -177,7 +178,7 @@ def test_a_loop_that_zeroes_only_what_it_steps_and_counts_for_itself_keeps_its_l
     assert run_ranks(3, body, timeout_s=5.0) == [(True, STEPS, ())] * 3
 
 
-@pytest.mark.parametrize("zero", ["first", "last", "never"])
+@for_each("zero", ["first", "last", "never"])
 def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
     progress = Progress()
 
@@ -199,7 +200,7 @@ def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
     assert run_ranks(3, body, timeout_s=5.0) == [([True] * 12, 4, ())] * 3
 
 
-@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)], ids=lambda each: type(each).__name__)
+@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)])
 def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(algorithm):
     def body(world):
         parts = deepcopy(PARTS)

@@ -8,6 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_ranks import AT, LATE, MODEL, NORMED, Loop, Progress, at, backward, batch, check, sgd, trained
@@ -43,9 +44,9 @@ def test_exactly_n_gradients_count_whichever_rank_is_late_and_replicas_end_equal
     check(run_ranks(ranks, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, ranks - backups)
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": torch.bfloat16}], ids=str)
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@for_each("options", [{}, {"wire": torch.bfloat16}])
+@for_each("early", [False, True])
+@for_each("ranks", [2, 3, 5])
 def test_without_backups_the_result_is_that_of_plain_averaging_bit_for_bit(ranks, early, options):
     def one(world, algorithm):
         model = deepcopy(NORMED)
@@ -230,7 +231,7 @@ def test_one_rank_alone_is_legal():
         replica.close()
 
 
-@pytest.mark.parametrize(("ranks", "backups", "most"), [(2, 1, 0), (3, 2, 1), (4, 2, 1), (5, 3, 2)], ids=str)
+@for_each(("ranks", "backups", "most"), [(2, 1, 0), (3, 2, 1), (4, 2, 1), (5, 3, 2)])
 def test_as_many_backups_as_members_are_refused(ranks, backups, most):
     with pytest.raises(UsageError, match=f"take at most {most}"):
         run_ranks(
@@ -238,7 +239,7 @@ def test_as_many_backups_as_members_are_refused(ranks, backups, most):
         )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "what"),
     [
         (lambda: commrt.BackupWorkers(-1), "no number of ranks"),
@@ -259,7 +260,7 @@ def test_without_an_optimizer_there_is_nothing_to_catch_up_with():
         run_ranks(3, lambda world: commrt.attach(deepcopy(MODEL), None, commrt.BackupWorkers(1), world=world))
 
 
-@pytest.mark.parametrize("first", [commrt.BackupWorkers(1), commrt.Ring(), commrt.Gossip()], ids=str)
+@for_each("first", [commrt.BackupWorkers(1), commrt.Ring(), commrt.Gossip()])
 def test_another_model_in_the_same_world_is_refused(first):
     def body(world):
         one, other = deepcopy(MODEL), deepcopy(MODEL)

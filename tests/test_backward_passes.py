@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, gradients, local_gradients, net, sgd, zero
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -66,7 +67,7 @@ def test_a_scaler_skips_the_step_on_all_ranks_or_none():
     assert run_ranks(2, body) == [(True, 2.0)] * 2
 
 
-@pytest.mark.parametrize("bucket", [0, 1])
+@for_each("bucket", [0, 1])
 def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_after(bucket):
     def body(world):
         model = net()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, gradients, net, seeded, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -130,7 +131,7 @@ def test_a_buffer_that_changed_its_dtype_is_refused():
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@for_each("ranks", [1, 2])
 def test_buffers_that_change_during_the_backward_pass_keep_their_changes(ranks):
     def body(world):
         model = net()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import for_each
 from late_ranks import (
     AT,
     LATE,
@@ -60,7 +61,7 @@ def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
         assert all(torch.equal(a, b) for a, b in zip(kept, ends[0][2], strict=True))
 
 
-@pytest.mark.parametrize("at_the_top", [False, True])
+@for_each("at_the_top", [False, True])
 def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
     def body(loop, world):
         model = deepcopy(MODEL)
@@ -84,8 +85,8 @@ def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
     assert Loop(3, late_by=3).run(body)[1:] == [20, 20]
 
 
-@pytest.mark.parametrize("collective_first", [False, True])
-@pytest.mark.parametrize("ranks", [3, 4])
+@for_each("collective_first", [False, True])
+@for_each("ranks", [3, 4])
 def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_collective(ranks, collective_first):
     def body(world):
         model, rng = deepcopy(MODEL), Random(world.rank)

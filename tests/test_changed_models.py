@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, gradients, net, sgd, zero
 from torch import nn
 from torch.nn.functional import embedding
@@ -85,7 +86,7 @@ def wider(model):
     model[0].bias.grad = torch.ones(model[0].bias.shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spoil", "what"),
     [
         (transposed, r"0\.weight lies in memory with strides \(1, 8\), and autograd makes it with \(6, 1\)"),
@@ -94,7 +95,6 @@ def wider(model):
         (inferred, r"0\.bias was made under torch\.inference_mode"),
         (wider, r"0\.bias is float64\[8\], but was float32\[8\]"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(spoil, what):
     def body(world):
@@ -111,7 +111,7 @@ def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("detached", [False, True], ids=["views", "detached views"])
+@for_each("detached", [False, True], ids=["views", "detached views"])
 def test_gradients_of_different_buckets_that_share_memory_are_refused(detached):
     def body(world):
         model = net()
@@ -163,7 +163,7 @@ def double(param):
     param.grad.mul_(2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "cap_mb"),
     [(zero, 1e-9), (replace, 1e-9), (double, 1e-9), (zero, 25.0)],
     ids=["removed", "replaced", "written to", "removed before its bucket left"],
@@ -194,7 +194,7 @@ def grow(model):
     model.append(nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("change", [swap_layer, reparametrize, grow])
+@for_each("change", [swap_layer, reparametrize, grow])
 def test_a_model_that_changed_since_attach_is_refused(change):
     def body(world):
         model = net()
@@ -218,7 +218,7 @@ def drop_activation(model):
     del model[1]
 
 
-@pytest.mark.parametrize("change", [add_criterion, swap_activation, drop_activation])
+@for_each("change", [add_criterion, swap_activation, drop_activation])
 def test_modules_without_parameters_may_come_and_go(change):
     def body(world):
         model = net()

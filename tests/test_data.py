@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -54,8 +55,8 @@ def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, b
     assert Counter(number for numbers in shards for number in numbers) == Counter(range(ranks * count))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize(("count", "batch_size"), [(6, 2), (7, 3), (4, 9)])
+@for_each("ranks", [1, 2, 3, 5])
+@for_each(("count", "batch_size"), [(6, 2), (7, 3), (4, 9)])
 def test_after_as_many_passes_as_ranks_each_has_seen_every_sample_once(ranks, count, batch_size):
     def body(world):
         ring = ring_of(world, count, batch_size)
@@ -84,7 +85,7 @@ def test_without_shuffling_batches_come_in_order():
     assert batches == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 4])
+@for_each("at", [0, 1, 3, 4])
 def test_a_run_that_goes_on_from_a_checkpoint_sees_what_the_unbroken_one_sees(at):
     def body(world):
         unbroken, ring = ring_of(world), ring_of(world)
@@ -137,7 +138,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@for_each("name", SOURCES)
 def test_samples_come_from_datasets_tensors_and_loaders(name):
     def body(world):
         ring = commrt.RingShuffle(SOURCES[name](world.rank), 2, world=world)
@@ -185,7 +186,7 @@ def test_changing_what_a_batch_holds_changes_no_sample():
     assert sorted(number for numbers in run_ranks(2, body) for number in numbers) == [*range(12)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("samples", "batch_size", "words"),
     [
         ([], 2, "has no samples"),

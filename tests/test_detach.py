@@ -11,6 +11,7 @@ from threading import Event
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, gradients, local_gradients, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -82,7 +83,7 @@ def test_an_attach_that_failed_leaves_a_plain_model():
         assert all(map(torch.equal, found, local_gradients(net(), rank)))
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["replica kept", "replica dropped"])
+@for_each("keep", [True, False], ids=["replica kept", "replica dropped"])
 def test_a_model_that_is_dropped_is_freed_without_detach(keep):
     def body(world):
         model = net()

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import for_each
 from gossip_models import batch, model_of, params, same
 from torch import nn
 
@@ -66,8 +67,8 @@ def late(step):
     return step >= 12
 
 
-@pytest.mark.parametrize("when", [never, rarely, late])
-@pytest.mark.parametrize("algorithm", AFTER_STEPS, ids=str)
+@for_each("when", [never, rarely, late])
+@for_each("algorithm", AFTER_STEPS)
 def test_an_optimizer_that_steps_rarely_holds_no_exchange_back(algorithm, when):
     def prepare(model):
         first, second = sgd(model[0]), sgd(model[2:])
@@ -76,7 +77,7 @@ def test_an_optimizer_that_steps_rarely_holds_no_exchange_back(algorithm, when):
     assert trained(2, algorithm, prepare) == [(PASSES, True, True)] * 2
 
 
-@pytest.mark.parametrize("saved_at", [4, 5, 8])
+@for_each("saved_at", [4, 5, 8])
 def test_a_resumed_run_ends_its_steps_where_an_unbroken_one_does(saved_at):
     def body(world, stop):
         def attached():
@@ -104,7 +105,7 @@ def test_a_resumed_run_ends_its_steps_where_an_unbroken_one_does(saved_at):
     assert all(map(same, unbroken, resumed))
 
 
-@pytest.mark.parametrize("algorithm", [LocalSGD(2), Gossip()], ids=str)
+@for_each("algorithm", [LocalSGD(2), Gossip()])
 def test_the_critic_of_a_gan_steps_five_times_as_often(algorithm):
     def prepare(model):
         critic, generator = sgd(model[0]), sgd(model[2:])
@@ -130,7 +131,7 @@ def test_an_exchange_waits_for_all_optimizers_that_step_after_a_pass():
     assert same(first, second)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@for_each("compiled", [False, True])
 def test_ranks_agree_on_steps_where_one_of_them_skips_some(compiled):
     """A compiled model calls no hooks, so the next step of the optimizer ends both."""
 
@@ -221,15 +222,15 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "message"), STRANGERS)
-@pytest.mark.parametrize("algorithm", [*WAYS, BackupWorkers(backups=0)], ids=str)
+@for_each(("prepare", "message"), STRANGERS)
+@for_each("algorithm", [*WAYS, BackupWorkers(backups=0)])
 def test_a_step_of_what_is_not_exchanged_is_refused(algorithm, prepare, message):
     with pytest.raises(UsageError, match=message):
         trained(2, algorithm, prepare)
 
 
-@pytest.mark.parametrize("prepare", [thawed_for_another, given_a_new_head])
-@pytest.mark.parametrize("algorithm", [Gossip(), Torus2D()], ids=str)
+@for_each("prepare", [thawed_for_another, given_a_new_head])
+@for_each("algorithm", [Gossip(), Torus2D()])
 def test_without_optimizers_only_steps_of_what_was_not_attached_are_refused(algorithm, prepare):
     with pytest.raises(UsageError, match="which was frozen, absent"):
         trained(2, algorithm, lambda model: (None, *prepare(model)[1:]))
@@ -248,7 +249,7 @@ def not_at_all(model):
     return sgd(model), nothing, nothing
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("algorithm", "prepare", "message"),
     [
         (LocalSGD(4), by_hand, r"20 backward passes without a step\(\) of the SGD given to attach\(\)"),
@@ -328,13 +329,13 @@ def sharpened(algorithm, *, give_inner, in_two_calls=True, first_is_synchronous=
     return run_ranks(ranks, body)
 
 
-@pytest.mark.parametrize("algorithm", WAYS, ids=str)
-@pytest.mark.parametrize(("give_inner", "in_two_calls"), [(True, True), (False, False), (True, False)])
+@for_each("algorithm", WAYS)
+@for_each(("give_inner", "in_two_calls"), [(True, True), (False, False), (True, False)])
 def test_an_optimizer_that_wraps_another_may_be_given_where_its_step_is_called(algorithm, give_inner, in_two_calls):
     assert sharpened(algorithm, give_inner=give_inner, in_two_calls=in_two_calls) == [(PASSES, True)] * 2
 
 
-@pytest.mark.parametrize("algorithm", WAYS, ids=str)
+@for_each("algorithm", WAYS)
 def test_an_optimizer_of_which_only_the_inner_one_steps_is_refused(algorithm):
     with pytest.raises(UsageError, match=r"attach\(\) again with Sharpness\.base_optimizer, whose step\(\) is called"):
         sharpened(algorithm, give_inner=False)
@@ -355,7 +356,7 @@ class Unhooked(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@pytest.mark.parametrize("algorithm", WAYS, ids=str)
+@for_each("algorithm", WAYS)
 def test_an_optimizer_without_hooks_is_refused_and_may_pass_steps_on(algorithm):
     with pytest.raises(UsageError, match=r"the Unhooked has no hooks .* give the optimizer that it wraps"):
         trained(1, algorithm, lambda model: (Unhooked(sgd(model)), nothing, nothing))
@@ -379,8 +380,8 @@ class Several(torch.optim.Optimizer):
             each.step(closure)
 
 
-@pytest.mark.parametrize("algorithm", WAYS, ids=str)
-@pytest.mark.parametrize("give_inner", [True, False])
+@for_each("algorithm", WAYS)
+@for_each("give_inner", [True, False])
 def test_an_optimizer_may_pass_its_steps_on_to_several(algorithm, give_inner):
     def prepare(model):
         inner = [sgd(model)]

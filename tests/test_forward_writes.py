@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from cases import for_each
 from small_models import seeded, sgd
 from torch import nn
 from torch.ao.quantization import MovingAverageMinMaxObserver
@@ -60,8 +61,8 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)], ids=str)
-@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)])
+@for_each("make", TABLES.values(), ids=TABLES)
 def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(make, algorithm):
     def body(world):
         net = make()
@@ -105,7 +106,7 @@ def test_one_rank_alone_may_train_an_embedding_with_max_norm():
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Gossip()], ids=str)
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip()])
 def test_a_max_norm_that_is_set_after_attach_is_noticed_in_the_first_step(algorithm):
     def body(world):
         net = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), nn.Linear(6, 2)))

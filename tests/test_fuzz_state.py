@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import for_each
 from fuzzing import FILES, NUMBERS, VALUES, cases, met
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -154,7 +155,7 @@ def test_what_another_rank_gives_as_its_state_is_taken_or_refused_and_never_run(
     assert unpack(PACKED).snapshot.version == 3
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, -1), (0, "3"), (1, None), (2, ["a"]), (2, 7), (3, 0.5), (4, 1)])
+@for_each(("place", "value"), [(0, -1), (0, "3"), (1, None), (2, ["a"]), (2, 7), (3, 0.5), (4, 1)])
 def test_a_state_of_a_step_that_is_none_is_refused(place, value):
     with pytest.raises(DisagreementError, match="state of another rank"):
         unpack(packed_with(place, value))

@@ -8,6 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cases import for_each
 from gossip_models import MODELS, STEPS, batch, local_step, model_of, optimizer_of, params, same, simulated, trained
 from torch import nn
 
@@ -122,7 +123,7 @@ def test_a_model_whose_parts_are_called_one_by_one_is_mixed_part_by_part():
     assert all(map(same, run_ranks(3, body), simulated(Gossip(), 3)))
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@for_each("how", ["before", "after"])
 def test_a_compiled_model_gossips_without_hooks(how):
     def body(world):
         model = model_of()
@@ -200,8 +201,8 @@ def test_a_detached_model_trains_alone_and_can_be_attached_again():
     assert run_ranks(2, body) == [2, 2]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("batches", [(3, 6), (6, 3), (0, 4), (5, 5), (2, 6, 4), (4, 0, 0, 1)])
+@for_each("staleness", [0, 1])
+@for_each("batches", [(3, 6), (6, 3), (0, 4), (5, 5), (2, 6, 4), (4, 0, 0, 1)])
 def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches, staleness):
     def body(world):
         model = model_of()

@@ -15,6 +15,7 @@ from time import monotonic
 import failing_ranks
 import pytest
 import torch
+from cases import for_each
 from gossip_models import batch, local_step, model_of, optimizer_of, params, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,7 +89,7 @@ def test_the_remaining_ranks_gossip_among_themselves(staleness, data):
             assert heard[step] == sources(algorithm, step, stay, rank)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("algorithm", "ranks"),
     [
         pytest.param(Gossip("hypercube"), 4, id="a hypercube that has lost its shape"),
@@ -290,7 +291,7 @@ def test_a_ring_shuffle_works_on_the_last_remaining_rank():
     assert len(alone) == 8
 
 
-@pytest.mark.parametrize("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
+@for_each("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
 def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
     def body(world):
         replica, optimizer = attached(world)

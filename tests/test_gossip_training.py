@@ -9,6 +9,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cases import for_each
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -31,8 +32,8 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.testing.ranks import run_ranks
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
+@for_each("staleness", [0, 1])
+@for_each("ranks", [2, 3, 4, 5, 7])
 def test_training_gives_the_bits_of_the_simulation(ranks, staleness):
     algorithm = Gossip(staleness=staleness)
     found = run_ranks(ranks, lambda world: trained(world, algorithm)[0])
@@ -49,7 +50,7 @@ def test_one_rank_trains_as_if_alone():
     assert replica.step == STEPS
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@for_each("staleness", [0, 1])
 def test_however_many_buckets_there_are_partners_and_bits_are_the_same(staleness):
     def body(world, cap_mb):
         found, replica = trained(world, Gossip(staleness=staleness), cap_mb=cap_mb)
@@ -85,8 +86,8 @@ def apart(world, algorithm, wire, rounds=6):
     return before, (params(model), replica.disagreement())
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("staleness", [0, 1])
+@for_each("wire", [None, torch.bfloat16, torch.float16])
+@for_each("staleness", [0, 1])
 def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
     outcomes = run_ranks(4, lambda world: apart(world, Gossip(staleness=staleness), wire))
     before, after = ([torch.stack(parts).mean(0) for parts in zip(*bits, strict=True)] for bits in means(outcomes))
@@ -183,7 +184,7 @@ def test_a_late_partner_is_not_waited_for_with_staleness_1():
     assert run_ranks(ranks, body) == [5, 5]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("algorithm", "wire", "words"),
     [
         (Gossip(within=2), torch.bfloat16, "leave wire out"),
@@ -200,7 +201,7 @@ def test_ranks_with_different_seeds_are_told_so():
         run_ranks(2, lambda world: commrt.attach(model_of(), None, Gossip(seed=world.rank), world=world))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@for_each("ranks", [1, 2, 4])
 def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
     algorithm = Gossip(payload="gradients")
 

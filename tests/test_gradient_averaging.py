@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, gradients, local_gradients, net, seeded, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -19,7 +20,7 @@ from commrt.kernels.layout import layout_of
 from commrt.testing.ranks import run_ranks
 
 
-@pytest.mark.parametrize("cap_mb", [25.0, 1e-4, 1e-9], ids=["one bucket", "three buckets", "a bucket per tensor"])
+@for_each("cap_mb", [25.0, 1e-4, 1e-9], ids=["one bucket", "three buckets", "a bucket per tensor"])
 def test_gradients_are_the_mean_over_ranks(cap_mb):
     def body(world):
         model = net()
@@ -279,7 +280,7 @@ def test_a_schedule_of_fewer_ranks_says_who_is_left_out():
     assert run_ranks(3, body) == [2.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 7])
+@for_each("ranks", [2, 3, 7])
 def test_equal_replicas_disagree_by_nothing(ranks):
     def body(world):
         return commrt.attach(net(), world=world).disagreement()

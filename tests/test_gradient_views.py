@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import backward, data, gradients, local_gradients, net, sgd
@@ -164,7 +165,7 @@ def test_a_gradient_of_an_earlier_step_changes_with_the_next_one():
     assert run_ranks(2, body) == [True, True]
 
 
-@pytest.mark.parametrize("connect", [None, over_nccl], ids=["threads", "nccl"])
+@for_each("connect", [None, over_nccl], ids=["threads", "nccl"])
 def test_a_gradient_that_only_another_rank_has_appears_in_what_travels(connect):
     def body(world):
         model = net()
@@ -222,7 +223,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@for_each("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_hook_does_to_a_gradient_that_has_moved_is_noticed(change):
     def body(world):
         model = net()
@@ -333,7 +334,7 @@ def test_a_graph_of_gradients_is_refused():
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "why"),
     [
         ({"wire": torch.bfloat16}, r"those of 0\.weight are torch\.float32 and travel as torch\.bfloat16"),

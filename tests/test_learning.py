@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -29,7 +30,7 @@ def found(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["gossip, weights", "gossip, weights, one step late"])
+@for_each("rule", ["gossip, weights", "gossip, weights, one step late"])
 def test_gossip_of_weights_learns_as_all_reduce_does_and_keeps_replicas_together(found, rule):
     assert abs(found(rule).accuracy - found("all-reduce").accuracy) < 0.015
     assert found(rule).disagreement < 0.01
@@ -43,7 +44,7 @@ def test_gossip_of_gradients_alone_lets_replicas_drift_apart_and_is_clearly_wors
     assert outcome.accuracy > found("no communication").accuracy
 
 
-@pytest.mark.parametrize("rule", learning.RULES)
+@for_each("rule", learning.RULES)
 def test_the_runtime_learns_what_the_simulation_says(data, rule):
     real, simulated = (run(rule, 3, 1, data, 30) for run in (learning.trained, learning.simulated))
     assert real.accuracy == pytest.approx(simulated.accuracy, abs=0.003)
@@ -59,7 +60,7 @@ SETTLED = {
 """Ranks to their distances, case by case; None where two ranks swing, or fly apart."""
 
 
-@pytest.mark.parametrize("ranks", SETTLED)
+@for_each("ranks", SETTLED)
 def test_ranks_settle_as_far_apart_as_theory_says(ranks):
     for (late, weight), expected in zip(gossip_distance.CASES, SETTLED[ranks], strict=True):
         found = gossip_distance.apart(ranks, late, weight, dimensions=200)

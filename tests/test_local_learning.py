@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
+from cases import for_each
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -24,7 +24,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("case", local_learning.cases(), ids=lambda case: case.name)
+@for_each("case", local_learning.cases(), ids=[case.name for case in local_learning.cases()])
 def test_each_setting_trains_and_can_be_repeated(case):
     first, again = (local_learning.trained(case, 0, steps=5, ranks=2) for _ in range(2))
     assert torch.equal(first.weights, again.weights)
@@ -36,7 +36,7 @@ def test_settings_have_names_of_their_own():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@for_each("rule", RULES)
 def test_the_runtime_trains_as_a_plain_loop_does(rule):
     algorithm = RULES[rule]
     other, plain = local_plain.trained(algorithm, [0, 1], steps=10, ranks=3)
@@ -57,7 +57,7 @@ def test_seeds_are_compared_one_by_one():
     assert [list(part) for part in local_plain.groups(7)] == [[0, 1, 2, 3, 4], [5, 6]]
 
 
-@pytest.mark.parametrize("feed", local_learning.FEEDS)
+@for_each("feed", local_learning.FEEDS)
 def test_a_pass_gives_each_image_once(feed):
     steps = 4000 // 16 // 2
     batches = [pixels for pixels, _ in local_learning.FEEDS[feed](0, steps, 2)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from cases import for_each, taking_turns
 from torch import nn
 
 import commrt
@@ -80,9 +82,13 @@ def trained(algorithm, ranks, parts=1, rate=lambda step: RATE, inner=torch.optim
 
 
 def require_equal(found, expected):
-    for step, ((weights, anchors), (x, anchor)) in enumerate(zip(found, expected, strict=True)):
-        np.testing.assert_allclose(weights, x, rtol=0, atol=1e-12, err_msg=f"weights after step {step + 1}")
-        np.testing.assert_allclose(anchors, np.broadcast_to(anchor, x.shape), rtol=0, atol=1e-12)
+    for step, ((weights, anchors), (x, anchor)) in enumerate(zip(found, expected, strict=True), 1):
+        require_close(weights, x, f"weights after step {step}")
+        require_close(anchors, np.broadcast_to(anchor, x.shape), f"anchors after step {step}")
+
+
+def require_close(found, expected, what):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12, err_msg=what)
 
 
 def by_hand(ranks, algorithm, outer=None, rate=lambda step: RATE):
@@ -109,22 +115,19 @@ def by_hand(ranks, algorithm, outer=None, rate=lambda step: RATE):
 LATE = [(period, delay) for period in (1, 4) for delay in range(period + 1)]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("period", "delay"), LATE)
-def test_dasgd_is_its_rule(ranks, period, delay):
-    algorithm = dasgd(period, delay, 0.25)
+@for_each(("late", "ranks"), taking_turns(LATE, RANKS))
+def test_dasgd_is_its_rule(late, ranks):
+    algorithm = dasgd(*late, 0.25)
     require_equal(trained(algorithm, ranks), by_hand(ranks, algorithm))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("period", "delay"), LATE)
-def test_what_was_learned_since_the_weights_left_is_added_to_a_late_average(ranks, period, delay):
-    algorithm = LocalSGD(period, delay)
+@for_each(("late", "ranks"), taking_turns(LATE, reversed(RANKS)))
+def test_what_was_learned_since_the_weights_left_is_added_to_a_late_average(late, ranks):
+    algorithm = LocalSGD(*late)
     require_equal(trained(algorithm, ranks), by_hand(ranks, algorithm))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("period", [1, 2, 5])
+@for_each(("ranks", "period"), taking_turns(RANKS, [1, 2, 5]))
 def test_cocod_is_its_rule(ranks, period):
     """As published: x <- mean of snapshots + x - own snapshot, then the next snapshot."""
     h, c, start = problem(ranks)
@@ -135,10 +138,10 @@ def test_cocod_is_its_rule(ranks, period):
         if step % period == 0:
             x = mean + x - snapshot if step > period else x
             mean, snapshot = x.mean(0), x.copy()
-        np.testing.assert_allclose(found[step - 1][0], x, rtol=0, atol=1e-12)
+        require_close(found[step - 1][0], x, f"step {step}")
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@for_each("ranks", [1, 2, 5])
 def test_diloco_is_adamw_inside_and_nesterov_outside(ranks):
     curvature, minimum, start = problem(ranks)
     models = [Bowl(curvature[rank], minimum[rank], start) for rank in range(ranks)]
@@ -176,26 +179,24 @@ def slow_momentum(difference, velocity, rate):
     return 0.8 * rate * velocity, velocity
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("rule", "outer"),
-    [(HeavyBall(), heavy_ball), (Nesterov(), nesterov), (SlowMomentum(0.8, 0.5), slow_momentum)],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_the_anchor_follows_the_outer_optimizer(rule, outer, delay):
+OUTER = [(HeavyBall(), heavy_ball), (Nesterov(), nesterov), (SlowMomentum(0.8, 0.5), slow_momentum)]
+
+
+@for_each(("case", "delay"), product(OUTER, [0, 1, 3]))
+def test_the_anchor_follows_the_outer_optimizer(case, delay):
     def rate(step):
         return RATE / step  # SlowMo counts momentum in gradients
 
+    rule, outer = case
     algorithm = LocalSGD(3, delay, outer=rule)
     require_equal(trained(algorithm, 3, rate=rate), by_hand(3, algorithm, outer, rate))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("delay", range(5))
-def test_streaming_is_diloco_of_each_fragment_at_its_own_time(ranks, delay):
+def streamed_by_hand(ranks, delay):
+    """Yield weights and anchor after each step: two fragments, each with outer steps at its own time."""
     h, c, start = problem(ranks)
     x, anchor, velocity = np.tile(start, (ranks, 1)), start.copy(), np.zeros(NUMEL)
-    cuts, under_way, expected = [slice(0, 3), slice(3, 6)], [None, None], []
+    cuts, under_way = [slice(0, 3), slice(3, 6)], [None, None]
     for step in range(1, STEPS + 1):
         x = x - RATE * h * (x - c)
         for part, cut in enumerate(cuts):
@@ -208,19 +209,20 @@ def test_streaming_is_diloco_of_each_fragment_at_its_own_time(ranks, delay):
                     anchor[cut] -= 0.7 * (difference + 0.6 * velocity[cut])
                     x[:, cut] = 0.5 * x[:, cut] + 0.5 * anchor[cut]
                     under_way[part] = None
-        expected.append((x.copy(), anchor.copy()))
+        yield x.copy(), anchor.copy()
+
+
+@for_each(("ranks", "delay"), taking_turns(RANKS, range(5)))
+def test_streaming_is_diloco_of_each_fragment_at_its_own_time(ranks, delay):
     algorithm = streaming_diloco(2, 4, delay, outer=Nesterov(0.7, 0.6), wire=None)
-    require_equal(trained(algorithm, ranks, parts=2), expected)
+    require_equal(trained(algorithm, ranks, parts=2), streamed_by_hand(ranks, delay))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("delay", [0, 2])
-def test_noloco_averages_with_the_partner_of_its_period(ranks, delay):
+def gossiped_by_hand(ranks, delay):
     """As published: v <- momentum v + rate (the pair's mean - own anchor), anchor <- anchor + v."""
     h, c, start = problem(ranks)
     x = np.tile(start, (ranks, 1))
-    anchor, velocity, under_way, expected = x.copy(), np.zeros_like(x), None, []
-    algorithm, gossip = noloco(3), Gossip()
+    anchor, velocity, under_way, gossip = x.copy(), np.zeros_like(x), None, Gossip()
     for step in range(1, STEPS + 1):
         x = x - RATE * h * (x - c)
         for event in ("merge", "leave", "merge"):
@@ -228,16 +230,19 @@ def test_noloco_averages_with_the_partner_of_its_period(ranks, delay):
                 under_way = step, x.copy()
             if event == "merge" and under_way and step == under_way[0] + delay:
                 (left, snapshot), under_way = under_way, None
-                schedule = gossip.schedule(left // 3 - 1, ranks)
-                pairs = [pair for one in schedule.steps() for pair in zip(one.src, one.dst, strict=True)]
+                hops = gossip.schedule(left // 3 - 1, ranks).steps()
                 mean = snapshot.copy()
-                for source, target in pairs:
+                for source, target in (pair for hop in hops for pair in zip(hop.src, hop.dst, strict=True)):
                     mean[target] = (snapshot[source] + snapshot[target]) / 2
                 velocity = 0.3 * velocity + 0.7 * (mean - anchor)
                 anchor = anchor + velocity
                 x = anchor + (x - snapshot)
-        expected.append((x, anchor))
-    require_equal(trained(replace(algorithm, delay=delay), ranks), expected)
+        yield x, anchor
+
+
+@for_each(("ranks", "delay"), [*taking_turns(RANKS, [0, 2]), (5, 2), (7, 0)])
+def test_noloco_averages_with_the_partner_of_its_period(ranks, delay):
+    require_equal(trained(replace(noloco(3), delay=delay), ranks), gossiped_by_hand(ranks, delay))
 
 
 def test_warmup_is_synchronous_training():
@@ -246,7 +251,7 @@ def test_warmup_is_synchronous_training():
     x = start
     for step in range(8):
         x = x - (RATE * h * (x - c)).mean(0)
-        np.testing.assert_allclose(found[step][0], np.tile(x, (3, 1)), rtol=0, atol=1e-12)
+        require_close(found[step][0], np.tile(x, (3, 1)), f"step {step}")
     assert not np.allclose(found[9][0][0], found[9][0][1])
 
 
@@ -255,14 +260,14 @@ def test_one_period_of_local_sgd_is_synchronous_sgd():
     x = start
     for weights, _ in trained(LocalSGD(1), 4):
         x = x - (RATE * h * (x - c)).mean(0)
-        np.testing.assert_allclose(weights, np.tile(x, (4, 1)), rtol=0, atol=1e-12)
+        require_close(weights, np.tile(x, (4, 1)), "weights")
 
 
-@pytest.mark.parametrize("later", [0, 1, 2, 4])
+@for_each("later", [0, 1, 2, 4])
 def test_the_bound_of_the_gain_is_where_disagreement_grows(later):
     def left(gain):
         e = [1.0] * (later + 1)
-        for _ in range(4000):
+        for _ in range(1000):
             e.append(e[-1] - gain * e[-1 - later])
         return max(map(abs, e[-10 * (later + 1) :]))
 
@@ -271,8 +276,10 @@ def test_the_bound_of_the_gain_is_where_disagreement_grows(later):
     assert left(1.02 * bound) > 2
 
 
-@pytest.mark.parametrize("rule", [HeavyBall, Nesterov, SlowMomentum])
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+RULES = [HeavyBall, Nesterov, SlowMomentum]
+
+
+@for_each(("rule", "momentum"), product(RULES, [0.0, 0.5, 0.9]))
 def test_the_bound_of_the_outer_rate_is_where_the_anchor_swings_ever_more(rule, momentum):
     with pytest.raises(UsageError, match=r"below (\S+), or") as refused:
         rule(10.0, momentum)
@@ -280,8 +287,8 @@ def test_the_bound_of_the_outer_rate_is_where_the_anchor_swings_ever_more(rule, 
 
     def left(rate):
         anchor, velocity = np.ones(1), np.zeros(1)
-        for _ in range(500):
-            object.__setattr__(own := rule(0.1, momentum), "rate", rate)
+        object.__setattr__(own := rule(0.1, momentum), "rate", rate)
+        for _ in range(200):
             own.step(anchor, anchor.copy(), velocity, 0.5)
         return abs(float(anchor[0]))
 
@@ -314,21 +321,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED)
+@for_each(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_settings_that_cannot_work_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
 
 
-@pytest.mark.parametrize("momentum", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("rule", [HeavyBall, SlowMomentum, Nesterov])
+@for_each(("rule", "momentum"), product(RULES, [0.3, 0.6, 0.9]))
 def test_where_averages_are_a_period_late_the_bound_of_a_rate_is_where_the_anchor_stops_coming_to_rest(rule, momentum):
     """Each period ends in the minimum, at 0; "correct" then adds to the anchor minus the weights that left."""
 
     def farthest(rate):
         outer = rule(rate, momentum)
         anchor, weights, velocity, sent = np.ones(1), np.ones(1), np.zeros(1), np.zeros(1)
-        for _ in range(3000):
+        for _ in range(2000):
             outer.step(anchor, sent, velocity, 1.0)
             weights = anchor - weights
             sent = anchor - weights

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, backward_often, data, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -54,7 +55,7 @@ def test_an_optimizer_may_name_its_state_as_it_likes():
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)], ids=repr)
+@for_each("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)])
 def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
     def body(world):
         with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
@@ -103,7 +104,7 @@ def test_an_optimizer_of_another_model_is_refused():
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("what", ["lr", "type", "state"])
+@for_each("what", ["lr", "type", "state"])
 def test_optimizers_that_differ_are_named_on_every_rank(what):
     def body(world):
         odd = world.rank == 1
@@ -119,7 +120,7 @@ def test_optimizers_that_differ_are_named_on_every_rank(what):
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+@for_each("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(kind):
     def body(world):
         model = net()
@@ -150,7 +151,7 @@ def turn(optimizer, world):
     optimizer.param_groups[0]["maximize"] = world.rank == 1
 
 
-@pytest.mark.parametrize("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
+@for_each("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
 def test_settings_that_come_to_differ_are_noticed_before_the_next_step(change):
     def body(world):
         model = net()

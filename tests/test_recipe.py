@@ -9,6 +9,7 @@ from math import sqrt
 
 import pytest
 import torch
+from cases import for_each
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -129,7 +130,7 @@ def test_a_second_epoch_without_set_epoch_is_an_error():
         next(iter(control))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@for_each("ranks", [1, 2])
 def test_a_batch_in_parts_gives_the_gradient_of_the_whole(ranks):
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
@@ -154,7 +155,7 @@ def test_a_batch_in_parts_gives_the_gradient_of_the_whole(ranks):
     torch.testing.assert_close(parted, whole, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "most", "says"),
     [
         ({}, None, "give a batch of one sample or more from epoch 0 on"),
@@ -187,7 +188,7 @@ def test_the_rate_rises_for_its_epochs_then_falls_to_nothing():
     assert found[24:] == pytest.approx([2.0 * ((48 - number) / 48) ** 2 for number in range(48)])
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("keep", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+@for_each(("rule", "factor"), [("keep", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
     grown = rates(rule, {0: 8, 3: 32})
     assert len(grown) == 3 * 12 + 3 * 3
@@ -222,7 +223,7 @@ def test_lars_moves_each_matrix_by_a_part_of_its_own_size():
     assert moved == pytest.approx(0.5 * 0.01 * before.norm().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.3])
+@for_each("smoothing", [0.0, 0.1, 0.3])
 def test_label_smoothing_is_torchs_and_the_papers(smoothing):
     torch.manual_seed(0)
     logits, digits = torch.randn(64, 10, dtype=torch.float64), torch.randint(0, 10, (64,))
@@ -232,8 +233,8 @@ def test_label_smoothing_is_torchs_and_the_papers(smoothing):
     torch.testing.assert_close(cross_entropy(logits, digits, label_smoothing=smoothing), expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize("name", ["ring", "torus2d", "halving_doubling"])
+@for_each("ranks", [2, 4, 8, 16])
+@for_each("name", ["ring", "torus2d", "halving_doubling"])
 def test_an_exchange_in_fp16_is_wrong_by_a_rounding_per_addition_and_does_not_overflow(name, ranks):
     """Divided by the ranks before it is cast: values of which the sum is beyond fp16 have a mean that is not."""
     torch.manual_seed(ranks)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import replacement_ranks
 import torch
+from cases import for_each
 from torch.distributed import HashStore
 
 import commrt
@@ -47,7 +48,7 @@ def test_a_replacement_may_run_on_any_host_where_ranks_use_a_network():
     CONFIG.require_place(2, 4, "here")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("size", "host", "kind", "says"),
     [
         (5, "here", DisagreementError, "with a world of 5 ranks, and 4 ranks train already: set the launcher"),
@@ -65,7 +66,7 @@ def test_a_replacement_with_another_transport_is_refused():
         CONFIG.require_place(2, 4, "here", "gloo")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "claim", "kind", "says"),
     [
         (
@@ -84,7 +85,7 @@ def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kin
         CONFIG.require_same(2, model, claim)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         lambda world: world.agree("anything"),
@@ -117,7 +118,7 @@ def test_a_replacement_sends_nothing_before_it_is_admitted():
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("where", ["backward", "reducing"])
+@for_each("where", ["backward", "reducing"])
 def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
     ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, where, "replace")])
     assert [end.error for end in ends] == [None] * 4
@@ -145,7 +146,7 @@ def killed(_, message, process):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dies_at", [9, 11])
+@for_each("dies_at", [9, 11])
 def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(dies_at):
     ends = run_processes(4, replacement_ranks.epochs, dies_at, on_message=killed)
     assert [end.value for end in ends if end.rank != 2] == [(0, 1, 3)] * 3, [end.error for end in ends]

@@ -8,6 +8,7 @@ from threading import Lock
 import numpy as np
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, backward_often, data, gradients, halving, local_gradients, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -19,7 +20,7 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
 
-@pytest.mark.parametrize("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)], ids=str)
+@for_each("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)])
 def test_join_averages_over_the_ranks_that_still_have_data(steps):
     def body(world):
         model = net(nn.BatchNorm1d(8))
@@ -150,7 +151,7 @@ class Keeping:
         raise AssertionError(state)
 
 
-@pytest.mark.parametrize("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
+@for_each("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
 def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(given):
     def body(world):
         model = net()
@@ -217,7 +218,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@for_each("name", COLLECTIVES)
 def test_collectives_are_refused_inside_join(name):
     def body(world):
         model = net(nn.BatchNorm1d(8))

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from cases import for_each
 from gossip_models import batch, local_step, model_of, optimizer_of, params, same
 from torch import nn
 
@@ -83,8 +84,8 @@ def write_one_value(model):
 WRITES = [clamp, clamp_data, from_vector, replace_data, descend_by_hand, write_in_inference_mode, write_one_value]
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+@for_each("write", WRITES)
+@for_each("algorithm", GOSSIPING)
 def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(algorithm, write):
     def body(world):
         loop = Loop(world, algorithm).run(3)
@@ -99,8 +100,8 @@ def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(algo
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("algorithm", RELYING, ids=str)
+@for_each("write", WRITES)
+@for_each("algorithm", RELYING)
 def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_on_them(algorithm, write):
     def body(world):
         loop = Loop(world, algorithm, bucket_cap_mb=1e-4).run(5)
@@ -113,7 +114,7 @@ def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(4, 2)], ids=str)
+@for_each("algorithm", [Gossip(), LocalSGD(4, 2)])
 def test_one_value_of_a_large_parameter_cannot_be_written_while_it_is_under_way(algorithm):
     def body(world):
         model = nn.Linear(100, 100)
@@ -131,8 +132,8 @@ def test_one_value_of_a_large_parameter_cannot_be_written_while_it_is_under_way(
         run_ranks(2, body)
 
 
-@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
-@pytest.mark.parametrize("part", ["", "2"])
+@for_each("algorithm", GOSSIPING)
+@for_each("part", ["", "2"])
 def test_a_model_that_loads_a_state_uses_it_as_it_is(algorithm, part):
     def body(world):
         loop = Loop(world, algorithm).run(3)
@@ -148,7 +149,7 @@ def test_a_model_that_loads_a_state_uses_it_as_it_is(algorithm, part):
     assert run_ranks(2, body) == [8, 8]
 
 
-@pytest.mark.parametrize("algorithm", RELYING, ids=str)
+@for_each("algorithm", RELYING)
 def test_a_loaded_model_goes_on_after_its_replica_has_begun_anew(algorithm):
     def body(world):
         loop = Loop(world, algorithm).run(6)
@@ -160,7 +161,7 @@ def test_a_loaded_model_goes_on_after_its_replica_has_begun_anew(algorithm):
     assert same(*run_ranks(2, body))
 
 
-@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+@for_each("algorithm", GOSSIPING)
 def test_weights_may_be_clamped_after_drain(algorithm):
     def body(world):
         loop = Loop(world, algorithm)
@@ -226,15 +227,13 @@ def swapped(algorithm, swap, *, drained):
     return run_ranks(2, body)
 
 
-@pytest.mark.parametrize("swap", [by_copy, by_data, by_state])
-@pytest.mark.parametrize(
-    ("algorithm", "drained"), [(Gossip(), True), (LocalSGD(4, 2), True), (RELYING[-1], False)], ids=str
-)
+@for_each("swap", [by_copy, by_data, by_state])
+@for_each(("algorithm", "drained"), [(Gossip(), True), (LocalSGD(4, 2), True), (RELYING[-1], False)])
 def test_an_average_of_the_weights_may_be_swapped_in_and_out(algorithm, swap, drained):
     assert same(*swapped(algorithm, swap, drained=drained))
 
 
-@pytest.mark.parametrize("swap", [by_copy, by_data])
+@for_each("swap", [by_copy, by_data])
 def test_an_average_that_is_swapped_in_while_weights_are_under_way_is_refused(swap):
     with pytest.raises(UsageError, match=r"call replica\.drain\(\) before you write weights"):
         swapped(Gossip(), swap, drained=False)
@@ -250,7 +249,7 @@ def test_what_is_under_way_ends_before_the_first_rank_overwrites_all():
     assert run_ranks(2, body) == [True, True]
 
 
-@pytest.mark.parametrize("algorithm", [*GOSSIPING, RELYING[0]], ids=str)
+@for_each("algorithm", [*GOSSIPING, RELYING[0]])
 def test_weights_are_an_optimizers_own_within_its_step(algorithm):
     """It may call a closure in between, as LBFGS does."""
 
@@ -272,7 +271,7 @@ def test_weights_are_an_optimizers_own_within_its_step(algorithm):
     assert run_ranks(2, body) == [75, 75]
 
 
-@pytest.mark.parametrize("algorithm", GOSSIPING, ids=str)
+@for_each("algorithm", GOSSIPING)
 def test_without_optimizers_weights_are_updated_by_hand(algorithm):
     def body(world):
         model = model_of()
@@ -304,7 +303,7 @@ def watched(tensor):
     return watch
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@for_each("name", LAYOUTS)
 def test_a_write_behind_autograds_back_is_seen_in_any_layout(name):
     tensor = LAYOUTS[name].clone()
     watch = watched(tensor)

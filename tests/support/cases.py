@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One test for all cases of a rule. It runs each case, and its failure names those that failed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import wraps
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+
+__all__ = ["for_each", "taking_turns"]
+
+FAILURES = (Exception, pytest.fail.Exception)
+Test = Callable[..., None]
+
+
+def for_each(
+    names: str | tuple[str, ...], cases: Iterable[Any], ids: Iterable[str] | None = None
+) -> Callable[..., Any]:
+    """Run a test with each of `cases`, as `pytest.mark.parametrize` does, in one item.
+
+    `ids` name the cases in the message of a failure; without them, their values do.
+    """
+    chosen = [*cases]
+    rows = [dict(zip(names, case, strict=True)) if isinstance(names, tuple) else {names: case} for case in chosen]
+    said = [*map(_named, rows)] if ids is None else [*ids]
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def all_cases(**fixtures: Any) -> None:
+            errors = [
+                error
+                for name, row in zip(said, rows, strict=True)
+                if (error := _failure(test, name, fixtures | row)) is not None
+            ]
+            if errors:
+                named = "\n".join(error.__notes__[-1] for error in errors)
+                raise BaseExceptionGroup(f"{len(errors)} of {len(rows)} cases failed:\n{named}", errors)
+
+        given = inspect.signature(test)
+        left = [param for param in given.parameters.values() if param.name not in rows[0]]
+        all_cases.__signature__ = given.replace(parameters=left)  # type: ignore[attr-defined]  # for pytest's fixtures
+        return all_cases
+
+    return decorate
+
+
+def _failure(test: Test, name: str, values: dict[str, Any]) -> BaseException | None:
+    try:
+        test(**values)
+    except FAILURES as error:
+        error.add_note(f"case {name}: {error!r:.300}")
+        return error
+    return None
+
+
+def _named(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={getattr(value, '__name__', value)!s:.80}" for name, value in row.items())
+
+
+def taking_turns(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return rows of one value of each option, as many as the longest has; shorter ones begin again."""
+    lists = [[*option] for option in options]
+    most = max(map(len, lists))
+    return [*zip(*(islice(cycle(values), most) for values in lists), strict=True)]
