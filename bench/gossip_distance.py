@@ -7,6 +7,8 @@ schedules. Late messages with too large a weight oscillate, or grow without end.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +22,7 @@ CASES = ((0, 0.5), (1, 0.5), (1, 0.375), (1, 0.25), (1, 0.125), (2, 0.375), (2, 
 STEPS, MEASURED, NOISE = 600, 200, 0.01
 
 
+@cache
 def sources(step: int, ranks: int) -> NDArray[np.int64]:
     """Return, for each rank, the rank it receives from."""
     source = np.arange(ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, taking_turns
 from small_models import backward, data, net, seeded, sgd
 from torch import nn
 from torch.nn.utils import prune
@@ -96,8 +96,7 @@ NORMS = {
 }
 
 
-@ways
-@for_each("norm", NORMS.values(), ids=NORMS)
+@for_each(("algorithm", "norm"), taking_turns(WAYS.values(), NORMS.values()))
 def test_running_means_and_variances_become_the_mean_of_all_ranks(algorithm, norm):
     def body(world):
         layer, beside = norm(), nn.Identity()
@@ -118,8 +117,7 @@ NORMED = {
 }
 
 
-@for_each("inner", [commrt.Torus2D(), commrt.Gossip()])
-@for_each("layer", NORMED.values(), ids=NORMED)
+@for_each(("inner", "layer"), taking_turns([commrt.Torus2D(), commrt.Gossip()], NORMED.values()))
 def test_a_spectral_norm_is_one_in_eval_mode_after_ranks_that_trained_apart_became_equal(layer, inner):
     def body(world):
         model, replica = trained(world, commrt.LocalSGD(period=50, inner=inner), seeded(layer), steps=40)

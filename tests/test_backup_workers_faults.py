@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
-AT, STEPS = 4, 40
+AT, STEPS = 4, 16
 pytestmark = pytest.mark.processes
 
 
@@ -99,8 +99,7 @@ def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["sum", "consolidate", "equal"])
-@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "busy"])
+@pytest.mark.parametrize(("what", "is_stopped"), [("sum", True), ("consolidate", False), ("equal", True)])
 def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_others_complete_it(what, is_stopped):
     ends = run_processes(4, missing_a_call, 2, 2.0, what, is_stopped)
     assert [end.error for end in survivors(ends, {2})] == [None] * 3
@@ -151,8 +150,11 @@ def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_
         assert "not all 3 ranks connected" in ends[1].error
 
 
-@pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
-@pytest.mark.parametrize("when", [(BoundProgram, "run"), (Barrier, "vote")], ids=["it knows that", "all know how"])
+@pytest.mark.parametrize(
+    ("algorithm", "when"),
+    [(commrt.BackupWorkers(1), (BoundProgram, "run")), (commrt.Gossip(), (Barrier, "vote"))],
+    ids=["it knows that", "all know how"],
+)
 def test_a_death_as_ranks_disagree_leaves_the_others_disagreeing_and_the_world_going_on(algorithm, when):
     for end in survivors(run_processes(4, dying_in_a_disagreement, algorithm, 2, when, limit_s=60), {2}):
         assert end.error is None

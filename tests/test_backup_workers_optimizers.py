@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, taking_turns
 from late_ranks import Progress, weights
 from torch import nn
 
@@ -89,6 +89,7 @@ LOOPS = [
     one_that_a_scaler_skips_at_times,
     none_in_the_last_pass,
 ]
+ZEROED = ["first", "after forward", "last"]
 
 
 def optimizers_of(parts):
@@ -141,8 +142,7 @@ def check(ends, wanted):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
 
 
-@for_each("zero", ["first", "after forward", "last"])
-@for_each("loop", LOOPS)
+@for_each(("loop", "zero"), [*taking_turns(LOOPS, ZEROED), (turns, "after forward"), (turns, "last")])
 def test_a_late_rank_gets_the_others_weights_whichever_optimizers_step(loop, zero):
     check(trained_with_a_late_rank(loop, zero), trained_alone(loop, zero))
 

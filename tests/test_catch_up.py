@@ -85,15 +85,14 @@ def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
     assert Loop(3, late_by=3).run(body)[1:] == [20, 20]
 
 
-@for_each("collective_first", [False, True])
-@for_each("ranks", [3, 4])
+@for_each(("ranks", "collective_first"), [(3, False), (4, True)])
 def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_collective(ranks, collective_first):
     def body(world):
         model, rng = deepcopy(MODEL), Random(world.rank)
         optimizer = sgd(model)
         scheduler, average = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), AveragedModel(model)
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler, average])
-        for _ in range(25):
+        for _ in range(15):
             threading.Event().wait(rng.choice([0.002, 0.02]))  # computes for so long, so that others are late each time
             backward(model, world.rank, replica.step)
             optimizer.step()

@@ -55,8 +55,7 @@ def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, b
     assert Counter(number for numbers in shards for number in numbers) == Counter(range(ranks * count))
 
 
-@for_each("ranks", [1, 2, 3, 5])
-@for_each(("count", "batch_size"), [(6, 2), (7, 3), (4, 9)])
+@for_each(("ranks", "count", "batch_size"), [(1, 6, 2), (2, 7, 3), (3, 4, 9), (5, 6, 2), (5, 7, 3)])
 def test_after_as_many_passes_as_ranks_each_has_seen_every_sample_once(ranks, count, batch_size):
     def body(world):
         ring = ring_of(world, count, batch_size)

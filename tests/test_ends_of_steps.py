@@ -6,10 +6,11 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, taking_turns
 from gossip_models import batch, model_of, params, same
 from torch import nn
 
@@ -32,7 +33,7 @@ def backward(model, step, rank):
     model(batch(step, rank)).square().mean().backward()
 
 
-def trained(ranks, algorithm, prepare):
+def trained(ranks, algorithm, prepare, passes=PASSES):
     """Train; `prepare(model)` returns the optimizers to give, what to do after `attach`, and a rank's update."""
 
     def body(world):
@@ -40,11 +41,11 @@ def trained(ranks, algorithm, prepare):
         given, after, update = prepare(model)
         replica = commrt.attach(model, given, algorithm, world=world)
         after()
-        for step in range(PASSES):
+        for step in range(passes):
             backward(model, step, world.rank)
             update(step)
             model.zero_grad()
-        assert replica.step >= PASSES - 2  # the latest steps may not have ended
+        assert replica.step >= passes - 2  # the latest steps may not have ended
         replica.drain()
         return replica.step, replica.stats().nbytes_sent > 0, replica.disagreement() < 1e-3
 
@@ -67,8 +68,7 @@ def late(step):
     return step >= 12
 
 
-@for_each("when", [never, rarely, late])
-@for_each("algorithm", AFTER_STEPS)
+@for_each(("algorithm", "when"), taking_turns(2 * AFTER_STEPS, [never, rarely, late, late, never, rarely]))
 def test_an_optimizer_that_steps_rarely_holds_no_exchange_back(algorithm, when):
     def prepare(model):
         first, second = sgd(model[0]), sgd(model[2:])
@@ -222,15 +222,14 @@ STRANGERS = [
 ]
 
 
-@for_each(("prepare", "message"), STRANGERS)
-@for_each("algorithm", [*WAYS, BackupWorkers(backups=0)])
-def test_a_step_of_what_is_not_exchanged_is_refused(algorithm, prepare, message):
+@for_each(("stranger", "algorithm"), taking_turns(2 * STRANGERS, [*WAYS, BackupWorkers(backups=0)]))
+def test_a_step_of_what_is_not_exchanged_is_refused(stranger, algorithm):
+    prepare, message = stranger
     with pytest.raises(UsageError, match=message):
         trained(2, algorithm, prepare)
 
 
-@for_each("prepare", [thawed_for_another, given_a_new_head])
-@for_each("algorithm", [Gossip(), Torus2D()])
+@for_each(("algorithm", "prepare"), [(Gossip(), thawed_for_another), (Torus2D(), given_a_new_head)])
 def test_without_optimizers_only_steps_of_what_was_not_attached_are_refused(algorithm, prepare):
     with pytest.raises(UsageError, match="which was frozen, absent"):
         trained(2, algorithm, lambda model: (None, *prepare(model)[1:]))
@@ -307,12 +306,12 @@ class Sharpness(torch.optim.Optimizer):
         self.move_back()
 
 
-def sharpened(algorithm, *, give_inner, in_two_calls=True, first_is_synchronous=False, ranks=2):
+def sharpened(algorithm, *, give_inner, in_two_calls=True, first_is_synchronous=False, passes=PASSES):
     def body(world):
         model = model_of()
         outer = Sharpness(model)
         replica = commrt.attach(model, outer.base_optimizer if give_inner else outer, algorithm, world=world)
-        for step in range(PASSES):
+        for step in range(passes):
             with nullcontext() if first_is_synchronous else replica.no_sync():
                 backward(model, step, world.rank)
             if in_two_calls:
@@ -326,13 +325,13 @@ def sharpened(algorithm, *, give_inner, in_two_calls=True, first_is_synchronous=
         replica.drain()
         return replica.step, replica.disagreement() < 1e-3
 
-    return run_ranks(ranks, body)
+    return run_ranks(2, body)
 
 
-@for_each("algorithm", WAYS)
-@for_each(("give_inner", "in_two_calls"), [(True, True), (False, False), (True, False)])
-def test_an_optimizer_that_wraps_another_may_be_given_where_its_step_is_called(algorithm, give_inner, in_two_calls):
-    assert sharpened(algorithm, give_inner=give_inner, in_two_calls=in_two_calls) == [(PASSES, True)] * 2
+@for_each(("algorithm", "how"), product(WAYS, [(True, True), (False, False), (True, False)]))
+def test_an_optimizer_that_wraps_another_may_be_given_where_its_step_is_called(algorithm, how):
+    give_inner, in_two_calls = how
+    assert sharpened(algorithm, give_inner=give_inner, in_two_calls=in_two_calls, passes=8) == [(8, True)] * 2
 
 
 @for_each("algorithm", WAYS)
@@ -365,7 +364,7 @@ def test_an_optimizer_without_hooks_is_refused_and_may_pass_steps_on(algorithm):
         inner = sgd(model)
         return inner, nothing, lambda _: Unhooked(inner).step()
 
-    assert trained(2, algorithm, prepare) == [(PASSES, True, True)] * 2
+    assert trained(2, algorithm, prepare, passes=8) == [(8, True, True)] * 2
 
 
 class Several(torch.optim.Optimizer):
@@ -380,15 +379,14 @@ class Several(torch.optim.Optimizer):
             each.step(closure)
 
 
-@for_each("algorithm", WAYS)
-@for_each("give_inner", [True, False])
+@for_each(("algorithm", "give_inner"), product(WAYS, [True, False]))
 def test_an_optimizer_may_pass_its_steps_on_to_several(algorithm, give_inner):
     def prepare(model):
         inner = [sgd(model)]
         outer = Several(inner)
         return inner if give_inner else outer, nothing, lambda _: outer.step()
 
-    assert trained(2, algorithm, prepare) == [(PASSES, True, True)] * 2
+    assert trained(2, algorithm, prepare, passes=8) == [(8, True, True)] * 2
 
 
 def test_a_step_that_an_error_ended_is_not_under_way_after_the_next_one():

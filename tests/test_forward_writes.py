@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, taking_turns
 from small_models import seeded, sgd
 from torch import nn
 from torch.ao.quantization import MovingAverageMinMaxObserver
@@ -61,8 +61,11 @@ TABLES = {
 }
 
 
-@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)])
-@for_each("make", TABLES.values(), ids=TABLES)
+@for_each(
+    ("make", "algorithm"),
+    taking_turns(TABLES.values(), [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)]),
+    ids=TABLES,
+)
 def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(make, algorithm):
     def body(world):
         net = make()

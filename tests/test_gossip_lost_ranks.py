@@ -69,11 +69,10 @@ def sources(algorithm, step, members, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
 @given(data=st.data())
-@settings(max_examples=12)
-def test_the_remaining_ranks_gossip_among_themselves(staleness, data):
-    ranks = data.draw(st.integers(2, 7), "ranks")
+@settings(max_examples=16)
+def test_the_remaining_ranks_gossip_among_themselves(data):
+    staleness, ranks = data.draw(st.integers(0, 1), "staleness"), data.draw(st.integers(2, 7), "ranks")
     gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1), "gone")
     ends = {rank: data.draw(st.integers(0, STEPS - 1), f"end of {rank}") for rank in sorted(gone)}
     algorithm = Gossip(staleness=staleness)
@@ -182,18 +181,17 @@ def test_the_only_rank_that_still_had_data_may_be_lost():
     assert [lost for _, lost in seen] == [[1], [1]]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
 @given(data=st.data())
 @settings(max_examples=8)
-def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(staleness, data):
-    ranks, kept = data.draw(st.integers(3, 6), "ranks"), 8
+def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(data):
+    staleness, ranks, kept = data.draw(st.integers(0, 1), "staleness"), data.draw(st.integers(3, 6), "ranks"), 8
     gone, last = data.draw(st.integers(0, ranks - 1), "gone"), data.draw(st.integers(0, 11), "last step")
 
     def body(world):
         replica, optimizer = attached(world, Gossip(staleness=staleness))
         ring = commrt.RingShuffle((torch.arange(kept) + kept * world.rank,), batch_size=2, world=world)
         steps = 0
-        for _ in range(6):
+        for _ in range(4):
             for step, _ in enumerate(ring):
                 if world.rank == gone and steps == last:
                     return None
@@ -367,7 +365,7 @@ def test_after_a_loss_only_gossip_of_weights_can_be_attached():
 # processes
 
 
-@pytest.fixture(params=["shared", "gloo", "both"])
+@pytest.fixture
 def transport(request, monkeypatch):
     if request.param == "both":
         monkeypatch.setattr(connection, "host_identity", lambda: f"host {int(os.environ['RANK']) // 2}")
@@ -395,21 +393,30 @@ def assert_they_went_on(outcomes, lost):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(
-    "victims",
-    [{3: 7}, {1: 9, 2: 9}, {1: 8, 3: 11}, {3: failing_ranks.STEPS - 1}],
-    ids=["one", "two at once", "one after the other", "in the last step"],
+    ("transport", "victims"),
+    [
+        pytest.param("shared", {3: 7}, id="one, shared"),
+        pytest.param("both", {1: 9, 2: 9}, id="two at once, both"),
+        pytest.param("gloo", {1: 8, 3: 11}, id="one after the other, gloo"),
+        pytest.param("shared", {3: failing_ranks.STEPS - 1}, id="in the last step, shared"),
+        pytest.param("gloo", {3: failing_ranks.STEPS - 1}, id="in the last step, gloo"),
+    ],
+    indirect=["transport"],
 )
-def test_killed_processes_are_named_and_the_others_finish_long_before_a_deadline(victims):
+def test_killed_processes_are_named_and_the_others_finish_long_before_a_deadline(transport, victims):
     outcomes = struck(victims)
     assert_they_went_on(outcomes, victims)
     assert max(outcome.seconds for outcome in outcomes) < PATIENT_S
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("transport")
-def test_a_process_killed_while_replicas_become_equal_is_left_out():
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("shared", marks=pytest.mark.slow), pytest.param("gloo", marks=pytest.mark.slow), "both"],
+    indirect=True,
+)
+def test_a_process_killed_while_replicas_become_equal_is_left_out(transport):
     assert_they_went_on(struck({2: "consolidating"}, pauses=[2]), {2: None})
 
 
@@ -436,6 +443,7 @@ def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
         assert outcome.seconds < PATIENT_S
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_death_costs_little_accuracy():
     steps = 240

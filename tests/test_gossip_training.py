@@ -9,7 +9,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, taking_turns
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -32,8 +32,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.testing.ranks import run_ranks
 
 
-@for_each("staleness", [0, 1])
-@for_each("ranks", [2, 3, 4, 5, 7])
+@for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (7, 1)])
 def test_training_gives_the_bits_of_the_simulation(ranks, staleness):
     algorithm = Gossip(staleness=staleness)
     found = run_ranks(ranks, lambda world: trained(world, algorithm)[0])
@@ -86,8 +85,7 @@ def apart(world, algorithm, wire, rounds=6):
     return before, (params(model), replica.disagreement())
 
 
-@for_each("wire", [None, torch.bfloat16, torch.float16])
-@for_each("staleness", [0, 1])
+@for_each(("wire", "staleness"), taking_turns([None, None, torch.bfloat16, torch.float16], [0, 1]))
 def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
     outcomes = run_ranks(4, lambda world: apart(world, Gossip(staleness=staleness), wire))
     before, after = ([torch.stack(parts).mean(0) for parts in zip(*bits, strict=True)] for bits in means(outcomes))

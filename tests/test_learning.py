@@ -63,7 +63,7 @@ SETTLED = {
 @for_each("ranks", SETTLED)
 def test_ranks_settle_as_far_apart_as_theory_says(ranks):
     for (late, weight), expected in zip(gossip_distance.CASES, SETTLED[ranks], strict=True):
-        found = gossip_distance.apart(ranks, late, weight, dimensions=200)
+        found = gossip_distance.apart(ranks, late, weight, dimensions=100)
         if expected is None:
             assert found > 0.03
         else:

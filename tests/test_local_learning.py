@@ -24,16 +24,23 @@ RULES = {
 }
 
 
-@for_each("case", local_learning.cases(), ids=[case.name for case in local_learning.cases()])
-def test_each_setting_trains_and_can_be_repeated(case):
-    first, again = (local_learning.trained(case, 0, steps=5, ranks=2) for _ in range(2))
+CASES = {case.name: case for case in local_learning.cases()}
+REPEATED = ["synchronous", "H 4, d 3 mix 0.5", "as mix 0.5, int4", "NoLoCo, H 16"]
+
+
+@for_each("case", CASES.values(), ids=CASES)
+def test_each_setting_trains(case):
+    assert local_learning.trained(case, 0, steps=2, ranks=2).loss < 2.5
+
+
+@for_each("name", REPEATED)
+def test_a_run_can_be_repeated(name):
+    first, again = (local_learning.trained(CASES[name], 0, steps=5, ranks=2) for _ in range(2))
     assert torch.equal(first.weights, again.weights)
-    assert first.loss < 2.5
 
 
 def test_settings_have_names_of_their_own():
-    names = [case.name for case in local_learning.cases()]
-    assert len(names) == len(set(names))
+    assert len(CASES) == len(local_learning.cases())
 
 
 @for_each("rule", RULES)

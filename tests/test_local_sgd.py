@@ -327,14 +327,14 @@ def test_settings_that_cannot_work_are_refused(make, message):
         make()
 
 
-@for_each(("rule", "momentum"), product(RULES, [0.3, 0.6, 0.9]))
+@for_each(("rule", "momentum"), product(RULES, [0.3, 0.9]))
 def test_where_averages_are_a_period_late_the_bound_of_a_rate_is_where_the_anchor_stops_coming_to_rest(rule, momentum):
     """Each period ends in the minimum, at 0; "correct" then adds to the anchor minus the weights that left."""
 
     def farthest(rate):
         outer = rule(rate, momentum)
         anchor, weights, velocity, sent = np.ones(1), np.ones(1), np.zeros(1), np.zeros(1)
-        for _ in range(2000):
+        for _ in range(3000):
             outer.step(anchor, sent, velocity, 1.0)
             weights = anchor - weights
             sent = anchor - weights

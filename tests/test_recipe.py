@@ -9,7 +9,7 @@ from math import sqrt
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, taking_turns
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -233,8 +233,7 @@ def test_label_smoothing_is_torchs_and_the_papers(smoothing):
     torch.testing.assert_close(cross_entropy(logits, digits, label_smoothing=smoothing), expected, rtol=1e-12, atol=0)
 
 
-@for_each("ranks", [2, 4, 8, 16])
-@for_each("name", ["ring", "torus2d", "halving_doubling"])
+@for_each(("ranks", "name"), taking_turns([2, 4, 8, 16], ["ring", "torus2d", "halving_doubling"]))
 def test_an_exchange_in_fp16_is_wrong_by_a_rounding_per_addition_and_does_not_overflow(name, ranks):
     """Divided by the ranks before it is cast: values of which the sum is beyond fp16 have a mean that is not."""
     torch.manual_seed(ranks)

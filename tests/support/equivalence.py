@@ -23,13 +23,10 @@ def algorithm_named(name):
     return Torus2D(both_ways=True) if name == BOTH_WAYS else by_name(name)
 
 
-FEW = 2
-"""Up to so many ranks every scenario runs with every algorithm; on more of them, "plain" alone does."""
-
-
 def algorithms_of(scenario, place, ranks):
-    """What a loop does has nothing to do with what an algorithm does, so pairs suffice where ranks share few cores."""
-    return EVERY if ranks <= FEW or scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
+    """What a loop does has nothing to do with what an algorithm does, so pairs suffice: each scenario meets another
+    algorithm with each number of ranks, and "plain" meets all of them."""
+    return EVERY if scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
 
 
 def settings_of(scenario, algorithm):

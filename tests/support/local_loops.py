@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop of local SGD on one rank, as tests of it train."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from gossip_models import local_step, model_of
+
+import commrt
+from commrt import Direct, Gossip, HeavyBall, Int4, LocalSGD, Mix, Nesterov, SlowMomentum
+
+PATIENT_S = 20.0
+
+
+ALGORITHMS = [
+    LocalSGD(3),
+    LocalSGD(3, 2),
+    LocalSGD(4, 4, outer=Nesterov(0.7, 0.6)),
+    LocalSGD(4, 1, Mix(0.5), SlowMomentum(), fragments=3),
+    LocalSGD(6, 3, fragments=3, wire=torch.bfloat16, warmup=2),
+    LocalSGD(4, 2, outer=HeavyBall(), fragments=2, inner=Direct(), wire=Int4()),
+    LocalSGD(3, 1, anchor="cpu", inner=commrt.Ring()),
+]
+
+
+GOSSIPING = commrt.noloco(3, inner=Gossip())
+
+
+class Loop:
+    """A rank's training loop."""
+
+    def __init__(self, world, algorithm, model=None, make=torch.optim.AdamW, **options):
+        self.world, self.model = world, model_of() if model is None else model
+        self.optimizer = make(self.model.parameters(), lr=0.05)
+        options = {"bucket_cap_mb": 1e-4, **options}
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, world=world, **options)
+        self.step = 0
+
+    def run(self, steps):
+        for _ in range(steps):
+            local_step(self.model, self.optimizer, self.step, self.world.rank)
+            self.step += 1
+        return self
+
+    def state(self):
+        return copy.deepcopy([part.state_dict() for part in (self.model, self.optimizer, self.replica)])
+
+    def load(self, states):
+        for part, state in zip((self.model, self.optimizer, self.replica), states, strict=True):
+            part.load_state_dict(state)
+        self.step = self.replica.step
+        return self
+
+    def agreed(self):
+        """Anchor and momentum, by name."""
+        parts = self.replica.state_dict()["fragments"]
+        return {
+            (kind, name): tensor
+            for part in parts
+            for kind in ("anchors", "velocities")
+            for name, tensor in part[kind].items()
+        }

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD in a user's loop: states that are saved, loaded and refused, and models that leave."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from cases import for_each
+from gossip_models import batch, model_of, params, same
+from local_loops import ALGORITHMS, GOSSIPING, Loop
+
+import commrt
+from commrt import LocalSGD, Nesterov
+from commrt.errors import DisagreementError, UsageError
+from commrt.testing.ranks import run_ranks
+
+
+@for_each("algorithm", [*ALGORITHMS[1:6], GOSSIPING])
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(algorithm):
+    def unbroken(world):
+        return params(Loop(world, algorithm).run(12).model)
+
+    def saving(world):
+        loop = Loop(world, algorithm)
+        states[world.rank] = [loop.run(1).state() for _ in range(12)]
+        return params(loop.model)
+
+    def resumed(world, step):
+        loop = Loop(world, algorithm, model_of(1)).load(states[world.rank][step - 1])
+        return params(loop.run(12 - step).model)
+
+    states = {}
+    expected = run_ranks(3, unbroken)
+    assert all(map(same, run_ranks(3, saving), expected))
+    for step in (4, 5, 8):
+        assert all(map(same, run_ranks(3, partial(resumed, step=step)), expected))
+
+
+@for_each(("steps", "algorithm", "is_refused"), [(5, (3, 3), True), (8, (3, 3), True), (3, (5, 1), False)])
+def test_period_and_delay_change_only_where_nothing_is_under_way(steps, algorithm, is_refused):
+    def body(world):
+        state = Loop(world, LocalSGD(4, 4)).run(steps).state()
+        loop = Loop(world, LocalSGD(*algorithm))
+        if not is_refused:
+            return loop.load(state).run(4).replica.step
+        with pytest.raises(UsageError, match=r"averages under way of period=4, delay=4.*period=3, delay=3"):
+            loop.load(state)
+        return None
+
+    assert run_ranks(2, body) == [None if is_refused else steps + 4] * 2
+
+
+def test_a_checkpoint_between_the_steps_of_two_optimizers_waits_for_both_again():
+    def body(world):
+        model, states = model_of(), []
+        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+        model(batch(0, world.rank)).square().sum().backward()
+        replica = commrt.attach(model, halves, LocalSGD(2), world=world)
+        replica.load_state_dict(replica.state_dict() | {"due": 1})
+        for half in halves:
+            half.step()
+            states.append(replica.step)
+        return states
+
+    assert run_ranks(2, body) == [[0, 1]] * 2
+
+
+def test_a_checkpoint_holds_what_is_under_way():
+    def body(world):
+        loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
+        return [part["flight"] is not None for part in loop.replica.state_dict()["fragments"]]
+
+    assert run_ranks(2, body) == [[True, False]] * 2
+
+
+def test_a_state_of_other_training_begins_anew_from_the_weights():
+    def body(world):
+        loop = Loop(world, commrt.Torus2D()).run(3)
+        other = Loop(world, LocalSGD(2, outer=Nesterov()), model_of(1))
+        other.load(loop.state())
+        anchors = [other.agreed()["anchors", name] for name, _ in other.model.named_parameters()]
+        return same(anchors, params(loop.model)), other.replica.step
+
+    assert run_ranks(2, body) == [(True, 3)] * 2
+
+
+def test_other_weights_are_taken_for_the_anchor_by_overwrite_with_first():
+    def body(world):
+        loop = Loop(world, LocalSGD(4, 2)).run(5)
+        loop.model.load_state_dict(model_of(2 + world.rank).state_dict())
+        loop.replica.overwrite_with_first()
+        anchors = [loop.agreed()["anchors", name] for name, _ in loop.model.named_parameters()]
+        assert same(anchors, params(model_of(2)))
+        return params(loop.run(9).model)
+
+    run_ranks(2, body)
+
+
+@for_each(
+    ("change", "message"),
+    [
+        (lambda state: {**state, "fragments": state["fragments"][:1]}, "1 fragments .* attached with 2"),
+        (lambda state: {**state, "step": -1}, "without a step number"),
+        (
+            lambda state: {**state, "fragments": [{**part, "anchors": {}} for part in state["fragments"]]},
+            "none as the anchor",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change, message):
+    def body(world):
+        loop = Loop(world, LocalSGD(4, 2, fragments=2)).run(5)
+        with pytest.raises(UsageError, match=message):
+            loop.replica.load_state_dict(change(loop.replica.state_dict()))
+        return loop.replica.step
+
+    assert run_ranks(2, body) == [5, 5]
+
+
+def test_ranks_that_load_other_anchors_are_told():
+    def body(world):
+        loop = Loop(world, LocalSGD(4)).run(5)
+        state = loop.replica.state_dict()
+        if world.rank:
+            state["fragments"][0]["anchors"]["0.bias"][0] += 1
+        with pytest.raises(DisagreementError, match="anchors"):
+            loop.replica.load_state_dict(state)
+        return True
+
+    assert run_ranks(2, body)
+
+
+def test_a_detached_model_trains_alone_and_can_be_attached_again():
+    def body(world):
+        loop = Loop(world, LocalSGD(3, 2)).run(4)
+        loop.replica.detach()
+        loop.run(3)
+        again = commrt.attach(loop.model, loop.optimizer, LocalSGD(2), world=world)
+        loop.run(4)
+        return again.step, params(loop.model)
+
+    found = run_ranks(2, body)
+    assert found[0][0] == 4
+    assert same(found[0][1], found[1][1])
