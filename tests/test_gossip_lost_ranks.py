@@ -88,15 +88,15 @@ def test_the_remaining_ranks_gossip_among_themselves(data):
             assert heard[step] == sources(algorithm, step, stay, rank)
 
 
-@for_each(
-    ("algorithm", "ranks"),
-    [
-        pytest.param(Gossip("hypercube"), 4, id="a hypercube that has lost its shape"),
-        pytest.param(Gossip(within=2), 6, id="rows of which one has a gap"),
-        pytest.param(Gossip(within=2), 2, id="one row"),
-        pytest.param(Gossip(rotate=False), 5, id="no rotation"),
-    ],
-)
+UNFIT = {
+    "a hypercube that has lost its shape": (Gossip("hypercube"), 4),
+    "rows of which one has a gap": (Gossip(within=2), 6),
+    "one row": (Gossip(within=2), 2),
+    "no rotation": (Gossip(rotate=False), 5),
+}
+
+
+@for_each(("algorithm", "ranks"), UNFIT.values(), ids=UNFIT)
 def test_dissemination_replaces_a_topology_that_does_not_fit_the_remaining_ranks(algorithm, ranks):
     outcomes = run_ranks(ranks, lambda world: finished(world, algorithm, {1: 3}), timeout_s=PATIENT_S)
     stay = [rank for rank in range(ranks) if rank != 1]
