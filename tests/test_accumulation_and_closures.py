@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, local_gradients, net, sgd
+from small_models import backward, local_gradients, net, trainee
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
@@ -17,9 +17,7 @@ from commrt.testing.ranks import run_ranks
 
 def test_step_refuses_gradients_that_no_sync_held_back():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         with replica.no_sync():
             backward(model, world.rank)
         with pytest.raises(UsageError, match="never averaged: the last backward pass"):
@@ -33,9 +31,7 @@ def test_step_refuses_gradients_that_no_sync_held_back():
 
 def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         for step in range(6):
             with nullcontext() if step % 2 else replica.no_sync():
                 replica.average() if world.rank == 1 and step in (2, 5) else backward(model, world.rank, step)
@@ -49,9 +45,7 @@ def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync():
 
 def test_a_closure_that_only_accumulates_is_noticed():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
 
         def closure():
             with replica.no_sync():
@@ -66,9 +60,7 @@ def test_a_closure_that_only_accumulates_is_noticed():
 
 def test_no_closure_may_be_said_as_none():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         for how in (optimizer.step, lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
             for param in model.parameters():
                 param.grad = torch.full_like(param, world.rank)
@@ -81,9 +73,7 @@ def test_no_closure_may_be_said_as_none():
 @for_each("by_name", [False, True], ids=["by place", "by name"])
 def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_before_the_step(by_name):
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         backward(model, world.rank)
         optimizer.step()
         before = [param.clone() for param in model.parameters()]
@@ -103,9 +93,7 @@ def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_befor
 
 def test_a_closure_may_hold_the_last_pass_of_an_accumulation():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         with replica.no_sync():
             backward(model, world.rank, 0)
         optimizer.step(lambda: backward(model, world.rank, 1))
@@ -116,9 +104,7 @@ def test_a_closure_may_hold_the_last_pass_of_an_accumulation():
 
 def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         backward(model, world.rank)
         assert optimizer.step(lambda: 7) == 7
         optimizer.zero_grad()
@@ -130,9 +116,7 @@ def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
 
 def test_a_rank_whose_closure_leaves_the_batch_out_alone_is_told_on_every_rank():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
+        model, optimizer, _ = trainee(world)
         with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
             optimizer.step(lambda: None if world.rank == 1 else backward(model, world.rank))
 
@@ -160,9 +144,7 @@ def test_a_closure_that_is_not_called_does_not_hide_gradients_that_were_held_bac
 
 def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         with replica.no_sync():
             backward(model, world.rank)
         optimizer.zero_grad()
@@ -175,9 +157,7 @@ def test_gradients_that_were_held_back_and_then_dropped_are_forgotten():
 @for_each("to_none", [True, False], ids=["to none", "to zeros"])
 def test_averages_that_were_zeroed_unused_do_not_count_as_this_steps(to_none):
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
+        model, optimizer, _ = trainee(world)
         for _ in range(2):
             backward(model, world.rank)
             optimizer.step()

@@ -7,7 +7,7 @@ from copy import deepcopy
 from time import monotonic
 
 import pytest
-from late_ranks import AT, MODEL, Loop, all_are_equal, at, backward, sgd, to_the_late_step, weights
+from late_ranks import AT, Loop, all_are_equal, at, backward, to_the_late_step, trainee, weights
 
 import commrt
 from commrt.errors import UsageError
@@ -16,9 +16,7 @@ from commrt.testing.ranks import run_ranks
 
 def test_training_resumes_from_a_checkpoint_with_its_step_numbers():
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
 
         def train(steps):
             while at(replica) < steps:
@@ -45,9 +43,7 @@ def test_training_resumes_from_a_checkpoint_with_its_step_numbers():
 
 def test_a_collective_sends_weights_that_are_clamped_after_every_step():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
 
         def step():
             backward(model, world.rank, replica.step)
@@ -67,9 +63,7 @@ def test_a_collective_sends_weights_that_are_clamped_after_every_step():
 
 def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         first = deepcopy((model.state_dict(), optimizer.state_dict(), replica.state_dict()))
         step = to_the_late_step(loop, world, replica, optimizer)
         if world.rank == 0:  # a batch more than the others: nobody uses it
@@ -89,9 +83,7 @@ def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
 
 def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         while at(replica) < AT:
             backward(model, world.rank, replica.step)
             optimizer.step()
@@ -114,9 +106,7 @@ def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update():
 
 def test_a_step_with_gradients_from_before_consolidate_is_refused():
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(0))
         backward(model, world.rank, 0)
         replica.consolidate()
         with pytest.raises(UsageError, match="with gradients from before consolidate"):

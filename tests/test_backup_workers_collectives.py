@@ -23,6 +23,7 @@ from late_ranks import (
     batch,
     sgd,
     to_the_late_step,
+    trainee,
     weights,
 )
 
@@ -72,9 +73,7 @@ def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
 @for_each("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)])
 def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
         for _ in range(batches[world.rank]):
             backward(model, world.rank, replica.step)
             optimizer.step()
@@ -91,9 +90,7 @@ def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
 
 def test_a_second_epoch_after_a_collective_needs_no_special_call():
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
         for epoch in range(3):
             for _ in range(4 + (world.rank + epoch) % 3):
                 backward(model, world.rank, replica.step)
@@ -111,9 +108,7 @@ def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_colle
     progress, all_are_dropped = Progress(), threading.Event()
 
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
         if world.rank == LATE:
             progress.wait_for(1)
         for _ in range(20 if world.rank == LATE else 1):
@@ -135,9 +130,7 @@ def test_a_late_rank_reaches_the_collective_in_which_others_wait_at_any_timeout(
     progress = Progress()
 
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
         if world.rank == LATE:
             progress.wait_for(2)
         for _ in range(2):  # the late rank's second batch is of a step that nobody else comes to
@@ -156,9 +149,7 @@ class OnPurposeError(Exception):
 
 def left_to_die(world, algorithm, dying, gone, steps, saved):
     """Trains; a rank dies at the first step of its own that is not before `dying[rank]`, and nobody is further then."""
-    model = deepcopy(MODEL)
-    optimizer = sgd(model)
-    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    model, optimizer, replica = trainee(world, algorithm)
     replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
     while at(replica) < steps:
         if replica.step >= dying.get(world.rank, steps):
@@ -242,9 +233,7 @@ def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
 
 def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         step = to_the_late_step(loop, world, replica, optimizer)
         kept = deepcopy(model.state_dict())
         for param in model.parameters():

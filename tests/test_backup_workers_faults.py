@@ -35,16 +35,16 @@ def survivors(ends, dead):
     return [end for rank, end in enumerate(ends) if rank not in dead]
 
 
-PLACES = [
-    ("slow", "backward"),
-    ("stop", "backward"),
-    ("stop", "reducing"),
-    ("kill", "backward"),
-    ("kill", "counted"),
-    ("kill", "reducing"),
-    ("kill", "through"),
+CASES = [
+    ("slow", "backward", "torus"),
+    ("stop", "backward", "torus"),
+    ("stop", "reducing", "ring"),
+    ("kill", "backward", "torus"),
+    ("kill", "counted", "ring"),
+    ("kill", "reducing", "torus"),
+    ("kill", "reducing", "ring"),
+    ("kill", "through", "torus"),
 ]
-CASES = [*((*place, "torus") for place in PLACES), ("kill", "counted", "ring"), ("kill", "reducing", "ring")]
 """All of them with both: ``python bench/fault_cost.py --pairs``."""
 
 

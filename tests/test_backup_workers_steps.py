@@ -11,7 +11,7 @@ import torch
 from cases import for_each, taking_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_ranks import AT, LATE, MODEL, NORMED, Loop, Progress, at, backward, batch, check, sgd, trained
+from late_ranks import AT, LATE, MODEL, NORMED, Loop, Progress, at, backward, batch, check, sgd, trained, trainee
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
@@ -65,9 +65,7 @@ def test_without_backups_the_result_is_that_of_plain_averaging_bit_for_bit(ranks
 
 def test_a_late_gradient_is_zeroed_its_step_changes_nothing_and_the_report_says_so():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         seen = None
         while at(replica) < loop.steps:
             loop.wait(world, replica)
@@ -163,9 +161,7 @@ def test_a_rank_that_missed_more_steps_than_the_store_keeps_catches_up(monkeypat
 
 def test_gradients_that_were_accumulated_are_dropped_or_counted_together():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         counts = {}
         while (version := at(replica)) < loop.steps:
             optimizer.zero_grad()
@@ -185,16 +181,11 @@ def test_gradients_that_were_accumulated_are_dropped_or_counted_together():
 
 def test_a_batch_that_was_dropped_is_given_out_again_until_it_counts():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        _, optimizer, replica = trainee(world, loop.algorithm)
         counted, given_out = [], []
         for number in commrt.reissued(range(6), replica):
             given_out.append(number)
-            loop.wait(world, replica)
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-            loop.progress.tell(replica._backup_step.version)
+            loop.step(world, replica, optimizer)
             if replica.last.counted:
                 counted.append(number)
         return counted, given_out, replica.last.ended
@@ -220,9 +211,7 @@ def test_batches_of_one_accumulation_are_given_out_again_together():
 
 def test_one_rank_alone_is_legal():
     with commrt.init() as world:
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
         backward(model, 0, 0)
         optimizer.step()
         assert replica.step == 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, data, gradients, local_gradients, net, sgd, zero
+from small_models import backward, data, gradients, local_gradients, net, trainee, zero
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,9 +18,7 @@ from commrt.testing.ranks import run_ranks
 
 def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_clipped():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         for step in range(4):
             optimizer.zero_grad()
             if (world.rank, step) in [(0, 1), (2, 1), (1, 3)]:
@@ -36,9 +34,7 @@ def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_cl
 
 def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
+        model, optimizer, _ = trainee(world)
         before = model[0].weight.clone()
         with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
             optimizer.step() if world.rank == 1 else backward(model, world.rank)
@@ -49,9 +45,7 @@ def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_
 
 def test_a_scaler_skips_the_step_on_all_ranks_or_none():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(4):
             optimizer.zero_grad()
@@ -70,9 +64,7 @@ def test_a_scaler_skips_the_step_on_all_ranks_or_none():
 @for_each("bucket", [0, 1])
 def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_after(bucket):
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-4)
+        model, optimizer, _ = trainee(world, bucket_cap_mb=1e-4)
         for step in range(2):
             backward(model, world.rank, step)
             optimizer.step()
@@ -89,8 +81,7 @@ def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_afte
 
 def test_an_interrupted_backward_pass_is_not_continued_silently():
     def body(world):
-        model = net()
-        commrt.attach(model, sgd(model), world=world, bucket_cap_mb=1e-9)
+        model, _, _ = trainee(world, bucket_cap_mb=1e-9)
 
         def interrupt(_):
             raise KeyError("of the user's own")
@@ -109,9 +100,7 @@ def test_an_interrupted_backward_pass_is_not_continued_silently():
 
 def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
         optimizer.zero_grad()
         backward(model, 0) if world.rank == 0 else replica.average()
@@ -123,8 +112,7 @@ def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped():
 
 def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
     def body(world):
-        model = net()
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world)
         handle = model[0].weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backward(model, 0)
@@ -171,9 +159,7 @@ def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us():
 
 def test_a_step_after_an_interrupted_backward_pass_is_refused():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-9)
+        model, optimizer, _ = trainee(world, bucket_cap_mb=1e-9)
         model[0].weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backward(model, world.rank)
@@ -186,9 +172,7 @@ def test_a_step_after_an_interrupted_backward_pass_is_refused():
 
 def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
+        model, optimizer, _ = trainee(world)
         backward(model, world.rank)
         optimizer.step()
         if world.rank == 0:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, data, gradients, net, seeded, sgd
+from small_models import backward, data, gradients, net, seeded, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -18,9 +18,7 @@ from commrt.testing.ranks import run_ranks
 
 def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_works():
     def body(world):
-        model = net(nn.BatchNorm1d(8))
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
         x, y = data(world.rank)
         loss = cross_entropy(model(x), y)
         loss.backward(retain_graph=True)
@@ -95,8 +93,7 @@ def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back():
 
 def test_buffers_can_be_left_alone_and_made_equal_on_request():
     def body(world):
-        model = net(nn.BatchNorm1d(8))
-        replica = commrt.attach(model, sgd(model), world=world, broadcast_buffers=False)
+        model, _, replica = trainee(world, nn.BatchNorm1d(8), broadcast_buffers=False)
         backward(model, world.rank)
         before = replica.replicas_equal()
         replica.sync_buffers()
@@ -107,8 +104,7 @@ def test_buffers_can_be_left_alone_and_made_equal_on_request():
 
 def test_activation_checkpointing_works_without_reentrance_and_is_refused_with_it():
     def body(world):
-        model = net()
-        commrt.attach(model, sgd(model), world=world)
+        model, _, _ = trainee(world)
         x, y = data(world.rank)
         cross_entropy(model[2](checkpoint(model[:2], x, use_reentrant=False)), y).backward()
         averaged = gradients(model)
@@ -122,8 +118,7 @@ def test_activation_checkpointing_works_without_reentrance_and_is_refused_with_i
 
 def test_a_buffer_that_changed_its_dtype_is_refused():
     def body(world):
-        model = net(nn.BatchNorm1d(8))
-        commrt.attach(model, sgd(model), world=world)
+        model, _, _ = trainee(world, nn.BatchNorm1d(8))
         model[2].num_batches_tracked = model[2].num_batches_tracked.int()
         with pytest.raises(UsageError, match=r"have changed since attach\(\), now .*num_batches_tracked torch\.int32"):
             model(data(world.rank)[0]).sum().backward()

@@ -24,6 +24,7 @@ from late_ranks import (
     batch,
     sgd,
     to_the_late_step,
+    trainee,
     weights,
 )
 from torch import nn
@@ -111,9 +112,7 @@ def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_coll
 
 def test_a_forward_pass_between_backward_and_step_sends_no_weights_of_another_version():
     def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
         backward(model, world.rank, 0)
         with torch.no_grad():
             model(batch(world.rank, 0))
@@ -149,9 +148,7 @@ def test_a_scheduler_that_was_not_named_in_also_is_an_error():
 
 def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank():
     def body(loop, world):
-        model = deepcopy(NORMED)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, broadcast_buffers=False)
+        model, optimizer, replica = trainee(world, loop.algorithm, of=NORMED, broadcast_buffers=False)
         loop.train(world, replica, optimizer)
         return int(model[1].num_batches_tracked)
 
@@ -160,14 +157,9 @@ def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank():
 
 def test_weights_swapped_in_for_evaluation_are_not_sent():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         while at(replica) < loop.steps:
-            loop.wait(world, replica)
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-            loop.progress.tell(replica._backup_step.version)
+            loop.step(world, replica, optimizer)
             kept = deepcopy(model.state_dict())
             with torch.no_grad():
                 for param in model.parameters():
@@ -247,9 +239,7 @@ def test_weights_that_a_forward_pass_changes_are_sent_and_consolidated():
 
 def test_weights_changed_between_two_passes_of_a_step_are_not_sent():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         while at(replica) < loop.steps:
             if world.rank == LATE and replica.step == 0:  # later another may be late too, and find no whole weights
                 loop.progress.wait_for(1)
@@ -309,16 +299,11 @@ def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_onc
 
 def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
     def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        model, optimizer, replica = trainee(world, loop.algorithm)
         while at(replica) < loop.steps:
             if replica.step >= AT - 1:
                 model[0].requires_grad_(requires_grad=False)
-            loop.wait(world, replica)
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-            loop.progress.tell(replica._backup_step.version)
+            loop.step(world, replica, optimizer)
         replica.consolidate()
         return weights(model)
 

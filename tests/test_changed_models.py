@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, data, gradients, net, sgd, zero
+from small_models import backward, data, gradients, net, sgd, trainee, zero
 from torch import nn
 from torch.nn.functional import embedding
 
@@ -51,8 +51,7 @@ def test_a_sparse_gradient_is_refused_by_name():
 
 def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours():
     def body(world):
-        model = net()
-        commrt.attach(model, sgd(model), world=world)
+        model, _, _ = trainee(world)
         model[2].weight.data = torch.randn(5, 8)
         model[2].bias.data = torch.randn(5)
         with pytest.raises(UsageError, match=r"the gradient of 2\.bias is float32\[5\], but was float32\[3\] when"):
@@ -236,9 +235,7 @@ def test_modules_without_parameters_may_come_and_go(change):
 
 def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
+        model, optimizer, _ = trainee(world)
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         backward(model, world.rank)
         with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced or removed"):

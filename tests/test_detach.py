@@ -12,7 +12,7 @@ from threading import Event
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, data, gradients, local_gradients, net, sgd
+from small_models import backward, data, gradients, local_gradients, net, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -25,8 +25,7 @@ from commrt.testing.ranks import local_worlds, run_ranks
 
 def test_detach_gives_back_a_plain_model_that_can_be_attached_again():
     def body(world):
-        model = net()
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world)
         replica.detach()
         replica.close()
         backward(model, world.rank)
@@ -62,8 +61,7 @@ def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way():
 
 def test_backward_after_the_world_was_closed_says_so():
     def body(world):
-        model = net()
-        commrt.attach(model, sgd(model), world=world)
+        model, _, _ = trainee(world)
         world.close()
         with pytest.raises(TransportClosed, match=r"the world was closed, .* call init\(\)"):
             backward(model, world.rank)

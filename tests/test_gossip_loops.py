@@ -9,7 +9,19 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import for_each, taking_turns
-from gossip_models import MODELS, STEPS, batch, local_step, model_of, optimizer_of, params, same, simulated, trained
+from gossip_models import (
+    MODELS,
+    STEPS,
+    batch,
+    local_step,
+    model_of,
+    optimizer_of,
+    params,
+    same,
+    simulated,
+    trained,
+    trainee,
+)
 from torch import nn
 
 import commrt
@@ -20,9 +32,7 @@ from commrt.testing.ranks import run_ranks
 
 def test_saving_a_model_waits_for_what_is_under_way():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        commrt.attach(model, optimizer, Gossip(staleness=1), world=world, bucket_cap_mb=1e-4)
+        model, optimizer, _ = trainee(world, Gossip(staleness=1), bucket_cap_mb=1e-4)
         for step in range(3):
             local_step(model, optimizer, step, world.rank)
         saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -35,9 +45,7 @@ def test_a_rank_whose_optimizer_did_not_step_still_exchanges():
     """As under a `GradScaler` that met an infinity."""
 
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
+        model, optimizer, replica = trainee(world, Gossip(), bucket_cap_mb=1e-4)
         for step in range(STEPS):
             optimizer.zero_grad()
             model(batch(step, world.rank)).square().sum().backward()
@@ -74,9 +82,7 @@ def test_a_grad_scaler_that_skips_a_step_on_one_rank_keeps_nobody_waiting():
 
 def test_accumulating_passes_exchange_once():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world)
+        model, optimizer, replica = trainee(world, Gossip())
         for step in range(3):
             with replica.no_sync():
                 model(batch(step, world.rank)).square().sum().backward()
@@ -90,9 +96,7 @@ def test_accumulating_passes_exchange_once():
 
 def test_copies_and_pickles_of_a_model_do_not_gossip():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world)
+        model, _, replica = trainee(world, Gossip())
         copied = deepcopy(model)
         file = io.BytesIO()
         torch.save(model, file)
@@ -107,9 +111,7 @@ def test_copies_and_pickles_of_a_model_do_not_gossip():
 
 def test_a_model_whose_parts_are_called_one_by_one_is_mixed_part_by_part():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-6)
+        model, optimizer, replica = trainee(world, Gossip(), bucket_cap_mb=1e-6)
         for step in range(STEPS):
             optimizer.zero_grad()
             x = batch(step, world.rank)
@@ -226,9 +228,7 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
 
 def test_training_goes_on_after_join_and_can_be_joined_again():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world)
+        model, optimizer, replica = trainee(world, Gossip())
         for _ in range(2):
             with replica.join():
                 for step in range(1 + world.rank):

@@ -16,7 +16,7 @@ import failing_ranks
 import pytest
 import torch
 from cases import for_each
-from gossip_models import batch, local_step, model_of, optimizer_of, params, same
+from gossip_models import batch, local_step, model_of, optimizer_of, params, same, trainee
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,9 +224,7 @@ def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
 
 def test_other_algorithms_end_with_a_lost_rank_as_before():
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        commrt.attach(model, optimizer, Gossip(payload="gradients"), world=world)
+        model, optimizer, _ = trainee(world, Gossip(payload="gradients"))
         for step in range(1 if world.rank == 1 else 5):
             local_step(model, optimizer, step, world.rank)
 

@@ -23,6 +23,7 @@ from gossip_models import (
     simulated,
     sources,
     trained,
+    trainee,
 )
 from torch import nn
 
@@ -167,9 +168,7 @@ def test_a_late_partner_is_not_waited_for_with_staleness_1():
     ahead, ranks = threading.Event(), 2
 
     def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(staleness=1), world=world)
+        model, optimizer, replica = trainee(world, Gossip(staleness=1))
         for step in range(5):
             local_step(model, optimizer, step, world.rank)
             if world.rank == 0 and step == 2:

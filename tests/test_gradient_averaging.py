@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, data, gradients, local_gradients, net, seeded, sgd
+from small_models import backward, data, gradients, local_gradients, net, seeded, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -23,8 +23,7 @@ from commrt.testing.ranks import run_ranks
 @for_each("cap_mb", [25.0, 1e-4, 1e-9], ids=["one bucket", "three buckets", "a bucket per tensor"])
 def test_gradients_are_the_mean_over_ranks(cap_mb):
     def body(world):
-        model = net()
-        commrt.attach(model, sgd(model), world=world, bucket_cap_mb=cap_mb)
+        model, _, _ = trainee(world, bucket_cap_mb=cap_mb)
         backward(model, world.rank)
         return gradients(model)
 
@@ -37,8 +36,7 @@ def test_gradients_are_the_mean_over_ranks(cap_mb):
 
 def test_one_rank_changes_nothing_even_with_a_narrow_wire():
     def body(world):
-        model = net()
-        commrt.attach(model, sgd(model), world=world, wire=torch.bfloat16)
+        model, _, _ = trainee(world, wire=torch.bfloat16)
         backward(model, 0)
         return gradients(model)
 
@@ -47,8 +45,7 @@ def test_one_rank_changes_nothing_even_with_a_narrow_wire():
 
 def test_the_busiest_rank_sends_what_the_proof_says():
     def body(world):
-        model = net()
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world)
         backward(model, world.rank)
         return replica.last.nbytes_sent
 
@@ -78,9 +75,7 @@ def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_on
 
 def test_gradients_made_by_hand_are_averaged_when_all_ranks_step():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         for param in model.parameters():
             param.grad = torch.full_like(param, world.rank)
         optimizer.step()
@@ -208,9 +203,7 @@ def test_strides_of_axes_with_one_element_do_not_matter():
 
 def test_gradients_that_are_zero_everywhere_are_stepped_with():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         for factor in (1.0, 0.0, 0.0, 1.0):
             optimizer.zero_grad(set_to_none=False)
             (model(data(world.rank)[0]).sum() * factor).backward()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, backward_often, data, net, sgd
+from small_models import backward, backward_often, data, net, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,8 +18,7 @@ from commrt.testing.ranks import run_ranks
 
 def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere():
     def body(world):
-        model = net()
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world)
         backward(model, world.rank)
         state = replica.state_dict()
         replica.load_state_dict({"step": 41})
@@ -66,9 +65,7 @@ def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
 
 def test_an_optimizer_that_steps_what_nobody_averages_is_refused():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
+        model, optimizer, _ = trainee(world)
         stranger = nn.Linear(8, 3)
         optimizer.add_param_group({"params": stranger.parameters()})
         x, y = data(world.rank)

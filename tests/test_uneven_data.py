@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each
-from small_models import backward, backward_often, data, gradients, halving, local_gradients, net, sgd
+from small_models import backward, backward_often, data, gradients, halving, local_gradients, net, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -23,9 +23,7 @@ from commrt.testing.ranks import run_ranks
 @for_each("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)])
 def test_join_averages_over_the_ranks_that_still_have_data(steps):
     def body(world):
-        model = net(nn.BatchNorm1d(8))
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
         members = []
         with replica.join():
             for step in range(steps[world.rank]):
@@ -43,8 +41,7 @@ def test_join_averages_over_the_ranks_that_still_have_data(steps):
 
 def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part():
     def body(world):
-        model = net()
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world)
         with replica.join():
             if world.rank != 1:
                 backward(model, world.rank)
@@ -81,9 +78,7 @@ def test_training_goes_on_equally_after_join():
 
 def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
         def train(steps):
@@ -105,9 +100,7 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it():
 
 def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         scheduler = halving(optimizer)
         with replica.join():
             for step in range((2, 4)[world.rank]):
@@ -123,9 +116,7 @@ def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
 
 def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, _, replica = trainee(world)
         with pytest.raises(UsageError, match=r"join\(\) was given a float, which has no state_dict\(\)"):
             replica.join(0.1).__enter__()
         given = [torch.amp.GradScaler("cpu")] if world.rank == 1 else []
@@ -196,8 +187,7 @@ def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
 
 def test_a_failed_question_who_has_data_says_where():
     def body(world):
-        model = net()
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world)
         with pytest.raises(TransportError) as caught, replica.join():
             backward_often(model, world.rank)
         return caught.value.place
@@ -221,8 +211,7 @@ COLLECTIVES = {
 @for_each("name", COLLECTIVES)
 def test_collectives_are_refused_inside_join(name):
     def body(world):
-        model = net(nn.BatchNorm1d(8))
-        replica = commrt.attach(model, sgd(model), world=world)
+        model, _, replica = trainee(world, nn.BatchNorm1d(8))
         with replica.join():
             for step in range((3, 1)[world.rank]):
                 backward(model, world.rank, step)
@@ -236,9 +225,7 @@ def test_collectives_are_refused_inside_join(name):
 
 def test_a_rank_without_a_batch_may_average_inside_join():
     def body(world):
-        model = net()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, world=world)
+        model, optimizer, replica = trainee(world)
         with replica.join():
             for step in range((4, 2)[world.rank]):
                 optimizer.zero_grad()

@@ -41,6 +41,13 @@ def optimizer_of(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
+def trainee(world, algorithm, **options):
+    """Return a model with its optimizer and replica."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    return model, optimizer, commrt.attach(model, optimizer, algorithm, world=world, **options)
+
+
 def params(model):
     return [param.detach().clone() for param in model.parameters()]
 

@@ -39,6 +39,13 @@ def backward(model, rank, version):
     model(batch(rank, version)).square().mean().backward()
 
 
+def trainee(world, algorithm, *, of=MODEL, **options):
+    """Return a copy of a model with its optimizer and replica."""
+    model = deepcopy(of)
+    optimizer = sgd(model)
+    return model, optimizer, commrt.attach(model, optimizer, algorithm, world=world, **options)
+
+
 def attached(world, algorithm):
     model = deepcopy(MODEL)
     return commrt.attach(model, sgd(model), algorithm, world=world)
@@ -137,6 +144,13 @@ class Loop:
 
     def wait_for_who_is_late(self, *_):
         assert self.late_is_there.wait(LIMIT_S)
+
+    def step(self, world, replica, optimizer):
+        """Train for one step, in which this rank may be late."""
+        self.wait(world, replica)
+        backward(replica.model, world.rank, replica.step)
+        optimizer.step()
+        self.progress.tell(replica._backup_step.version)
 
     def train(self, world, replica, optimizer):
         while at(replica) < self.steps:

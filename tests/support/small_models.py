@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import commrt
+
 ONE_SEED_AT_A_TIME = Lock()
 """Threads share torch's generator."""
 
@@ -25,6 +27,13 @@ def net(*extra):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trainee(world, *extra, **options):
+    """Return a model with its optimizer and replica."""
+    model = net(*extra)
+    optimizer = sgd(model)
+    return model, optimizer, commrt.attach(model, optimizer, world=world, **options)
 
 
 def data(rank, step=0):
