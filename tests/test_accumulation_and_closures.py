@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, local_gradients, net, trainee
 
 import commrt
@@ -29,18 +29,16 @@ def test_step_refuses_gradients_that_no_sync_held_back():
     assert run_ranks(2, body) == [True, True]
 
 
-def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        for step in range(6):
-            with nullcontext() if step % 2 else replica.no_sync():
-                replica.average() if world.rank == 1 and step in (2, 5) else backward(model, world.rank, step)
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return replica.replicas_equal(), replica.step
-
-    assert run_ranks(2, body) == [(True, 3)] * 2
+@on_ranks(2)
+def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync(world):
+    model, optimizer, replica = trainee(world)
+    for step in range(6):
+        with nullcontext() if step % 2 else replica.no_sync():
+            replica.average() if world.rank == 1 and step in (2, 5) else backward(model, world.rank, step)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (replica.replicas_equal(), replica.step) == (True, 3)
 
 
 def test_a_closure_that_only_accumulates_is_noticed():
@@ -58,16 +56,14 @@ def test_a_closure_that_only_accumulates_is_noticed():
     assert run_ranks(2, body) == [True, True]
 
 
-def test_no_closure_may_be_said_as_none():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        for how in (optimizer.step, lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
-            for param in model.parameters():
-                param.grad = torch.full_like(param, world.rank)
-            how()
-        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
-
-    assert run_ranks(3, body) == [(True, [1.0])] * 3
+@on_ranks(3)
+def test_no_closure_may_be_said_as_none(world):
+    model, optimizer, replica = trainee(world)
+    for how in (optimizer.step, lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, world.rank)
+        how()
+    assert (replica.replicas_equal(), model[0].weight.grad.unique().tolist()) == (True, [1.0])
 
 
 @for_each("by_name", [False, True], ids=["by place", "by name"])
@@ -91,36 +87,30 @@ def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_befor
     assert run_ranks(2, body) == [True, True]
 
 
-def test_a_closure_may_hold_the_last_pass_of_an_accumulation():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        with replica.no_sync():
-            backward(model, world.rank, 0)
-        optimizer.step(lambda: backward(model, world.rank, 1))
-        return replica.replicas_equal(), replica.step
-
-    assert run_ranks(2, body) == [(True, 1)] * 2
+@on_ranks(2)
+def test_a_closure_may_hold_the_last_pass_of_an_accumulation(world):
+    model, optimizer, replica = trainee(world)
+    with replica.no_sync():
+        backward(model, world.rank, 0)
+    optimizer.step(lambda: backward(model, world.rank, 1))
+    assert (replica.replicas_equal(), replica.step) == (True, 1)
 
 
-def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        backward(model, world.rank)
-        assert optimizer.step(lambda: 7) == 7
-        optimizer.zero_grad()
-        optimizer.step(lambda: None)  # all ranks leave this batch out
-        return replica.replicas_equal(), [param.grad for param in model.parameters()]
-
-    assert run_ranks(2, body) == [(True, [None] * 4)] * 2
+@on_ranks(2)
+def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all(world):
+    model, optimizer, replica = trainee(world)
+    backward(model, world.rank)
+    assert optimizer.step(lambda: 7) == 7
+    optimizer.zero_grad()
+    optimizer.step(lambda: None)  # all ranks leave this batch out
+    assert (replica.replicas_equal(), [param.grad for param in model.parameters()]) == (True, [None] * 4)
 
 
-def test_a_rank_whose_closure_leaves_the_batch_out_alone_is_told_on_every_rank():
-    def body(world):
-        model, optimizer, _ = trainee(world)
-        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
-            optimizer.step(lambda: None if world.rank == 1 else backward(model, world.rank))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_rank_whose_closure_leaves_the_batch_out_alone_is_told_on_every_rank(world):
+    model, optimizer, _ = trainee(world)
+    with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+        optimizer.step(lambda: None if world.rank == 1 else backward(model, world.rank))
 
 
 def test_a_closure_that_is_not_called_does_not_hide_gradients_that_were_held_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, data, gradients, halving, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -17,19 +17,17 @@ from commrt.testing.ranks import run_ranks
 
 
 @for_each("what", ["layers", "algorithm", "wire", "buckets", "broadcast_buffers"])
-def test_a_rank_that_attaches_something_else_is_named_on_every_rank(what):
-    def body(world):
-        odd = world.rank == 2
-        model = net(*[nn.Linear(8, 8)] * (what == "layers" and odd))
-        options = {"wire": torch.float16 if what == "wire" and odd else None}
-        options["bucket_cap_mb"] = 1e-4 if what == "buckets" and odd else 25
-        options["broadcast_buffers"] = not (what == "broadcast_buffers" and odd)
-        algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
-        field = "buckets" if what in ("layers", "wire") else what
-        with pytest.raises(DisagreementError, match=f"rank 2 disagrees with rank 0 about {field}: "):
-            commrt.attach(model, sgd(model), algorithm, world=world, **options)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_a_rank_that_attaches_something_else_is_named_on_every_rank(world, what):
+    odd = world.rank == 2
+    model = net(*[nn.Linear(8, 8)] * (what == "layers" and odd))
+    options = {"wire": torch.float16 if what == "wire" and odd else None}
+    options["bucket_cap_mb"] = 1e-4 if what == "buckets" and odd else 25
+    options["broadcast_buffers"] = not (what == "broadcast_buffers" and odd)
+    algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
+    field = "buckets" if what in ("layers", "wire") else what
+    with pytest.raises(DisagreementError, match=f"rank 2 disagrees with rank 0 about {field}: "):
+        commrt.attach(model, sgd(model), algorithm, world=world, **options)
 
 
 def half_on_meta():
@@ -79,12 +77,10 @@ def complex_weights():
         (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_with_a_sentence(make, options, says):
-    def body(world):
-        with pytest.raises(UsageError, match=says):
-            commrt.attach(make(), world=world, **options)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_cannot_be_averaged_is_refused_with_a_sentence(world, make, options, says):
+    with pytest.raises(UsageError, match=says):
+        commrt.attach(make(), world=world, **options)
 
 
 @for_each(
@@ -114,14 +110,12 @@ def test_an_argument_of_the_wrong_kind_is_refused_with_a_sentence(given, says):
 
 
 @for_each("again", [lambda model: model, lambda model: model[0], nn.Sequential])
-def test_a_parameter_is_attached_once_alone_or_inside_another_module(again):
-    def body(world):
-        model = net()
-        commrt.attach(model, world=world)
-        with pytest.raises(UsageError, match="weight is attached already"):
-            commrt.attach(again(model), world=world)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_parameter_is_attached_once_alone_or_inside_another_module(world, again):
+    model = net()
+    commrt.attach(model, world=world)
+    with pytest.raises(UsageError, match="weight is attached already"):
+        commrt.attach(again(model), world=world)
 
 
 def test_attach_without_a_world_says_so():
@@ -129,15 +123,13 @@ def test_attach_without_a_world_says_so():
         commrt.attach(net())
 
 
-def test_models_whose_backward_passes_differ_in_order_are_told_apart():
-    def body(world):
-        models = [net(), net()]
-        for model in models:
-            commrt.attach(model, sgd(model), world=world)
-        with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
-            backward(models[world.rank], world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_models_whose_backward_passes_differ_in_order_are_told_apart(world):
+    models = [net(), net()]
+    for model in models:
+        commrt.attach(model, sgd(model), world=world)
+    with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
+        backward(models[world.rank], world.rank)
 
 
 def test_two_models_in_one_order_keep_their_own_means():
@@ -155,17 +147,15 @@ def test_two_models_in_one_order_keep_their_own_means():
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_one_optimizer_may_step_two_attached_models():
-    def body(world):
-        models = [net(), net(nn.Linear(8, 8))]
-        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
-        replicas = [commrt.attach(model, optimizer, world=world) for model in models]
-        for model in models:
-            backward(model, world.rank)
-        optimizer.step()
-        return [replica.replicas_equal() for replica in replicas]
-
-    assert run_ranks(2, body) == [[True, True]] * 2
+@on_ranks(2)
+def test_one_optimizer_may_step_two_attached_models(world):
+    models = [net(), net(nn.Linear(8, 8))]
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+    replicas = [commrt.attach(model, optimizer, world=world) for model in models]
+    for model in models:
+        backward(model, world.rank)
+    optimizer.step()
+    assert [replica.replicas_equal() for replica in replicas] == [True, True]
 
 
 def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance():
@@ -185,35 +175,29 @@ def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance():
     assert run_ranks(2, body) == [(True, 3)] * 2
 
 
-def test_attach_in_inference_mode_is_refused():
-    def body(world):
-        with torch.inference_mode(), pytest.raises(UsageError, match="call it outside"):
-            commrt.attach(net(), world=world)
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_attach_in_inference_mode_is_refused(world):
+    with torch.inference_mode(), pytest.raises(UsageError, match="call it outside"):
+        commrt.attach(net(), world=world)
 
 
-def test_only_one_model_of_a_world_can_be_joined_and_the_others_wait():
-    def body(world):
-        first, second = net(), net()
-        replicas = [commrt.attach(model, world=world) for model in (first, second)]
-        with replicas[0].join():
-            with pytest.raises(UsageError, match=r"one model of a world can be joined"), replicas[1].join():
-                pass
-            with pytest.raises(UsageError, match=r"another model of this world is in join\(\)"):
-                backward(second, world.rank)
-        with replicas[1].join():
+@on_ranks(2)
+def test_only_one_model_of_a_world_can_be_joined_and_the_others_wait(world):
+    first, second = net(), net()
+    replicas = [commrt.attach(model, world=world) for model in (first, second)]
+    with replicas[0].join():
+        with pytest.raises(UsageError, match=r"one model of a world can be joined"), replicas[1].join():
+            pass
+        with pytest.raises(UsageError, match=r"another model of this world is in join\(\)"):
             backward(second, world.rank)
+    with replicas[1].join():
+        backward(second, world.rank)
 
-    run_ranks(2, body)
 
-
-def test_many_models_of_a_world_are_told_apart():
-    def body(world):
-        models = [net() for _ in range(18)]
-        for model in models:
-            commrt.attach(model, world=world)
-        with pytest.raises(DisagreementError, match="in different orders"):
-            backward(models[1 if world.rank else 17], world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_many_models_of_a_world_are_told_apart(world):
+    models = [net() for _ in range(18)]
+    for model in models:
+        commrt.attach(model, world=world)
+    with pytest.raises(DisagreementError, match="in different orders"):
+        backward(models[1 if world.rank else 17], world.rank)

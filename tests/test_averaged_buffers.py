@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from small_models import backward, data, net, seeded, sgd
 from torch import nn
 from torch.nn.utils import prune
@@ -97,18 +97,16 @@ NORMS = {
 
 
 @for_each(("algorithm", "norm"), taking_turns(WAYS.values(), NORMS.values()))
-def test_running_means_and_variances_become_the_mean_of_all_ranks(algorithm, norm):
-    def body(world):
-        layer, beside = norm(), nn.Identity()
-        beside.norm = layer  # in the model, and never called
-        _, replica = trained(world, algorithm, beside, steps=5)
-        with torch.no_grad():
-            layer.running_mean.fill_(world.rank)
-            layer.running_var.fill_(2.0 + world.rank)
-        replica.consolidate()
-        return layer.running_mean.unique().tolist(), layer.running_var.unique().tolist()
-
-    assert run_ranks(2, body) == [([0.5], [2.5])] * 2
+@on_ranks(2)
+def test_running_means_and_variances_become_the_mean_of_all_ranks(world, algorithm, norm):
+    layer, beside = norm(), nn.Identity()
+    beside.norm = layer  # in the model, and never called
+    _, replica = trained(world, algorithm, beside, steps=5)
+    with torch.no_grad():
+        layer.running_mean.fill_(world.rank)
+        layer.running_var.fill_(2.0 + world.rank)
+    replica.consolidate()
+    assert (layer.running_mean.unique().tolist(), layer.running_var.unique().tolist()) == ([0.5], [2.5])
 
 
 NORMED = {
@@ -137,22 +135,20 @@ def pruned(layer):
 
 
 @for_each("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm, pruned])
-def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(wrap):
-    def body(world):
-        model = seeded(lambda: nn.Sequential(wrap(nn.Linear(6, 3))))
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.Gossip(rotate=False), world=world)
-        for step in range(3):
-            backward(model, world.rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval()(data(0)[0])
-        used = model[0].weight.clone()
-        replica.drain()
-        model(data(0)[0])
-        return torch.equal(used, model[0].weight)
-
-    assert run_ranks(2, body) == [True] * 2
+@on_ranks(2)
+def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(world, wrap):
+    model = seeded(lambda: nn.Sequential(wrap(nn.Linear(6, 3))))
+    optimizer = sgd(model)
+    replica = commrt.attach(model, optimizer, commrt.Gossip(rotate=False), world=world)
+    for step in range(3):
+        backward(model, world.rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()(data(0)[0])
+    used = model[0].weight.clone()
+    replica.drain()
+    model(data(0)[0])
+    assert torch.equal(used, model[0].weight)
 
 
 def test_buffers_that_were_made_equal_while_gossip_is_in_flight_stay_so():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from late_ranks import (
     LATE,
     LIMIT_S,
@@ -52,22 +52,19 @@ def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
         assert epochs == step
 
 
-def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end():
-    def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, commrt.BackupWorkers(0, early=True), world=world, bucket_cap_mb=1e-4)
+@on_ranks(2)
+def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end(world):
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    commrt.attach(model, optimizer, commrt.BackupWorkers(0, early=True), world=world, bucket_cap_mb=1e-4)
 
-        def fail(_):
-            raise OnPurposeError
+    def fail(_):
+        raise OnPurposeError
 
-        model[0].weight.register_hook(fail)
-        with pytest.raises(OnPurposeError):
-            backward(model, world.rank, 0)
-        world.close()
-        return True
-
-    assert all(run_ranks(2, body))
+    model[0].weight.register_hook(fail)
+    with pytest.raises(OnPurposeError):
+        backward(model, world.rank, 0)
+    world.close()
 
 
 @for_each("batches", [(9, 9, 9, 5), (9, 9, 4, 4), (3, 9, 9, 30)])
@@ -88,20 +85,18 @@ def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
 
 
-def test_a_second_epoch_after_a_collective_needs_no_special_call():
-    def body(world):
-        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-        for epoch in range(3):
-            for _ in range(4 + (world.rank + epoch) % 3):
-                backward(model, world.rank, replica.step)
-                optimizer.step()
-            score = torch.ones(8)
-            world.run(commrt.Ring().schedule(0, world.size), score)
-            assert score[0] == world.size
-        replica.consolidate()
-        return replica.replicas_equal()
-
-    assert all(run_ranks(4, body))
+@on_ranks(4)
+def test_a_second_epoch_after_a_collective_needs_no_special_call(world):
+    model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+    for epoch in range(3):
+        for _ in range(4 + (world.rank + epoch) % 3):
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+        score = torch.ones(8)
+        world.run(commrt.Ring().schedule(0, world.size), score)
+        assert score[0] == world.size
+    replica.consolidate()
+    assert replica.replicas_equal()
 
 
 def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_collective():

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from late_ranks import Progress, weights
 from torch import nn
 
@@ -201,15 +201,13 @@ def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
 
 
 @for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)])
-def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(algorithm):
-    def body(world):
-        parts = deepcopy(PARTS)
-        optimizers = optimizers_of(parts)
-        commrt.attach(parts, optimizers, algorithm, world=world)
-        step(parts, optimizers, lambda parts, version: (parts(drawn(version, 3)), [world.rank]), 0, "first")
-        with pytest.raises(
-            DisagreementError, match=r"stepped different optimizers: .* choose the optimizer by replica\.step"
-        ):
-            step(parts, optimizers, all_of_them, 1, "first")
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(world, algorithm):
+    parts = deepcopy(PARTS)
+    optimizers = optimizers_of(parts)
+    commrt.attach(parts, optimizers, algorithm, world=world)
+    step(parts, optimizers, lambda parts, version: (parts(drawn(version, 3)), [world.rank]), 0, "first")
+    with pytest.raises(
+        DisagreementError, match=r"stepped different optimizers: .* choose the optimizer by replica\.step"
+    ):
+        step(parts, optimizers, all_of_them, 1, "first")

@@ -8,7 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_ranks import AT, LATE, MODEL, NORMED, Loop, Progress, at, backward, batch, check, sgd, trained, trainee
@@ -248,26 +248,20 @@ def test_without_an_optimizer_there_is_nothing_to_catch_up_with():
 
 
 @for_each("first", [commrt.BackupWorkers(1), commrt.Ring(), commrt.Gossip()])
-def test_another_model_in_the_same_world_is_refused(first):
-    def body(world):
-        one, other = deepcopy(MODEL), deepcopy(MODEL)
-        replica = commrt.attach(one, sgd(one), first, world=world)
-        second = commrt.Ring() if isinstance(first, commrt.BackupWorkers) else commrt.BackupWorkers(1)
-        with pytest.raises(UsageError, match=r"another model|attached to this world"):
-            commrt.attach(other, sgd(other), second, world=world)
-        replica.detach()
-        return True
-
-    assert all(run_ranks(3, body))
+@on_ranks(3)
+def test_another_model_in_the_same_world_is_refused(world, first):
+    one, other = deepcopy(MODEL), deepcopy(MODEL)
+    replica = commrt.attach(one, sgd(one), first, world=world)
+    second = commrt.Ring() if isinstance(first, commrt.BackupWorkers) else commrt.BackupWorkers(1)
+    with pytest.raises(UsageError, match=r"another model|attached to this world"):
+        commrt.attach(other, sgd(other), second, world=world)
+    replica.detach()
 
 
-def test_a_closure_is_refused():
-    def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
-        with pytest.raises(UsageError, match="closure"):
-            optimizer.step(lambda: 0.0)
-        return True
-
-    assert all(run_ranks(3, body))
+@on_ranks(3)
+def test_a_closure_is_refused(world):
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+    with pytest.raises(UsageError, match="closure"):
+        optimizer.step(lambda: 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, data, gradients, local_gradients, net, trainee, zero
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -16,49 +16,43 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
 
-def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_clipped():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        for step in range(4):
-            optimizer.zero_grad()
-            if (world.rank, step) in [(0, 1), (2, 1), (1, 3)]:
-                replica.average()
-            else:
-                backward(model, world.rank, step)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-        return replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0
-
-    assert run_ranks(3, body) == [(True, 4, True)] * 3
+@on_ranks(3)
+def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_clipped(world):
+    model, optimizer, replica = trainee(world)
+    for step in range(4):
+        optimizer.zero_grad()
+        if (world.rank, step) in [(0, 1), (2, 1), (1, 3)]:
+            replica.average()
+        else:
+            backward(model, world.rank, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    assert (replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0) == (True, 4, True)
 
 
-def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank():
-    def body(world):
-        model, optimizer, _ = trainee(world)
-        before = model[0].weight.clone()
-        with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
-            optimizer.step() if world.rank == 1 else backward(model, world.rank)
-        return torch.equal(model[0].weight, before)
-
-    assert run_ranks(3, body) == [True] * 3
+@on_ranks(3)
+def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank(world):
+    model, optimizer, _ = trainee(world)
+    before = model[0].weight.clone()
+    with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
+        optimizer.step() if world.rank == 1 else backward(model, world.rank)
+    assert torch.equal(model[0].weight, before)
 
 
-def test_a_scaler_skips_the_step_on_all_ranks_or_none():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            x, y = data(world.rank, step)
-            loss = cross_entropy(model(x), y) * (float("inf") if (world.rank, step) == (1, 2) else 1.0)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        return replica.replicas_equal(), scaler.get_scale()
-
-    assert run_ranks(2, body) == [(True, 2.0)] * 2
+@on_ranks(2)
+def test_a_scaler_skips_the_step_on_all_ranks_or_none(world):
+    model, optimizer, replica = trainee(world)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(world.rank, step)
+        loss = cross_entropy(model(x), y) * (float("inf") if (world.rank, step) == (1, 2) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (replica.replicas_equal(), scaler.get_scale()) == (True, 2.0)
 
 
 @for_each("bucket", [0, 1])
@@ -79,35 +73,31 @@ def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_afte
     assert all("an injected failure" in str(error) for error in errors)
 
 
-def test_an_interrupted_backward_pass_is_not_continued_silently():
-    def body(world):
-        model, _, _ = trainee(world, bucket_cap_mb=1e-9)
+@on_ranks(2)
+def test_an_interrupted_backward_pass_is_not_continued_silently(world):
+    model, _, _ = trainee(world, bucket_cap_mb=1e-9)
 
-        def interrupt(_):
-            raise KeyError("of the user's own")
+    def interrupt(_):
+        raise KeyError("of the user's own")
 
-        handle = model[0].weight.register_hook(interrupt)
-        with pytest.raises(KeyError):
-            backward(model, world.rank)
-        handle.remove()
-        world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
-        world.agree("all are here")
-        with pytest.raises(UsageError, match="inside or after one that did not end"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+    handle = model[0].weight.register_hook(interrupt)
+    with pytest.raises(KeyError):
+        backward(model, world.rank)
+    handle.remove()
+    world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
+    world.agree("all are here")
+    with pytest.raises(UsageError, match="inside or after one that did not end"):
+        backward(model, world.rank)
 
 
-def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
-        optimizer.zero_grad()
-        backward(model, 0) if world.rank == 0 else replica.average()
-        optimizer.step()
-        return replica.replicas_equal(), replica.step
-
-    assert run_ranks(2, body) == [(True, 2)] * 2
+@on_ranks(2)
+def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped(world):
+    model, optimizer, replica = trainee(world)
+    backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
+    optimizer.zero_grad()
+    backward(model, 0) if world.rank == 0 else replica.average()
+    optimizer.step()
+    assert (replica.replicas_equal(), replica.step) == (True, 2)
 
 
 def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
@@ -126,17 +116,15 @@ def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
     assert all(map(torch.equal, found, local_gradients(net(), 0)))
 
 
-def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused():
-    def body(world):
-        model = net()
-        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-        commrt.attach(model, list(optimizers.values()), world=world)
-        for param, optimizer in optimizers.items():
-            param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
-        with pytest.raises(UsageError, match=r"while gradients are being averaged: step after backward"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused(world):
+    model = net()
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    commrt.attach(model, list(optimizers.values()), world=world)
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+    with pytest.raises(UsageError, match=r"while gradients are being averaged: step after backward"):
+        backward(model, world.rank)
 
 
 def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us():
@@ -157,32 +145,28 @@ def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us():
     assert all(map(torch.equal, run_ranks(1, body)[0], plain.parameters()))
 
 
-def test_a_step_after_an_interrupted_backward_pass_is_refused():
-    def body(world):
-        model, optimizer, _ = trainee(world, bucket_cap_mb=1e-9)
-        model[0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            backward(model, world.rank)
-        optimizer.zero_grad()
-        with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
-            optimizer.step()
-
-    run_ranks(2, body)
-
-
-def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told():
-    def body(world):
-        model, optimizer, _ = trainee(world)
+@on_ranks(2)
+def test_a_step_after_an_interrupted_backward_pass_is_refused(world):
+    model, optimizer, _ = trainee(world, bucket_cap_mb=1e-9)
+    model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         backward(model, world.rank)
+    optimizer.zero_grad()
+    with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
         optimizer.step()
-        if world.rank == 0:
-            backward(model, 0)
-            with pytest.raises(DisagreementError, match="different numbers of backward passes"):
-                backward(model, 0, 1)
-        else:
-            backward(model, 1)
-            optimizer.step()
-            with pytest.raises(DisagreementError, match="different numbers of backward passes"):
-                backward(model, 1, 1)
 
-    run_ranks(2, body)
+
+@on_ranks(2)
+def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told(world):
+    model, optimizer, _ = trainee(world)
+    backward(model, world.rank)
+    optimizer.step()
+    if world.rank == 0:
+        backward(model, 0)
+        with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+            backward(model, 0, 1)
+    else:
+        backward(model, 1)
+        optimizer.step()
+        with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+            backward(model, 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, data, gradients, net, seeded, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -48,58 +48,50 @@ class Gathering(nn.Module):
         return (self.weight * self.total).sum()
 
 
-def test_a_graph_that_needs_the_buffers_that_were_overwritten_ends_in_an_error():
-    def body(world):
-        model = Gathering()
-        commrt.attach(model, world=world)
-        first, second = model(1.0 + world.rank), model(10.0 * (1 + world.rank))
-        first.backward()
-        if world.rank == 1:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                second.backward()
-        return model.total.tolist()
-
-    assert run_ranks(2, body) == [[11.0] * 3] * 2
+@on_ranks(2)
+def test_a_graph_that_needs_the_buffers_that_were_overwritten_ends_in_an_error(world):
+    model = Gathering()
+    commrt.attach(model, world=world)
+    first, second = model(1.0 + world.rank), model(10.0 * (1 + world.rank))
+    first.backward()
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+    assert model.total.tolist() == [11.0] * 3
 
 
-def test_a_graph_may_run_again_where_overwriting_changed_nothing():
-    def body(world):
-        model = Gathering()
-        replica = commrt.attach(model, world=world)
-        loss = model(2.0)
-        loss.backward(retain_graph=True)
-        replica.sync_buffers()
-        loss.backward()
-        return model.weight.grad.tolist()
-
-    assert run_ranks(2, body) == [[4.0] * 3] * 2
+@on_ranks(2)
+def test_a_graph_may_run_again_where_overwriting_changed_nothing(world):
+    model = Gathering()
+    replica = commrt.attach(model, world=world)
+    loss = model(2.0)
+    loss.backward(retain_graph=True)
+    replica.sync_buffers()
+    loss.backward()
+    assert model.weight.grad.tolist() == [4.0] * 3
 
 
-def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back():
-    def body(world):
-        model = net(nn.BatchNorm1d(8))
-        commrt.attach(model, world=world)
-        x, y = data(world.rank)
-        trained = cross_entropy(model(x), y)
-        model.eval()
-        read = cross_entropy(model(x), y)
-        trained.backward()
-        if world.rank == 1:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                read.backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back(world):
+    model = net(nn.BatchNorm1d(8))
+    commrt.attach(model, world=world)
+    x, y = data(world.rank)
+    trained = cross_entropy(model(x), y)
+    model.eval()
+    read = cross_entropy(model(x), y)
+    trained.backward()
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            read.backward()
 
 
-def test_buffers_can_be_left_alone_and_made_equal_on_request():
-    def body(world):
-        model, _, replica = trainee(world, nn.BatchNorm1d(8), broadcast_buffers=False)
-        backward(model, world.rank)
-        before = replica.replicas_equal()
-        replica.sync_buffers()
-        return before, replica.replicas_equal()
-
-    assert run_ranks(2, body) == [(False, True)] * 2
+@on_ranks(2)
+def test_buffers_can_be_left_alone_and_made_equal_on_request(world):
+    model, _, replica = trainee(world, nn.BatchNorm1d(8), broadcast_buffers=False)
+    backward(model, world.rank)
+    before = replica.replicas_equal()
+    replica.sync_buffers()
+    assert (before, replica.replicas_equal()) == (False, True)
 
 
 def test_activation_checkpointing_works_without_reentrance_and_is_refused_with_it():
@@ -116,14 +108,12 @@ def test_activation_checkpointing_works_without_reentrance_and_is_refused_with_i
     assert all(map(torch.equal, *results))
 
 
-def test_a_buffer_that_changed_its_dtype_is_refused():
-    def body(world):
-        model, _, _ = trainee(world, nn.BatchNorm1d(8))
-        model[2].num_batches_tracked = model[2].num_batches_tracked.int()
-        with pytest.raises(UsageError, match=r"have changed since attach\(\), now .*num_batches_tracked torch\.int32"):
-            model(data(world.rank)[0]).sum().backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_buffer_that_changed_its_dtype_is_refused(world):
+    model, _, _ = trainee(world, nn.BatchNorm1d(8))
+    model[2].num_batches_tracked = model[2].num_batches_tracked.int()
+    with pytest.raises(UsageError, match=r"have changed since attach\(\), now .*num_batches_tracked torch\.int32"):
+        model(data(world.rank)[0]).sum().backward()
 
 
 @for_each("ranks", [1, 2])

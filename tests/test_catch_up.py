@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from late_ranks import (
     AT,
     LATE,
@@ -310,15 +310,13 @@ def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
     assert all_are_equal(Loop(late_by=3).run(body))
 
 
-def test_also_must_be_a_list():
-    def body(world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        with pytest.raises(UsageError, match=r"attach\(also=\) takes a list, not a ExponentialLR: put it into one"):
-            commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world, also=scheduler)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_also_must_be_a_list(world):
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(UsageError, match=r"attach\(also=\) takes a list, not a ExponentialLR: put it into one"):
+        commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world, also=scheduler)
 
 
 def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, data, gradients, net, sgd, trainee, zero
 from torch import nn
 from torch.nn.functional import embedding
@@ -17,17 +17,15 @@ from commrt.errors import CommrtError, UsageError
 from commrt.testing.ranks import run_ranks
 
 
-def test_a_layer_unfrozen_after_attach_is_refused():
-    def body(world):
-        model = net()
-        model[0].requires_grad_(requires_grad=False)
-        optimizer = sgd(model)
-        commrt.attach(model, optimizer, world=world)
-        model[0].requires_grad_(requires_grad=True)
-        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was frozen and is not any more"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_layer_unfrozen_after_attach_is_refused(world):
+    model = net()
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = sgd(model)
+    commrt.attach(model, optimizer, world=world)
+    model[0].requires_grad_(requires_grad=True)
+    with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was frozen and is not any more"):
+        backward(model, world.rank)
 
 
 class Lookup(nn.Module):
@@ -39,25 +37,21 @@ class Lookup(nn.Module):
         return embedding(index, self.table, sparse=True)
 
 
-def test_a_sparse_gradient_is_refused_by_name():
-    def body(world):
-        model = Lookup()
-        commrt.attach(model, world=world)
-        with pytest.raises(UsageError, match=r"the gradient of table is torch\.sparse_coo"):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused_by_name(world):
+    model = Lookup()
+    commrt.attach(model, world=world)
+    with pytest.raises(UsageError, match=r"the gradient of table is torch\.sparse_coo"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours():
-    def body(world):
-        model, _, _ = trainee(world)
-        model[2].weight.data = torch.randn(5, 8)
-        model[2].bias.data = torch.randn(5)
-        with pytest.raises(UsageError, match=r"the gradient of 2\.bias is float32\[5\], but was float32\[3\] when"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_parameter_that_changed_its_shape_is_refused_before_it_overwrites_its_neighbours(world):
+    model, _, _ = trainee(world)
+    model[2].weight.data = torch.randn(5, 8)
+    model[2].bias.data = torch.randn(5)
+    with pytest.raises(UsageError, match=r"the gradient of 2\.bias is float32\[5\], but was float32\[3\] when"):
+        backward(model, world.rank)
 
 
 def transposed(model):
@@ -95,63 +89,55 @@ def wider(model):
         (wider, r"0\.bias is float64\[8\], but was float32\[8\]"),
     ],
 )
-def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(spoil, what):
-    def body(world):
-        model = net()
-        replica = commrt.attach(model, world=world)
-        with replica.no_sync():
-            backward(model, world.rank)
-        spoil(model)
-        before = gradients(model)
-        with pytest.raises(UsageError, match=what):
-            replica.average()
-        assert all(map(torch.equal, gradients(model), before))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(world, spoil, what):
+    model = net()
+    replica = commrt.attach(model, world=world)
+    with replica.no_sync():
+        backward(model, world.rank)
+    spoil(model)
+    before = gradients(model)
+    with pytest.raises(UsageError, match=what):
+        replica.average()
+    assert all(map(torch.equal, gradients(model), before))
 
 
 @for_each("detached", [False, True], ids=["views", "detached views"])
-def test_gradients_of_different_buckets_that_share_memory_are_refused(detached):
-    def body(world):
-        model = net()
-        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
-        assert len(replica.buckets) > 2
+@on_ranks(2)
+def test_gradients_of_different_buckets_that_share_memory_are_refused(world, detached):
+    model = net()
+    replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
+    assert len(replica.buckets) > 2
+    with replica.no_sync():
+        backward(model, world.rank)
+    memory = torch.randn(2 * model[0].weight.numel())
+    model[0].weight.grad = memory[: model[0].weight.numel()].view(model[0].weight.shape)
+    shared = memory[-1 - model[-1].bias.numel() - model[0].weight.numel() :][: model[-1].bias.numel()]
+    model[-1].bias.grad = shared.detach() if detached else shared
+    with pytest.raises(UsageError, match=r"(weight|bias) and .*\.(weight|bias) share memory"):
+        replica.average()
+
+
+@on_ranks(2)
+def test_gradients_that_moved_to_where_others_were_are_apart(world):
+    model = net(nn.Linear(8, 8), nn.Linear(8, 8))
+    replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
+    for _ in range(3):
         with replica.no_sync():
             backward(model, world.rank)
-        memory = torch.randn(2 * model[0].weight.numel())
-        model[0].weight.grad = memory[: model[0].weight.numel()].view(model[0].weight.shape)
-        shared = memory[-1 - model[-1].bias.numel() - model[0].weight.numel() :][: model[-1].bias.numel()]
-        model[-1].bias.grad = shared.detach() if detached else shared
-        with pytest.raises(UsageError, match=r"(weight|bias) and .*\.(weight|bias) share memory"):
-            replica.average()
-
-    run_ranks(2, body)
+        model[2].weight.grad, model[3].weight.grad = model[3].weight.grad, model[2].weight.grad
+        replica.average()
 
 
-def test_gradients_that_moved_to_where_others_were_are_apart():
-    def body(world):
-        model = net(nn.Linear(8, 8), nn.Linear(8, 8))
-        replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
-        for _ in range(3):
-            with replica.no_sync():
-                backward(model, world.rank)
-            model[2].weight.grad, model[3].weight.grad = model[3].weight.grad, model[2].weight.grad
-            replica.average()
-
-    run_ranks(2, body)
-
-
-def test_a_model_that_moved_to_another_device_is_refused():
-    def body(world):
-        model = net()
-        replica = commrt.attach(model, world=world)
-        with replica.no_sync():
-            backward(model, world.rank)
-        model.to("meta")
-        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced"):
-            replica.average()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_model_that_moved_to_another_device_is_refused(world):
+    model = net()
+    replica = commrt.attach(model, world=world)
+    with replica.no_sync():
+        backward(model, world.rank)
+    model.to("meta")
+    with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced"):
+        replica.average()
 
 
 def replace(param):
@@ -194,15 +180,13 @@ def grow(model):
 
 
 @for_each("change", [swap_layer, reparametrize, grow])
-def test_a_model_that_changed_since_attach_is_refused(change):
-    def body(world):
-        model = net()
-        commrt.attach(model, world=world)
-        change(model)
-        with pytest.raises(UsageError, match=r"the model has changed since attach\(\), .*: detach\(\) and attach\(\)"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_model_that_changed_since_attach_is_refused(world, change):
+    model = net()
+    commrt.attach(model, world=world)
+    change(model)
+    with pytest.raises(UsageError, match=r"the model has changed since attach\(\), .*: detach\(\) and attach\(\)"):
+        backward(model, world.rank)
 
 
 def add_criterion(model):
@@ -233,12 +217,10 @@ def test_modules_without_parameters_may_come_and_go(change):
     assert run_ranks(2, body) == [2, 2]
 
 
-def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step():
-    def body(world):
-        model, optimizer, _ = trainee(world)
-        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-        backward(model, world.rank)
-        with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced or removed"):
-            optimizer.step()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step(world):
+    model, optimizer, _ = trainee(world)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    backward(model, world.rank)
+    with pytest.raises(UsageError, match=r"changed since attach\(\), 0\.weight was replaced or removed"):
+        optimizer.step()

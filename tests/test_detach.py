@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, data, gradients, local_gradients, net, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -59,14 +59,12 @@ def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way():
     assert all(map(torch.equal, first, second))
 
 
-def test_backward_after_the_world_was_closed_says_so():
-    def body(world):
-        model, _, _ = trainee(world)
-        world.close()
-        with pytest.raises(TransportClosed, match=r"the world was closed, .* call init\(\)"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_backward_after_the_world_was_closed_says_so(world):
+    model, _, _ = trainee(world)
+    world.close()
+    with pytest.raises(TransportClosed, match=r"the world was closed, .* call init\(\)"):
+        backward(model, world.rank)
 
 
 def test_an_attach_that_failed_leaves_a_plain_model():

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, model_of, params, same
 from torch import nn
 
@@ -411,12 +411,10 @@ def test_a_step_that_an_error_ended_is_not_under_way_after_the_next_one():
     assert run_ranks(1, body) == [False]
 
 
-def test_a_model_that_was_detached_or_dropped_knows_no_stranger():
-    def body(world):
-        model = model_of()
-        replica = commrt.attach(model, sgd(model), LocalSGD(4), world=world)
-        replica.detach()
-        backward(model, 0, world.rank)
-        sgd(model).step()
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_a_model_that_was_detached_or_dropped_knows_no_stranger(world):
+    model = model_of()
+    replica = commrt.attach(model, sgd(model), LocalSGD(4), world=world)
+    replica.detach()
+    backward(model, 0, world.rank)
+    sgd(model).step()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from small_models import seeded, sgd
 from torch import nn
 from torch.ao.quantization import MovingAverageMinMaxObserver
@@ -66,15 +66,11 @@ TABLES = {
     taking_turns(TABLES.values(), [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)]),
     ids=TABLES,
 )
-def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(make, algorithm):
-    def body(world):
-        net = make()
-        with pytest.raises(
-            UsageError, match=r"has max_norm=1\.0: .* after each optimizer\.step\(\): .*weight\.renorm_"
-        ):
-            commrt.attach(net, sgd(net), algorithm, world=world)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(world, make, algorithm):
+    net = make()
+    with pytest.raises(UsageError, match=r"has max_norm=1\.0: .* after each optimizer\.step\(\): .*weight\.renorm_"):
+        commrt.attach(net, sgd(net), algorithm, world=world)
 
 
 def test_what_the_sentence_says_keeps_replicas_equal_and_all_rows_short():
@@ -100,27 +96,23 @@ def test_what_the_sentence_says_keeps_replicas_equal_and_all_rows_short():
         assert longest <= 0.5 + 1e-6
 
 
-def test_one_rank_alone_may_train_an_embedding_with_max_norm():
-    def body(world):
-        table = nn.Embedding(ROWS, 6, max_norm=1.0)
-        commrt.attach(table, world=world)
-        train(table, world.rank)
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_one_rank_alone_may_train_an_embedding_with_max_norm(world):
+    table = nn.Embedding(ROWS, 6, max_norm=1.0)
+    commrt.attach(table, world=world)
+    train(table, world.rank)
 
 
 @for_each("algorithm", [commrt.Torus2D(), commrt.Gossip()])
-def test_a_max_norm_that_is_set_after_attach_is_noticed_in_the_first_step(algorithm):
-    def body(world):
-        net = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), nn.Linear(6, 2)))
-        optimizer = sgd(net)
-        commrt.attach(net, optimizer, algorithm, world=world)
-        net[0].max_norm = 1.0
-        with pytest.raises(UsageError, match=r"changed since attach\(\), max_norm of 0 was set: detach\(\)"):  # noqa: PT012
-            net(torch.tensor([1, 2])).sum().backward()
-            optimizer.step()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_max_norm_that_is_set_after_attach_is_noticed_in_the_first_step(world, algorithm):
+    net = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), nn.Linear(6, 2)))
+    optimizer = sgd(net)
+    commrt.attach(net, optimizer, algorithm, world=world)
+    net[0].max_norm = 1.0
+    with pytest.raises(UsageError, match=r"changed since attach\(\), max_norm of 0 was set: detach\(\)"):  # noqa: PT012
+        net(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
 
 
 def quantized(*, learning):
@@ -130,13 +122,11 @@ def quantized(*, learning):
     return seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), fake, nn.Linear(6, 2)))
 
 
-def test_a_fake_quantizer_that_writes_its_scale_from_a_batch_is_refused_and_one_that_learns_it_is_not():
-    def body(world):
-        with pytest.raises(UsageError, match=r"1 writes its parameters scale and zero_point .*enable_param_learning"):
-            commrt.attach(quantized(learning=False), world=world)
-        net = quantized(learning=True)
-        replica = commrt.attach(net, world=world)
-        train(net, world.rank)
-        return replica.replicas_equal()
-
-    assert run_ranks(2, body) == [True] * 2
+@on_ranks(2)
+def test_a_fake_quantizer_that_writes_its_scale_from_a_batch_is_refused_and_one_that_learns_it_is_not(world):
+    with pytest.raises(UsageError, match=r"1 writes its parameters scale and zero_point .*enable_param_learning"):
+        commrt.attach(quantized(learning=False), world=world)
+    net = quantized(learning=True)
+    replica = commrt.attach(net, world=world)
+    train(net, world.rank)
+    assert replica.replicas_equal()

@@ -15,7 +15,7 @@ from time import monotonic
 import failing_ranks
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from gossip_models import batch, local_step, model_of, optimizer_of, params, same, trainee
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -315,15 +315,13 @@ def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
     assert run_ranks(3, body, timeout_s=PATIENT_S) == [(0, 2), None, (0, 2)]
 
 
-def test_collectives_are_refused_inside_join():
-    def body(world):
-        replica, _ = attached(world)
-        with replica.join():
-            for refused in (replica.consolidate, replica.disagreement, replica.replicas_equal):
-                with pytest.raises(UsageError, match=r"inside join\(\)"):
-                    refused()
-
-    run_ranks(2, body, timeout_s=PATIENT_S)
+@on_ranks(2, timeout_s=PATIENT_S)
+def test_collectives_are_refused_inside_join(world):
+    replica, _ = attached(world)
+    with replica.join():
+        for refused in (replica.consolidate, replica.disagreement, replica.replicas_equal):
+            with pytest.raises(UsageError, match=r"inside join\(\)"):
+                refused()
 
 
 def test_a_step_that_no_optimizer_took_is_exchanged_before_replicas_become_equal():

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, data, gradients, local_gradients, net, seeded, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -73,15 +73,13 @@ def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_on
     assert results[0][1].abs().sum() > 0
 
 
-def test_gradients_made_by_hand_are_averaged_when_all_ranks_step():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, world.rank)
-        optimizer.step()
-        return replica.replicas_equal(), model[0].weight.grad.unique().tolist()
-
-    assert run_ranks(3, body) == [(True, [1.0])] * 3
+@on_ranks(3)
+def test_gradients_made_by_hand_are_averaged_when_all_ranks_step(world):
+    model, optimizer, replica = trainee(world)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, world.rank)
+    optimizer.step()
+    assert (replica.replicas_equal(), model[0].weight.grad.unique().tolist()) == (True, [1.0])
 
 
 def test_gradients_that_are_views_stay_views():
@@ -103,32 +101,28 @@ def test_gradients_that_are_views_stay_views():
         torch.testing.assert_close(flat, expected)
 
 
-def test_any_memory_format_is_averaged_by_position():
-    def body(world):
-        model = seeded(lambda: nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
-        commrt.attach(model, sgd(model), world=world)
-        images = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-        model(images[world.rank].to(memory_format=torch.channels_last)).square().mean().backward()
-        alone = nn.Conv2d(3, 4, 3)
-        alone.load_state_dict(model.state_dict())
-        total = torch.zeros_like(alone.weight)
-        for image in images:
-            total += torch.autograd.grad(alone(image).square().mean(), alone.weight)[0] / 2
-        torch.testing.assert_close(model.weight.grad, total)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_any_memory_format_is_averaged_by_position(world):
+    model = seeded(lambda: nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    commrt.attach(model, sgd(model), world=world)
+    images = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    model(images[world.rank].to(memory_format=torch.channels_last)).square().mean().backward()
+    alone = nn.Conv2d(3, 4, 3)
+    alone.load_state_dict(model.state_dict())
+    total = torch.zeros_like(alone.weight)
+    for image in images:
+        total += torch.autograd.grad(alone(image).square().mean(), alone.weight)[0] / 2
+    torch.testing.assert_close(model.weight.grad, total)
 
 
-def test_parameters_of_several_dtypes_travel_in_their_own_buckets():
-    def body(world):
-        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()])
-        replica = commrt.attach(model, sgd(model), world=world)
-        x = torch.full((1, 4), float(world.rank + 1))
-        sum(part(x.to(part.weight.dtype)).double().sum() for part in model).backward()
-        assert len(replica.last.spans) == 3
-        return [part.weight.grad[0, 0].item() for part in model]
-
-    assert run_ranks(2, body) == [[1.5, 1.5, 1.5]] * 2
+@on_ranks(2)
+def test_parameters_of_several_dtypes_travel_in_their_own_buckets(world):
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()])
+    replica = commrt.attach(model, sgd(model), world=world)
+    x = torch.full((1, 4), float(world.rank + 1))
+    sum(part(x.to(part.weight.dtype)).double().sum() for part in model).backward()
+    assert len(replica.last.spans) == 3
+    assert [part.weight.grad[0, 0].item() for part in model] == [1.5, 1.5, 1.5]
 
 
 def test_gradients_travel_in_the_dtype_in_which_they_are_made():
@@ -179,14 +173,12 @@ def test_a_narrow_wire_is_chosen_by_the_gradients_dtype():
     assert run_ranks(1, body) == [torch.bfloat16]
 
 
-def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence():
-    def body(world):
-        with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
-            world.run(commrt.Ring(), torch.ones(2))
-        with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
-            world.run(ring.all_reduce(1), [1, 2])
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence(world):
+    with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
+        world.run(commrt.Ring(), torch.ones(2))
+    with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
+        world.run(ring.all_reduce(1), [1, 2])
 
 
 def test_strides_of_axes_with_one_element_do_not_matter():
@@ -201,16 +193,14 @@ def test_strides_of_axes_with_one_element_do_not_matter():
     assert run_ranks(2, body) == [[0.5], [0.5]]
 
 
-def test_gradients_that_are_zero_everywhere_are_stepped_with():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        for factor in (1.0, 0.0, 0.0, 1.0):
-            optimizer.zero_grad(set_to_none=False)
-            (model(data(world.rank)[0]).sum() * factor).backward()
-            optimizer.step()
-        return replica.replicas_equal()
-
-    assert run_ranks(3, body) == [True] * 3
+@on_ranks(3)
+def test_gradients_that_are_zero_everywhere_are_stepped_with(world):
+    model, optimizer, replica = trainee(world)
+    for factor in (1.0, 0.0, 0.0, 1.0):
+        optimizer.zero_grad(set_to_none=False)
+        (model(data(world.rank)[0]).sum() * factor).backward()
+        optimizer.step()
+    assert replica.replicas_equal()
 
 
 class Backwards(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import backward, data, gradients, local_gradients, net, sgd
@@ -224,15 +224,13 @@ CHANGES = {
 
 
 @for_each("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_hook_does_to_a_gradient_that_has_moved_is_noticed(change):
-    def body(world):
-        model = net()
-        attached(world, model)
-        model[2].bias.register_post_accumulate_grad_hook(change)
-        with pytest.raises(UsageError, match=r"the gradient of 2\.bias was changed, replaced or removed"):
-            backward(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_a_hook_does_to_a_gradient_that_has_moved_is_noticed(world, change):
+    model = net()
+    attached(world, model)
+    model[2].bias.register_post_accumulate_grad_hook(change)
+    with pytest.raises(UsageError, match=r"the gradient of 2\.bias was changed, replaced or removed"):
+        backward(model, world.rank)
 
 
 def test_a_gradient_that_is_its_own_home_under_another_name_stays():
@@ -252,61 +250,53 @@ def test_a_gradient_that_is_its_own_home_under_another_name_stays():
             torch.testing.assert_close(got, want)
 
 
-def test_a_gradient_in_the_place_of_another_one_is_refused():
-    def body(world):
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        attached(world, model)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.ones(1, 4)).sum().backward()
-        first, second = model.parameters()
-        first.grad, second.grad = second.grad, first.grad
-        with pytest.raises(UsageError, match=r"was given memory of another gradient that travels: use a \.clone\(\)"):
-            model(torch.ones(1, 4)).sum().backward()
-
-    run_ranks(2, body)
-
-
-def test_a_part_of_another_gradient_is_refused():
-    def body(world):
-        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
-        attached(world, model)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.ones(1, 4)).sum().backward()
-        first, second = model.parameters()
-        second.grad = first.grad.flatten()[3:19].view(2, 8)
-        with pytest.raises(UsageError, match=r"was given memory of another gradient that travels"):
-            model(torch.ones(1, 4)).sum().backward()
-
-    run_ranks(2, body)
-
-
-def test_a_graph_that_saved_a_gradient_cannot_be_differentiated_after_the_next_step():
-    def body(world):
-        model, rate = net(), torch.tensor(0.1, requires_grad=True)
-        attached(world, model)
-        for step in range(2):
-            model.zero_grad()
-            backward(model, world.rank, step)
-        saved = (rate * model[0].weight.grad).pow(2).sum()
+@on_ranks(2)
+def test_a_gradient_in_the_place_of_another_one_is_refused(world):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    attached(world, model)
+    for _ in range(2):
         model.zero_grad()
-        backward(model, world.rank, 2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(saved, rate)
+        model(torch.ones(1, 4)).sum().backward()
+    first, second = model.parameters()
+    first.grad, second.grad = second.grad, first.grad
+    with pytest.raises(UsageError, match=r"was given memory of another gradient that travels: use a \.clone\(\)"):
+        model(torch.ones(1, 4)).sum().backward()
 
-    run_ranks(2, body)
+
+@on_ranks(2)
+def test_a_part_of_another_gradient_is_refused(world):
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
+    attached(world, model)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+    first, second = model.parameters()
+    second.grad = first.grad.flatten()[3:19].view(2, 8)
+    with pytest.raises(UsageError, match=r"was given memory of another gradient that travels"):
+        model(torch.ones(1, 4)).sum().backward()
 
 
-def test_ranks_in_different_steps_are_told():
-    def body(world):
-        model = net()
-        replica = attached(world, model)
-        replica._step = world.rank
-        with pytest.raises(DisagreementError, match="bucket 0 was summed with something else"):
-            backward(model, world.rank)
+@on_ranks(2)
+def test_a_graph_that_saved_a_gradient_cannot_be_differentiated_after_the_next_step(world):
+    model, rate = net(), torch.tensor(0.1, requires_grad=True)
+    attached(world, model)
+    for step in range(2):
+        model.zero_grad()
+        backward(model, world.rank, step)
+    saved = (rate * model[0].weight.grad).pow(2).sum()
+    model.zero_grad()
+    backward(model, world.rank, 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(saved, rate)
 
-    run_ranks(2, body)
+
+@on_ranks(2)
+def test_ranks_in_different_steps_are_told(world):
+    model = net()
+    replica = attached(world, model)
+    replica._step = world.rank
+    with pytest.raises(DisagreementError, match="bucket 0 was summed with something else"):
+        backward(model, world.rank)
 
 
 def test_gradients_outlive_their_replica_and_their_world():
@@ -323,15 +313,13 @@ def test_gradients_outlive_their_replica_and_their_world():
         backward(model, 0)  # accumulates
 
 
-def test_a_graph_of_gradients_is_refused():
-    def body(world):
-        model = net()
-        attached(world, model)
-        x, y = data(world.rank)
-        with pytest.raises(UsageError, match="create_graph=True"):
-            cross_entropy(model(x), y).backward(create_graph=True)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_graph_of_gradients_is_refused(world):
+    model = net()
+    attached(world, model)
+    x, y = data(world.rank)
+    with pytest.raises(UsageError, match="create_graph=True"):
+        cross_entropy(model(x), y).backward(create_graph=True)
 
 
 @for_each(
@@ -345,22 +333,18 @@ def test_a_graph_of_gradients_is_refused():
         ({"gradients": "copies"}, 'give "own", or "views"'),
     ],
 )
-def test_what_views_cannot_do_is_refused(options, why):
-    def body(world):
-        model = net()
-        with pytest.raises(UsageError, match=why):
-            commrt.attach(model, sgd(model), world=world, **{"gradients": "views"} | options)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_views_cannot_do_is_refused(world, options, why):
+    model = net()
+    with pytest.raises(UsageError, match=why):
+        commrt.attach(model, sgd(model), world=world, **{"gradients": "views"} | options)
 
 
-def test_codes_travel_for_views_of_a_wire_that_is_as_wide_as_they_are():
-    def body(world):
-        model = net().bfloat16()
-        with pytest.raises(UsageError, match=r"are torch\.bfloat16 and travel as torch\.float32"):
-            commrt.attach(model, algorithm=commrt.Direct(), world=world, wire=commrt.Int8(), gradients="views")
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_codes_travel_for_views_of_a_wire_that_is_as_wide_as_they_are(world):
+    model = net().bfloat16()
+    with pytest.raises(UsageError, match=r"are torch\.bfloat16 and travel as torch\.float32"):
+        commrt.attach(model, algorithm=commrt.Direct(), world=world, wire=commrt.Int8(), gradients="views")
 
 
 def test_no_two_homes_share_an_element():

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from gossip_models import batch, model_of, params, same
 from local_loops import ALGORITHMS, GOSSIPING, Loop
 
@@ -39,51 +39,43 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
 
 
 @for_each(("steps", "algorithm", "is_refused"), [(5, (3, 3), True), (8, (3, 3), True), (3, (5, 1), False)])
-def test_period_and_delay_change_only_where_nothing_is_under_way(steps, algorithm, is_refused):
-    def body(world):
-        state = Loop(world, LocalSGD(4, 4)).run(steps).state()
-        loop = Loop(world, LocalSGD(*algorithm))
-        if not is_refused:
-            return loop.load(state).run(4).replica.step
-        with pytest.raises(UsageError, match=r"averages under way of period=4, delay=4.*period=3, delay=3"):
-            loop.load(state)
-        return None
-
-    assert run_ranks(2, body) == [None if is_refused else steps + 4] * 2
+@on_ranks(2)
+def test_period_and_delay_change_only_where_nothing_is_under_way(world, steps, algorithm, is_refused):
+    state = Loop(world, LocalSGD(4, 4)).run(steps).state()
+    loop = Loop(world, LocalSGD(*algorithm))
+    if not is_refused:
+        assert loop.load(state).run(4).replica.step == steps + 4
+        return
+    with pytest.raises(UsageError, match=r"averages under way of period=4, delay=4.*period=3, delay=3"):
+        loop.load(state)
 
 
-def test_a_checkpoint_between_the_steps_of_two_optimizers_waits_for_both_again():
-    def body(world):
-        model, states = model_of(), []
-        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
-        model(batch(0, world.rank)).square().sum().backward()
-        replica = commrt.attach(model, halves, LocalSGD(2), world=world)
-        replica.load_state_dict(replica.state_dict() | {"due": 1})
-        for half in halves:
-            half.step()
-            states.append(replica.step)
-        return states
-
-    assert run_ranks(2, body) == [[0, 1]] * 2
+@on_ranks(2)
+def test_a_checkpoint_between_the_steps_of_two_optimizers_waits_for_both_again(world):
+    model, states = model_of(), []
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+    model(batch(0, world.rank)).square().sum().backward()
+    replica = commrt.attach(model, halves, LocalSGD(2), world=world)
+    replica.load_state_dict(replica.state_dict() | {"due": 1})
+    for half in halves:
+        half.step()
+        states.append(replica.step)
+    assert states == [0, 1]
 
 
-def test_a_checkpoint_holds_what_is_under_way():
-    def body(world):
-        loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
-        return [part["flight"] is not None for part in loop.replica.state_dict()["fragments"]]
-
-    assert run_ranks(2, body) == [[True, False]] * 2
+@on_ranks(2)
+def test_a_checkpoint_holds_what_is_under_way(world):
+    loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
+    assert [part["flight"] is not None for part in loop.replica.state_dict()["fragments"]] == [True, False]
 
 
-def test_a_state_of_other_training_begins_anew_from_the_weights():
-    def body(world):
-        loop = Loop(world, commrt.Torus2D()).run(3)
-        other = Loop(world, LocalSGD(2, outer=Nesterov()), model_of(1))
-        other.load(loop.state())
-        anchors = [other.agreed()["anchors", name] for name, _ in other.model.named_parameters()]
-        return same(anchors, params(loop.model)), other.replica.step
-
-    assert run_ranks(2, body) == [(True, 3)] * 2
+@on_ranks(2)
+def test_a_state_of_other_training_begins_anew_from_the_weights(world):
+    loop = Loop(world, commrt.Torus2D()).run(3)
+    other = Loop(world, LocalSGD(2, outer=Nesterov()), model_of(1))
+    other.load(loop.state())
+    anchors = [other.agreed()["anchors", name] for name, _ in other.model.named_parameters()]
+    assert (same(anchors, params(loop.model)), other.replica.step) == (True, 3)
 
 
 def test_other_weights_are_taken_for_the_anchor_by_overwrite_with_first():

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, local_step, model_of, params, same
 from local_loops import ALGORITHMS, GOSSIPING, Loop
 from torch import nn
@@ -261,20 +261,16 @@ REFUSED = [
 
 
 @for_each(("algorithm", "options", "message"), REFUSED)
-def test_attach_refuses_what_local_sgd_cannot_do(algorithm, options, message):
-    def body(world):
-        with pytest.raises(UsageError, match=message):
-            Loop(world, algorithm, **options)
-
-    run_ranks(8, body)
+@on_ranks(8)
+def test_attach_refuses_what_local_sgd_cannot_do(world, algorithm, options, message):
+    with pytest.raises(UsageError, match=message):
+        Loop(world, algorithm, **options)
 
 
-def test_optimizers_must_be_named():
-    def body(world):
-        with pytest.raises(UsageError, match="needs the optimizers whose steps it counts"):
-            commrt.attach(model_of(), algorithm=LocalSGD(2), world=world)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_optimizers_must_be_named(world):
+    with pytest.raises(UsageError, match="needs the optimizers whose steps it counts"):
+        commrt.attach(model_of(), algorithm=LocalSGD(2), world=world)
 
 
 def test_unwise_settings_are_logged(caplog):

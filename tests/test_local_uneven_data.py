@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, local_step, params, same
 from local_loops import ALGORITHMS, GOSSIPING, PATIENT_S, Loop
 
@@ -96,13 +96,11 @@ def test_ranks_run_out_of_data_where_learning_rates_follow_a_schedule():
     assert own == other == 7
 
 
-def test_join_refuses_an_outer_rule_that_needs_learning_rates():
-    def body(world):
-        loop = Loop(world, LocalSGD(2, outer=SlowMomentum()))
-        with pytest.raises(UsageError, match="with SlowMomentum: it divides"), loop.replica.join():
-            pass
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_join_refuses_an_outer_rule_that_needs_learning_rates(world):
+    loop = Loop(world, LocalSGD(2, outer=SlowMomentum()))
+    with pytest.raises(UsageError, match="with SlowMomentum: it divides"), loop.replica.join():
+        pass
 
 
 @for_each(

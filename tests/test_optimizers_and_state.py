@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, backward_often, data, net, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -16,19 +16,17 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.testing.ranks import run_ranks
 
 
-def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere():
-    def body(world):
-        model, _, replica = trainee(world)
-        backward(model, world.rank)
-        state = replica.state_dict()
-        replica.load_state_dict({"step": 41})
-        with pytest.raises(DisagreementError, match="about step"):
-            replica.load_state_dict({"step": world.rank})
-        with pytest.raises(UsageError, match="without a step number"):
-            replica.load_state_dict({})
-        return state, replica.step
-
-    assert run_ranks(2, body) == [({"step": 1, "algorithm": repr(commrt.Torus2D())}, 41)] * 2
+@on_ranks(2)
+def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere(world):
+    model, _, replica = trainee(world)
+    backward(model, world.rank)
+    state = replica.state_dict()
+    replica.load_state_dict({"step": 41})
+    with pytest.raises(DisagreementError, match="about step"):
+        replica.load_state_dict({"step": world.rank})
+    with pytest.raises(UsageError, match="without a step number"):
+        replica.load_state_dict({})
+    assert (state, replica.step) == ({"step": 1, "algorithm": repr(commrt.Torus2D())}, 41)
 
 
 class Wrapped(torch.optim.SGD):
@@ -55,66 +53,56 @@ def test_an_optimizer_may_name_its_state_as_it_likes():
 
 
 @for_each("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)])
-def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(state):
-    def body(world):
-        with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
-            commrt.attach(net(), world=world).load_state_dict(state)
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(world, state):
+    with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
+        commrt.attach(net(), world=world).load_state_dict(state)
 
 
-def test_an_optimizer_that_steps_what_nobody_averages_is_refused():
-    def body(world):
-        model, optimizer, _ = trainee(world)
-        stranger = nn.Linear(8, 3)
-        optimizer.add_param_group({"params": stranger.parameters()})
-        x, y = data(world.rank)
-        hidden = model[1](model[0](x))
-        cross_entropy(model[2](hidden) + stranger(hidden), y).backward()
-        with pytest.raises(UsageError, match=r"the optimizer steps a parameter of shape \[3, 8\], which"):
+@on_ranks(2)
+def test_an_optimizer_that_steps_what_nobody_averages_is_refused(world):
+    model, optimizer, _ = trainee(world)
+    stranger = nn.Linear(8, 3)
+    optimizer.add_param_group({"params": stranger.parameters()})
+    x, y = data(world.rank)
+    hidden = model[1](model[0](x))
+    cross_entropy(model[2](hidden) + stranger(hidden), y).backward()
+    with pytest.raises(UsageError, match=r"the optimizer steps a parameter of shape \[3, 8\], which"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_batch(world):
+    model = net()
+    optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
+    replica = commrt.attach(model, optimizers, world=world)
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, world.rank, step) if (world.rank, step) != (1, 2) else replica.average()
+        for optimizer in optimizers:
             optimizer.step()
-
-    run_ranks(2, body)
-
-
-def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_batch():
-    def body(world):
-        model = net()
-        optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
-        replica = commrt.attach(model, optimizers, world=world)
-        for step in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            backward(model, world.rank, step) if (world.rank, step) != (1, 2) else replica.average()
-            for optimizer in optimizers:
-                optimizer.step()
-        return replica.replicas_equal(), replica.step
-
-    assert run_ranks(2, body) == [(True, 4)] * 2
+    assert (replica.replicas_equal(), replica.step) == (True, 4)
 
 
-def test_an_optimizer_of_another_model_is_refused():
-    def body(world):
-        with pytest.raises(UsageError, match="the SGD steps no parameter of the model"):
-            commrt.attach(net(), sgd(net()), world=world)
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_an_optimizer_of_another_model_is_refused(world):
+    with pytest.raises(UsageError, match="the SGD steps no parameter of the model"):
+        commrt.attach(net(), sgd(net()), world=world)
 
 
 @for_each("what", ["lr", "type", "state"])
-def test_optimizers_that_differ_are_named_on_every_rank(what):
-    def body(world):
-        odd = world.rank == 1
-        model = net()
-        kind = torch.optim.Adam if what == "type" and odd else torch.optim.AdamW
-        optimizer = kind(model.parameters(), lr=0.2 if what == "lr" and odd else 0.1)
-        if what == "state" and odd:
-            backward(model, 0)
-            optimizer.step()
-        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about optimizer: "):
-            commrt.attach(model, optimizer, world=world)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_optimizers_that_differ_are_named_on_every_rank(world, what):
+    odd = world.rank == 1
+    model = net()
+    kind = torch.optim.Adam if what == "type" and odd else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.2 if what == "lr" and odd else 0.1)
+    if what == "state" and odd:
+        backward(model, 0)
+        optimizer.step()
+    with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about optimizer: "):
+        commrt.attach(model, optimizer, world=world)
 
 
 @for_each("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
@@ -149,18 +137,16 @@ def turn(optimizer, world):
 
 
 @for_each("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
-def test_settings_that_come_to_differ_are_noticed_before_the_next_step(change):
-    def body(world):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        commrt.attach(model, optimizer, world=world)
-        backward(model, world.rank)
-        optimizer.step()
-        change(optimizer, world)
-        with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
-            backward_often(model, world.rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_settings_that_come_to_differ_are_noticed_before_the_next_step(world, change):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    commrt.attach(model, optimizer, world=world)
+    backward(model, world.rank)
+    optimizer.step()
+    change(optimizer, world)
+    with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
+        backward_often(model, world.rank)
 
 
 def test_settings_that_are_equal_in_value_are_equal_in_any_form():

@@ -8,7 +8,7 @@ from threading import Lock
 import numpy as np
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from small_models import backward, backward_often, data, gradients, halving, local_gradients, net, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -57,61 +57,55 @@ def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part():
             torch.testing.assert_close(got, want)
 
 
-def test_training_goes_on_equally_after_join():
-    def body(world):
-        model = net()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        replica = commrt.attach(model, optimizer, world=world)
-        with replica.join():
-            for step in range((7, 3, 5)[world.rank]):
-                optimizer.zero_grad()
-                backward(model, world.rank, step)
-                optimizer.step()
-        for step in range(3):
+@on_ranks(3)
+def test_training_goes_on_equally_after_join(world):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    replica = commrt.attach(model, optimizer, world=world)
+    with replica.join():
+        for step in range((7, 3, 5)[world.rank]):
             optimizer.zero_grad()
             backward(model, world.rank, step)
             optimizer.step()
-        return replica.replicas_equal(), replica.step
-
-    assert run_ranks(3, body) == [(True, 10)] * 3
-
-
-def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-
-        def train(steps):
-            for step in range(steps):
-                optimizer.zero_grad()
-                x, y = data(world.rank, step)
-                scaler.scale(cross_entropy(model(x), y)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-
-        with replica.join(scheduler, scaler):
-            train((2, 5, 3)[world.rank])
-        train(2)
-        return replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()
-
-    assert run_ranks(3, body) == [(True, 7, 32.0)] * 3
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, world.rank, step)
+        optimizer.step()
+    assert (replica.replicas_equal(), replica.step) == (True, 10)
 
 
-def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        scheduler = halving(optimizer)
-        with replica.join():
-            for step in range((2, 4)[world.rank]):
-                backward(model, world.rank, step)
-                optimizer.step()
-                scheduler.step()
-        scheduler.step()
-        with pytest.raises(DisagreementError, match=r"to replica\.join\(\) if ranks run out of data"):
-            backward_often(model, world.rank)
+@on_ranks(3)
+def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
+    model, optimizer, replica = trainee(world)
+    scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
-    run_ranks(2, body)
+    def train(steps):
+        for step in range(steps):
+            optimizer.zero_grad()
+            x, y = data(world.rank, step)
+            scaler.scale(cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+
+    with replica.join(scheduler, scaler):
+        train((2, 5, 3)[world.rank])
+    train(2)
+    assert (replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()) == (True, 7, 32.0)
+
+
+@on_ranks(2)
+def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it(world):
+    model, optimizer, replica = trainee(world)
+    scheduler = halving(optimizer)
+    with replica.join():
+        for step in range((2, 4)[world.rank]):
+            backward(model, world.rank, step)
+            optimizer.step()
+            scheduler.step()
+    scheduler.step()
+    with pytest.raises(DisagreementError, match=r"to replica\.join\(\) if ranks run out of data"):
+        backward_often(model, world.rank)
 
 
 def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things():
@@ -155,34 +149,30 @@ def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(given):
     assert run_ranks(2, body) == [True, True]
 
 
-def test_settings_of_any_kind_outlive_join():
-    def body(world):
-        model = net()
-        optimizer = torch.optim.AdamW([{"params": model.parameters(), "shape": lambda step: step, "lr": 0.1}])
-        replica = commrt.attach(model, optimizer, world=world)
-        with replica.join():
-            for step in range((4, 2)[world.rank]):
-                optimizer.param_groups[0]["lr"] = np.float64(0.1) / (1 + step)
-                optimizer.zero_grad()
-                backward(model, world.rank, step)
-                optimizer.step()
-        group = optimizer.param_groups[0]
-        return replica.replicas_equal(), group["lr"], type(group["lr"]), group["shape"](7)
-
-    assert run_ranks(2, body) == [(True, 0.025, float, 7)] * 2
+@on_ranks(2)
+def test_settings_of_any_kind_outlive_join(world):
+    model = net()
+    optimizer = torch.optim.AdamW([{"params": model.parameters(), "shape": lambda step: step, "lr": 0.1}])
+    replica = commrt.attach(model, optimizer, world=world)
+    with replica.join():
+        for step in range((4, 2)[world.rank]):
+            optimizer.param_groups[0]["lr"] = np.float64(0.1) / (1 + step)
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.step()
+    group = optimizer.param_groups[0]
+    assert (replica.replicas_equal(), group["lr"], type(group["lr"]), group["shape"](7)) == (True, 0.025, float, 7)
 
 
-def test_join_is_refused_inside_itself_and_where_nobody_may_leave():
-    def body(world):
-        model, tied_to_four = net(), net()
-        replica = commrt.attach(model, sgd(model), world=world)
-        with replica.join(), pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
-            pass
-        replica = commrt.attach(tied_to_four, algorithm=commrt.Torus2D(grid=(2, 2)), world=world)
-        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): a grid of 2 x 2"):
-            replica.join().__enter__()
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_join_is_refused_inside_itself_and_where_nobody_may_leave(world):
+    model, tied_to_four = net(), net()
+    replica = commrt.attach(model, sgd(model), world=world)
+    with replica.join(), pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
+        pass
+    replica = commrt.attach(tied_to_four, algorithm=commrt.Torus2D(grid=(2, 2)), world=world)
+    with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): a grid of 2 x 2"):
+        replica.join().__enter__()
 
 
 def test_a_failed_question_who_has_data_says_where():
@@ -209,31 +199,27 @@ COLLECTIVES = {
 
 
 @for_each("name", COLLECTIVES)
-def test_collectives_are_refused_inside_join(name):
-    def body(world):
-        model, _, replica = trainee(world, nn.BatchNorm1d(8))
-        with replica.join():
-            for step in range((3, 1)[world.rank]):
-                backward(model, world.rank, step)
-                with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
-                    COLLECTIVES[name](world, replica)
-        COLLECTIVES[name](world, replica)
-        return replica.step
-
-    assert run_ranks(2, body) == [1 if name == "load_state_dict" else 3] * 2
+@on_ranks(2)
+def test_collectives_are_refused_inside_join(world, name):
+    model, _, replica = trainee(world, nn.BatchNorm1d(8))
+    with replica.join():
+        for step in range((3, 1)[world.rank]):
+            backward(model, world.rank, step)
+            with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
+                COLLECTIVES[name](world, replica)
+    COLLECTIVES[name](world, replica)
+    assert replica.step == (1 if name == "load_state_dict" else 3)
 
 
-def test_a_rank_without_a_batch_may_average_inside_join():
-    def body(world):
-        model, optimizer, replica = trainee(world)
-        with replica.join():
-            for step in range((4, 2)[world.rank]):
-                optimizer.zero_grad()
-                replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
-                optimizer.step()
-        return replica.replicas_equal(), replica.step
-
-    assert run_ranks(2, body) == [(True, 4)] * 2
+@on_ranks(2)
+def test_a_rank_without_a_batch_may_average_inside_join(world):
+    model, optimizer, replica = trainee(world)
+    with replica.join():
+        for step in range((4, 2)[world.rank]):
+            optimizer.zero_grad()
+            replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
+            optimizer.step()
+    assert (replica.replicas_equal(), replica.step) == (True, 4)
 
 
 class OfThreeOrFour:
@@ -243,10 +229,8 @@ class OfThreeOrFour:
         return ring.all_reduce(ranks)
 
 
-def test_join_is_refused_before_it_begins_if_some_number_of_ranks_could_not_go_on():
-    def body(world):
-        replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
-        with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
-            replica.join().__enter__()
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_join_is_refused_before_it_begins_if_some_number_of_ranks_could_not_go_on(world):
+    replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
+    with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
+        replica.join().__enter__()

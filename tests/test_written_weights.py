@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, local_step, model_of, optimizer_of, params, same
 from torch import nn
 
@@ -86,31 +86,25 @@ WRITES = [clamp, clamp_data, from_vector, replace_data, descend_by_hand, write_i
 
 
 @for_each(("write", "algorithm"), taking_turns(WRITES, GOSSIPING))
-def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(algorithm, write):
-    def body(world):
-        loop = Loop(world, algorithm).run(3)
-        write(loop.model)
-        written = params(loop.model)
-        with pytest.raises(
-            UsageError, match=r"[02]\.\w+ was written while .*: call replica\.drain\(\) before you write"
-        ):
-            loop.used()
-        assert same(params(loop.model), written)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(world, algorithm, write):
+    loop = Loop(world, algorithm).run(3)
+    write(loop.model)
+    written = params(loop.model)
+    with pytest.raises(UsageError, match=r"[02]\.\w+ was written while .*: call replica\.drain\(\) before you write"):
+        loop.used()
+    assert same(params(loop.model), written)
 
 
 @for_each(("write", "algorithm"), taking_turns(2 * WRITES, RELYING))  # each kind of write meets two algorithms
-def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_on_them(algorithm, write):
-    def body(world):
-        loop = Loop(world, algorithm, bucket_cap_mb=1e-4).run(5)
-        write(loop.model)
-        written = params(loop.model)
-        with pytest.raises(UsageError, match=r"[02]\.\w+ was written.*replica\.(drain|overwrite_with_first)\(\)"):
-            loop.run(1)
-        assert same(params(loop.model), written)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_on_them(world, algorithm, write):
+    loop = Loop(world, algorithm, bucket_cap_mb=1e-4).run(5)
+    write(loop.model)
+    written = params(loop.model)
+    with pytest.raises(UsageError, match=r"[02]\.\w+ was written.*replica\.(drain|overwrite_with_first)\(\)"):
+        loop.run(1)
+    assert same(params(loop.model), written)
 
 
 @for_each("algorithm", [Gossip(), LocalSGD(4, 2)])
@@ -276,19 +270,17 @@ def test_weights_are_an_optimizers_own_within_its_step(algorithm):
 
 
 @for_each("algorithm", GOSSIPING)
-def test_without_optimizers_weights_are_updated_by_hand(algorithm):
-    def body(world):
-        model = model_of()
-        replica = commrt.attach(model, None, algorithm, world=world)
-        for step in range(25):
-            model(batch(step, world.rank)).square().mean().backward()
-            for param in model.parameters():
-                param.data -= 0.01 * param.grad
-            model.zero_grad()
-        replica.drain()
-        return replica.step, replica.disagreement() < 0.1
-
-    assert run_ranks(2, body) == [(25, True)] * 2
+@on_ranks(2)
+def test_without_optimizers_weights_are_updated_by_hand(world, algorithm):
+    model = model_of()
+    replica = commrt.attach(model, None, algorithm, world=world)
+    for step in range(25):
+        model(batch(step, world.rank)).square().mean().backward()
+        for param in model.parameters():
+            param.data -= 0.01 * param.grad
+        model.zero_grad()
+    replica.drain()
+    assert (replica.step, replica.disagreement() < 0.1) == (25, True)
 
 
 LAYOUTS = {

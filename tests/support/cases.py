@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One test for all cases of a rule. It runs each case, and its failure names those that failed."""
+"""Decorators of tests: one test for all cases of a rule, and one that runs as all ranks of a world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["for_each", "taking_turns"]
+from commrt.testing.ranks import run_ranks
+
+__all__ = ["for_each", "on_ranks", "taking_turns"]
 
 FAILURES = (Exception, pytest.fail.Exception)
 Test = Callable[..., None]
@@ -40,12 +42,30 @@ def for_each(
                 named = "\n".join(error.__notes__[-1] for error in errors)
                 raise BaseExceptionGroup(f"{len(errors)} of {len(rows)} cases failed:\n{named}", errors)
 
-        given = inspect.signature(test)
-        left = [param for param in given.parameters.values() if param.name not in rows[0]]
-        all_cases.__signature__ = given.replace(parameters=left)  # type: ignore[attr-defined]  # for pytest's fixtures
-        return all_cases
+        return _without(all_cases, test, rows[0])
 
     return decorate
+
+
+def on_ranks(ranks: int, **options: Any) -> Callable[[Test], Test]:
+    """Run a test on `ranks` threads, each with its `world`; `options` are those of `run_ranks`."""
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def all_ranks(**fixtures: Any) -> None:
+            run_ranks(ranks, lambda world: test(world=world, **fixtures), **options)
+
+        return _without(all_ranks, test, ["world"])
+
+    return decorate
+
+
+def _without(wrapper: Test, test: Test, names: Iterable[str]) -> Test:
+    """Let pytest ask `wrapper` for the arguments of `test`, except for `names`, which are no fixtures."""
+    given = inspect.signature(test)
+    left = [param for param in given.parameters.values() if param.name not in names]
+    wrapper.__signature__ = given.replace(parameters=left)  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _failure(test: Test, name: str, values: dict[str, Any]) -> BaseException | None:
