@@ -38,15 +38,17 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
         assert all(map(same, run_ranks(3, partial(resumed, step=step)), expected))
 
 
-@for_each(("steps", "algorithm", "is_refused"), [(5, (3, 3), True), (8, (3, 3), True), (3, (5, 1), False)])
+@for_each(
+    ("steps", "period", "delay", "is_refused"), [(5, 3, 3, True), (8, 4, 3, True), (5, 6, 4, True), (3, 5, 1, False)]
+)
 @on_ranks(2)
-def test_period_and_delay_change_only_where_nothing_is_under_way(world, steps, algorithm, is_refused):
+def test_period_and_delay_change_only_where_nothing_is_under_way(world, steps, period, delay, is_refused):
     state = Loop(world, LocalSGD(4, 4)).run(steps).state()
-    loop = Loop(world, LocalSGD(*algorithm))
+    loop = Loop(world, LocalSGD(period, delay))
     if not is_refused:
         assert loop.load(state).run(4).replica.step == steps + 4
         return
-    with pytest.raises(UsageError, match=r"averages under way of period=4, delay=4.*period=3, delay=3"):
+    with pytest.raises(UsageError, match=rf"averages under way of period=4, delay=4.*period={period}, delay={delay}"):
         loop.load(state)
 
 
