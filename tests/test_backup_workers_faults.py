@@ -82,6 +82,7 @@ def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_shoul
     assert len({members for end in ends for members in end.value["used"].values()}) > 3
 
 
+@pytest.mark.slow
 def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
     faults = [Fault(1, AT, "backward", "kill"), Fault(2, AT, "counted", "kill")]
     ends = run_with_faults(4, commrt.BackupWorkers(1), faults)
@@ -108,7 +109,11 @@ def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_othe
     assert ends[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
 
 
-@pytest.mark.parametrize("algorithm", [commrt.BackupWorkers(1), commrt.Gossip()], ids=["backup workers", "gossip"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [commrt.BackupWorkers(1), pytest.param(commrt.Gossip(), marks=pytest.mark.slow)],
+    ids=["backup workers", "gossip"],
+)
 def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
     ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
     assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
@@ -141,7 +146,7 @@ def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights
     assert ends[1].error.startswith("Evicted")
 
 
-@pytest.mark.parametrize("times", [1, 9], ids=["once", "again and again"])
+@pytest.mark.parametrize("times", [1, pytest.param(9, marks=pytest.mark.slow)], ids=["once", "again and again"])
 def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times):
     ends = survivors(run_processes(4, connecting_in_vain, 4.0, times, limit_s=60), {3})
     if times == 1:

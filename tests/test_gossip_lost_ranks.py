@@ -431,6 +431,7 @@ def test_a_process_that_is_stopped_for_longer_than_the_timeout_is_evicted():
     assert outcomes[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
     outcomes = struck({0: 7})

@@ -106,7 +106,7 @@ def test_codes_and_residuals_go_on_without_a_lost_rank():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("where", ["backward", "exchange"])
+@pytest.mark.parametrize("where", ["backward", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_the_others_go_on_without_a_process_that_is_killed(where):
     algorithm = LocalSGD(4, 2, outer=Nesterov(0.7, 0.6), fragments=2)
     outcomes = run_processes(4, failing_ranks.killed_in_local_sgd, algorithm, 2, where, limit_s=90)

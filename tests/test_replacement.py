@@ -127,6 +127,7 @@ def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
     assert any(2 in members and step > AT for step, members in ends[2].value["used"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
     found = train_with_deaths(6, 2, deaths=3)
@@ -146,7 +147,7 @@ def killed(_, message, process):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dies_at", [9, 11])
+@pytest.mark.parametrize("dies_at", [9, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(dies_at):
     ends = run_processes(4, replacement_ranks.epochs, dies_at, on_message=killed)
     assert [end.value for end in ends if end.rank != 2] == [(0, 1, 3)] * 3, [end.error for end in ends]
