@@ -94,10 +94,11 @@ def within_hosts(ranks: int) -> Iterator[Check]:
     for within in divisors(ranks):
         steps = 2 * (ranks > 1) if within in {1, ranks} else 4
         yield summed("direct", Direct(within).schedule(0, ranks), steps, ring_bytes(ranks))
-        yield summed("rings", Rings(within, within).schedule(0, ranks), sent=ring_bytes(ranks))
-        yield summed("double_tree", DoubleTree(within, slices=3).schedule(0, ranks))
         if within > 1:
             yield summed("direct, ring", Direct(within, between=Ring()).schedule(0, ranks))
+        if ranks <= 33:
+            yield summed("rings", Rings(within, within).schedule(0, ranks), sent=ring_bytes(ranks))
+            yield summed("double_tree", DoubleTree(within, slices=3).schedule(0, ranks))
 
 
 def backups(ranks: int) -> Iterator[Check]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels run in Triton's interpreter, which decides at its first import; no test fails because a machine is busy."""
 
+import gc
 import os
 
 import cpu_limit
@@ -43,6 +44,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # many tests collect garbage, which takes 0.2 s if it looks at all of torch
 
 
 @pytest.fixture(autouse=True, scope="session")

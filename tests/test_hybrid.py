@@ -30,13 +30,13 @@ def pricing(workload=DENSE, ranks=16, batch=8, compute_s=1e-3, on=None):
     return HybridPricing(on or cluster(), ranks, workload, batch, compute_s)
 
 
-@pytest.mark.parametrize("groups", [1, 4, 16])
-def test_a_step_takes_its_computing_where_exchanges_take_no_time(groups):
-    step = pricing(Workload.vgg_a(), on=cluster(1e9)).uniform(groups)
-    assert step.seconds == pytest.approx(step.compute_s, rel=1e-3)
+def test_a_step_takes_its_computing_where_exchanges_take_no_time():
+    for groups in (1, 4, 16):
+        step = pricing(Workload.vgg_a(), on=cluster(1e9)).uniform(groups)
+        assert (groups, step.seconds) == (groups, pytest.approx(step.compute_s, rel=1e-3))
 
 
-@pytest.mark.parametrize("model", ["vgg_a", "overfeat_fast", "cd_dnn", "resnet50"])
+@pytest.mark.parametrize("model", ["overfeat_fast", "cd_dnn", "resnet50"])
 def test_with_as_many_groups_as_ranks_a_step_is_that_of_data_parallelism(model):
     workload, on = getattr(Workload, model)(), cluster(latency_us=5.0, pack_gbytes_per_s=50.0)
     hybrid = pricing(workload, compute_s=0.05, on=on).uniform(16)
@@ -46,21 +46,25 @@ def test_with_as_many_groups_as_ranks_a_step_is_that_of_data_parallelism(model):
     assert hybrid.activations_s == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
-def test_a_rank_sends_the_bytes_of_the_closed_form(groups):
+def costs_of_groups():
+    """Yield numbers of groups, and the cost of the only layer with them."""
     found = pricing()
-    (cost,) = found.costs(found.uniform(groups))
-    size, returned = 16 // groups, 8 * 1000 * (16 // groups - 1) / (16 // groups)
-    assert cost.activations_nbytes == 8 * 8 * 4000 * (size - 1) + 8 * returned
-    assert cost.gradients_nbytes == pytest.approx(8 * 4_001_000 / size * (groups - 1) / groups)
+    for groups in (1, 2, 4, 8, 16):
+        (cost,) = found.costs(found.uniform(groups))
+        yield groups, cost
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
-def test_exchanges_on_links_without_latency_take_their_bytes(groups):
-    found = pricing()
-    (cost,) = found.costs(found.uniform(groups))
-    assert cost.activations_s == pytest.approx(cost.activations_nbytes / 10e9)
-    assert cost.gradients_s == pytest.approx(cost.gradients_nbytes / 10e9)
+def test_a_rank_sends_the_bytes_of_the_closed_form():
+    for groups, cost in costs_of_groups():
+        size, returned = 16 // groups, 8 * 1000 * (16 // groups - 1) / (16 // groups)
+        assert (groups, cost.activations_nbytes) == (groups, 8 * 8 * 4000 * (size - 1) + 8 * returned)
+        assert cost.gradients_nbytes == pytest.approx(8 * 4_001_000 / size * (groups - 1) / groups)
+
+
+def test_exchanges_on_links_without_latency_take_their_bytes():
+    for groups, cost in costs_of_groups():
+        assert (groups, cost.activations_s) == (groups, pytest.approx(cost.activations_nbytes / 10e9))
+        assert cost.gradients_s == pytest.approx(cost.gradients_nbytes / 10e9)
 
 
 def test_one_group_has_no_gradients_to_exchange():
@@ -69,24 +73,21 @@ def test_one_group_has_no_gradients_to_exchange():
     assert step.seconds == pytest.approx(step.compute_s + step.exchange_s)
 
 
-@pytest.mark.parametrize("ranks", [12, 16, 64])
-@pytest.mark.parametrize("batch", [1, 4, 64])
-@pytest.mark.parametrize("outputs", [1024, 4096])
-def test_where_nothing_is_hidden_the_best_number_of_groups_is_next_to_the_closed_form(ranks, batch, outputs):
-    wide = Workload("wide", (Layer(100_000 * outputs, 1.0, 100_000, outputs),))
-    (groups,) = pricing(wide, ranks, batch, 1e-9).best().groups
-    closed = min(max(closed_form_groups(ranks, batch, outputs), 1), ranks)
-    divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
-    around = {max(each for each in divisors if each <= closed), min(each for each in divisors if each >= closed)}
-    assert groups in around
+def test_where_nothing_is_hidden_the_best_number_of_groups_is_next_to_the_closed_form():
+    for ranks, batch, outputs in ((12, 1, 1024), (16, 4, 4096), (64, 64, 1024), (16, 1, 1024), (64, 4, 4096)):
+        wide = Workload("wide", (Layer(100_000 * outputs, 1.0, 100_000, outputs),))
+        (groups,) = pricing(wide, ranks, batch, 1e-9).best().groups
+        closed = min(max(closed_form_groups(ranks, batch, outputs), 1), ranks)
+        divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
+        around = {max(each for each in divisors if each <= closed), min(each for each in divisors if each >= closed)}
+        assert groups in around, (ranks, batch, outputs)
 
 
 def test_the_closed_form_with_overlap_counts_half_of_the_gradients():
     assert closed_form_groups(64, 4, 4096, overlap=1.0) == pytest.approx(2 * 2**0.5)
 
 
-@pytest.mark.parametrize("model", ["vgg_a", "overfeat_fast"])
-@pytest.mark.parametrize("gbytes_per_s", [1.0, 6.0])
+@pytest.mark.parametrize(("model", "gbytes_per_s"), [("vgg_a", 1.0), ("overfeat_fast", 6.0)])
 def test_the_best_step_is_the_best_of_all_that_there_are(model, gbytes_per_s):
     found = pricing(getattr(Workload, model)(), batch=4, compute_s=0.1, on=cluster(gbytes_per_s, 2.0))
     every = product(*map(found.choices, found.workload.layers))

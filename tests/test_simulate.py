@@ -72,8 +72,11 @@ def test_both_ways_at_once_save_nothing_where_adding_up_takes_all_the_time():
 STARTS = st.floats(0, 0.01).map(lambda s: [s] * 12) | st.lists(st.floats(0, 0.01), min_size=12, max_size=12)
 
 
-@pytest.mark.parametrize("name", ["ring", "torus2d", "halving_doubling", "double_tree", "direct"])
-@given(starts_s=STARTS, per_node=st.integers(1, 5))
+@given(
+    name=st.sampled_from(["ring", "torus2d", "halving_doubling", "double_tree", "direct"]),
+    starts_s=STARTS,
+    per_node=st.integers(1, 5),
+)
 def test_steps_that_are_alike_take_as_long_as_one_by_one(name, starts_s, per_node):
     cluster = Cluster("c", "", per_node, Link(1.0, 10.0), Between(7.0, 1.0), reduce_gbytes_per_s=5.0)
     pricing = Pricing(by_name(name).schedule(0, 12), cluster)
@@ -97,13 +100,13 @@ TABLE = [
 """Grid, and the milliseconds that a model of ABCI expects of a ring and of the torus."""
 
 
-@pytest.mark.parametrize(("x", "y", "ring_ms", "torus_ms"), TABLE)
-def test_on_abci_the_torus_takes_what_the_closed_form_says(x, y, ring_ms, torus_ms):
-    found = Pricing(Torus2D((x, y)).schedule(0, x * y), ABCI).price(RESNET50_FP16)
-    assert found.steps == 2 * (x - 1) + 2 * (y - 1)
-    assert found.seconds == pytest.approx(torus_s(x, y, RESNET50_FP16, 10e-6, 20e9, 5e9), rel=1e-9)
-    assert round(1e3 * found.seconds, 1) == torus_ms
-    assert 1e3 * ring_s(x * y, RESNET50_FP16, 10e-6, 20e9) == pytest.approx(ring_ms, rel=0.005)
+def test_on_abci_the_torus_takes_what_the_closed_form_says():
+    for x, y, ring_ms, torus_ms in TABLE:
+        found = Pricing(Torus2D((x, y)).schedule(0, x * y), ABCI).price(RESNET50_FP16)
+        assert (x, y, found.steps) == (x, y, 2 * (x - 1) + 2 * (y - 1))
+        assert found.seconds == pytest.approx(torus_s(x, y, RESNET50_FP16, 10e-6, 20e9, 5e9), rel=1e-9)
+        assert (x, y, round(1e3 * found.seconds, 1)) == (x, y, torus_ms)
+        assert 1e3 * ring_s(x * y, RESNET50_FP16, 10e-6, 20e9) == pytest.approx(ring_ms, rel=0.005)
 
 
 @pytest.mark.parametrize(("x", "y", "gain"), [(32, 34, 3.9), (32, 64, 6.2), (64, 64, 11.1)])
@@ -195,13 +198,13 @@ def test_a_rank_that_begins_late_holds_up_only_those_that_need_it():
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
-@pytest.mark.parametrize("ranks", [2, 5, 8])
-def test_one_late_rank_makes_an_all_reduce_late_by_as_much_at_most(name, ranks):
-    pricing = Pricing(by_name(name).schedule(0, ranks), one_each(10, 1))
-    together = pricing.price(1e8).seconds
-    for late in range(ranks):
-        start_s = np.where(np.arange(ranks) == late, 3.0, 0.0)
-        assert 3.0 < pricing.price(1e8, start_s).seconds <= 3.0 + together + 1e-9
+def test_one_late_rank_makes_an_all_reduce_late_by_as_much_at_most(name):
+    for ranks in (2, 5, 8):
+        pricing = Pricing(by_name(name).schedule(0, ranks), one_each(10, 1))
+        together = pricing.price(1e8).seconds
+        for late in range(ranks):
+            start_s = np.where(np.arange(ranks) == late, 3.0, 0.0)
+            assert 3.0 < pricing.price(1e8, start_s).seconds <= 3.0 + together + 1e-9, (ranks, late)
 
 
 def test_a_cluster_has_no_more_ranks_than_gpus():
@@ -218,8 +221,7 @@ OVERLAP = {
 GOSSIP = {12.5: 99.8, 3.125: 99.2, 1.25: 98.0}
 
 
-@pytest.mark.parametrize("gbytes_per_s", OVERLAP)
-@pytest.mark.parametrize("ranks", [4, 32, 128])
+@pytest.mark.parametrize(("gbytes_per_s", "ranks"), [(speed, ranks) for speed in OVERLAP for ranks in OVERLAP[speed]])
 def test_efficiency_on_fast_and_slow_links_is_what_a_model_of_gossip_expects(gbytes_per_s, ranks):
     cluster, compute_s, nbytes = one_each(10, gbytes_per_s), 0.16, 102.2e6
     buckets = [ReadyBucket(nbytes / 25, FORWARD + (1 - FORWARD) * (number + 1) / 25) for number in range(25)]
@@ -244,7 +246,7 @@ JITTER = [
 @pytest.mark.parametrize(("law", "expected"), JITTER, ids=["5 %", "10 %", "doubled steps"])
 def test_stragglers_cost_gossip_what_a_model_expects(law, expected):
     for ranks, efficiencies in expected.items():
-        times_s = law.sample(np.random.default_rng(0), 3000, ranks)
+        times_s = law.sample(np.random.default_rng(0), 1500, ranks)
         found = [barrier_efficiency(times_s)]
         found += [gossip_efficiency(times_s, Gossip(staleness=late)) for late in (0, 1)]
         assert [100 * each for each in found] == pytest.approx(efficiencies, abs=1.0)

@@ -21,16 +21,14 @@ from commrt.schedule import ADD
 GRIDS = [Grid(side, depth) for side in range(1, 5) for depth in range(1, 5)]
 PASSES = [(summa.forward, matrix_products.forward), (summa.backward, matrix_products.backward)]
 
-over_grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
-over_moves = pytest.mark.parametrize("slices", [None, 1, 5], ids=lambda slices: f"{slices} slices")
+CASES = [(grid, slices) for grid in GRIDS for slices in (None, 1, 5)]
 
 
-@over_grids
-@over_moves
 @pytest.mark.parametrize(("schedule", "wanted"), PASSES, ids=["forward", "backward"])
-def test_rows_columns_and_layers_are_proven_as_one_schedule(grid, slices, schedule, wanted):
-    whole = schedule(grid, 2, 3, slices)
-    assert verify(whole, wanted(grid, whole.chunks, 2, 3)).counterexample is None
+def test_rows_columns_and_layers_are_proven_as_one_schedule(schedule, wanted):
+    for grid, slices in CASES:
+        whole = schedule(grid, 2, 3, slices)
+        assert verify(whole, wanted(grid, whole.chunks, 2, 3)).counterexample is None, (grid, slices)
 
 
 @settings(max_examples=25, deadline=None)
@@ -42,12 +40,12 @@ def test_any_grid_and_any_sizes_of_blocks_are_proven(side, depth, x, w, slices):
         assert verify(whole, wanted(grid, whole.chunks, x, w)).ok
 
 
-@pytest.mark.parametrize("lost", range(6))
-def test_a_schedule_without_one_of_its_steps_is_refuted(lost):
+def test_a_schedule_without_one_of_its_steps_is_refuted():
     whole = summa.backward(Grid(2, 2))
-    steps = [*whole.checked_steps()]
-    mutant = replace(whole, steps=lambda: iter(steps[:lost] + steps[lost + 1 :]))
-    assert not verify(mutant, matrix_products.backward(Grid(2, 2), whole.chunks)).ok
+    steps, wanted = [*whole.checked_steps()], matrix_products.backward(Grid(2, 2), whole.chunks)
+    for lost in range(6):
+        mutant = replace(whole, steps=lambda lost=lost: iter(steps[:lost] + steps[lost + 1 :]))
+        assert not verify(mutant, wanted).ok, lost
 
 
 def counted(schedule, column):
@@ -58,15 +56,16 @@ def counted(schedule, column):
     return chunks
 
 
-@over_grids
-@over_moves
-@pytest.mark.parametrize("column", ["src", "dst"])
-def test_every_rank_sends_and_receives_the_bytes_of_the_formula(grid, slices, column):
-    q, d, x, w = grid.side, grid.depth, 2, 3
-    there, back = summa.forward(grid, x, w, slices), summa.backward(grid, x, w, slices)
-    blocks_of_one = there.chunks // (q * (x + w))
-    formula = 3 * (q - 1) * (x + w) + 2 * (d - 1) / d * w
-    assert (counted(there, column) + counted(back, column) == formula * blocks_of_one).all()
+def test_every_rank_sends_and_receives_the_bytes_of_the_formula():
+    x, w = 2, 3
+    for grid, slices in CASES:
+        q, d = grid.side, grid.depth
+        there, back = summa.forward(grid, x, w, slices), summa.backward(grid, x, w, slices)
+        blocks_of_one = there.chunks // (q * (x + w))
+        formula = 3 * (q - 1) * (x + w) + 2 * (d - 1) / d * w
+        for column in ("src", "dst"):
+            moved = counted(there, column) + counted(back, column)
+            assert (moved == formula * blocks_of_one).all(), (grid, slices, column)
 
 
 def run(schedule, held):

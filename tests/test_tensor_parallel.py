@@ -25,27 +25,33 @@ PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
 }
 
 
+COMMAND = ("simulate", "tensor", "--cluster", "h100", "--wire", "bf16", "--tflops", 400)
+
+
 @pytest.fixture(scope="module")
 def record():
-    """What the command says by default."""
-    return told("simulate", "tensor", "--cluster", "h100", "--wire", "bf16", "--tflops", 400)
+    """What the command says of 16 ranks."""
+    return told(*COMMAND, "--ranks", 16, "--size", "6144x3072")
 
 
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_one_command_has_the_elements_of_three_layouts_at_three_sizes(record, size):
-    rows = [row for row in record["layouts"] if f"{row['tokens']}x{row['width']}" == size][:3]
-    assert [row["layout"] for row in rows] == ["1-D", "[8, 8, 1]", "[4, 4, 4]"]
-    assert [row["sent_elements"] / 1e6 for row in rows] == pytest.approx(PUBLISHED[size], abs=0.6)
+@pytest.mark.slow
+def test_one_command_has_the_elements_of_three_layouts_at_three_sizes():
+    record = told(*COMMAND)
+    for size, published in PUBLISHED.items():
+        rows = [row for row in record["layouts"] if f"{row['tokens']}x{row['width']}" == size][:3]
+        assert [row["layout"] for row in rows] == ["1-D", "[8, 8, 1]", "[4, 4, 4]"], size
+        assert [row["sent_elements"] / 1e6 for row in rows] == pytest.approx(published, abs=0.6)
 
 
 def test_schedules_send_exactly_the_elements_of_the_formula(record):
+    assert [row["layout"] for row in record["layouts"]] == ["1-D", "[4, 4, 1]", "[2, 2, 4]"]
     for row in record["layouts"]:
         assert row["sent_elements"] == pytest.approx(row["formula_elements"], rel=1e-12)
 
 
 def test_a_layer_takes_its_exchanges_and_its_computing(record):
     row = record["layouts"][0]
-    compute_s = 6 * 6144 * 12 * 3072**2 / (64 * 400e12)
+    compute_s = 6 * 6144 * 12 * 3072**2 / (16 * 400e12)
     assert row["compute_seconds"] == pytest.approx(compute_s)
     assert row["layer_seconds"] == pytest.approx(row["exchange_seconds"] + compute_s)
 
@@ -62,9 +68,9 @@ def test_layouts_that_do_not_divide_the_layer_are_left_out(ranks, layouts):
     assert [row["layout"] for row in record["layouts"]] == layouts
 
 
-@pytest.mark.parametrize("ranks", range(1, 18))
-def test_grids_use_all_ranks(ranks):
-    assert all(grid.world == ranks and grid.side > 1 for grid in grids_of(ranks))
+def test_grids_use_all_ranks():
+    grids = [(ranks, grid) for ranks in range(1, 18) for grid in grids_of(ranks)]
+    assert [(ranks, grid) for ranks, grid in grids if grid.world != ranks or grid.side < 2] == []
 
 
 @pytest.mark.parametrize("grid", [Grid(2), Grid(2, 2), Grid(3)], ids=str)
