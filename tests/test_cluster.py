@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from commands import told
 
 from commrt.cost.cluster import Cluster, builtin_clusters
@@ -33,7 +34,7 @@ oversubscription = 3.0
 """
 
 
-@pytest.mark.parametrize("name", builtin_clusters())
+@for_each("name", builtin_clusters())
 def test_every_shipped_cluster_says_where_its_figures_come_from(name):
     cluster = Cluster.named(name)
     assert cluster.name == name
@@ -52,7 +53,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
     assert (cluster.add_s(2e11), cluster.pack_s(1e9)) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("old", "new", "says"),
     [
         ("nodes = 2", "nodes = ", "desk is no TOML document"),
@@ -84,9 +85,7 @@ def test_a_description_that_cannot_be_is_refused_in_words(old, new, says):
         Cluster.parsed(WHOLE.replace(old, new, 1), "desk")
 
 
-@pytest.mark.parametrize(
-    ("samples", "share"), [(1, 0.8), (4, 0.8), (8, 0.85), (16, 0.9), (32, 0.95), (64, 1.0), (10**9, 1.0)]
-)
+@for_each(("samples", "share"), [(1, 0.8), (4, 0.8), (8, 0.85), (16, 0.9), (32, 0.95), (64, 1.0), (10**9, 1.0)])
 def test_kernel_efficiency_is_linear_in_the_logarithm_of_the_samples_and_constant_beyond_its_ends(samples, share):
     assert Cluster.parsed(WHOLE, "desk").efficiency_at(samples) == pytest.approx(share)
 
@@ -131,7 +130,7 @@ def test_a_part_that_is_no_table_is_refused_in_words():
         Cluster.parsed("within = 5\n" + WHOLE.replace("[within]", "[w]"), "desk")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "says"),
     [
         ("nowhere", "no cluster is called 'nowhere': there are abci, "),

@@ -8,6 +8,7 @@ from math import exp, log
 
 import numpy as np
 import pytest
+from cases import for_each
 from made_curves import NOISE, curves_of, made, made_power, steps_of
 
 from commrt.cost.convergence import (
@@ -60,7 +61,7 @@ def test_a_run_that_diverges_after_the_target_has_reached_it():
     assert steps_to(np.array([1.0, 0.4, 0.3, 0.3, np.inf, np.nan]), 0.45) == 2
 
 
-@pytest.mark.parametrize("last", [-1.0, 0.0, float("-inf"), 1e308])
+@for_each("last", [-1.0, 0.0, float("-inf"), 1e308])
 def test_odd_losses_after_the_target_change_nothing(last):
     curves = {f"{n}": made(FLOOR(n), n) for n in (1, 2, 4)}
     odd = Curve("synchronous", 4, 64, np.append(curves["4"].losses, [last, last]))

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from cases import for_each
 from small_models import backward, data, local_gradients, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -32,8 +33,7 @@ def norms_by_hand(ranks):
     return sum(part.square().sum() for part in parts).item() / ranks, (sum(parts) / ranks).square().sum().item()
 
 
-@pytest.mark.parametrize("cap_mb", [25.0, 1e-9], ids=["one bucket", "a bucket per tensor"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@for_each(("cap_mb", "ranks"), [(25.0, 2), (1e-9, 3)])
 def test_statistics_are_those_of_the_gradients_before_and_after_averaging(ranks, cap_mb):
     def body(world):
         model = net()

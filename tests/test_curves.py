@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import for_each
 
 from commrt.cost.curve import GOSSIP, LOCAL, Curve
 from commrt.errors import UsageError
@@ -28,7 +29,7 @@ def test_a_curve_without_statistics_of_gradients_is_read(tmp_path: Path) -> None
     assert Curve.read(tmp_path / "a.jsonl").noise is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("", "is no curve"),
@@ -46,7 +47,7 @@ def test_a_malformed_curve_is_refused_with_its_place(text: str, said: str, tmp_p
         Curve.read(tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "expected"),
     [
         ({}, [9, 1, 5, 6, 2, 7, 8]),
@@ -66,7 +67,7 @@ def test_the_loss_of_local_sgd_is_that_after_an_average(
 HEAD = {"commrt_curve": 1, "training": "gossip", "ranks": 2, "batch": 4, "settings": {}, "seed": 0}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "said"),
     [
         ({"ranks": 2.5}, "ranks=2.5: give a whole number"),
@@ -94,7 +95,7 @@ def test_a_period_far_beyond_the_run_needs_no_memory() -> None:
     assert Curve(LOCAL, 2, 2, np.array([3.0, 2.0]), {"period": 10**12}).common_losses.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("order", [slice(None, None, 10), slice(None, None, -1)], ids=["every tenth", "backwards"])
+@for_each("order", [slice(None, None, 10), slice(None, None, -1)])
 def test_a_curve_without_all_steps_in_order_is_refused(tmp_path, order):
     file = tmp_path / "a.jsonl"
     Curve("synchronous", 1, 16, np.ones(40)).save(file)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cases import for_each
 from commands import invoke
 from typer.testing import CliRunner
 
@@ -81,7 +82,7 @@ def test_a_cupy_for_another_cuda_than_torchs_is_a_problem():
 OLD = [("torch", "2.5.1"), ("triton", "3.2.0"), ("numba", "0.59.1"), ("cupy-cuda12x", "13.6.0")]
 
 
-@pytest.mark.parametrize(("name", "old"), OLD)
+@for_each(("name", "old"), OLD)
 def test_a_version_that_is_too_old_is_a_problem(name, old):
     row = {"cupy-cuda12x": "cupy"}.get(name, name)
     finding = next(each for each in packages({name: old}, None) if each.name == row)
@@ -117,7 +118,7 @@ def named(env, interfaces=("lo", "eth0")):
     return {finding.name: finding for finding in variables(env, interfaces)}
 
 
-@pytest.mark.parametrize("name", HARMS)
+@for_each("name", HARMS)
 def test_each_variable_of_the_table_is_found_when_it_hurts_and_not_otherwise(name):
     value = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}.get(name, "1")
     assert HARMS[name][1] in named({name: value})[name].detail
@@ -129,7 +130,7 @@ def test_an_innocent_environment_has_nothing_to_say():
     assert named(env | {"COMMRT_TRANSPORT": "gloo", "GLOO_SOCKET_IFNAME": "eth0"}) == {}
 
 
-@pytest.mark.parametrize(("value", "is_wrong"), [("eth0", False), ("eth", True), ("lo,eth9", True)])
+@for_each(("value", "is_wrong"), [("eth0", False), ("eth", True), ("lo,eth9", True)])
 def test_an_interface_that_is_not_there_is_a_problem(value, is_wrong):
     assert [each.verdict for each in named({"GLOO_SOCKET_IFNAME": value}).values()] == ["problem"] * is_wrong
 
@@ -386,7 +387,7 @@ def test_the_nccl_of_cupy_its_build_and_torch_are_told(monkeypatch):
     assert (finding.verdict, finding.detail) == ("ok", "2.30.7, CuPy was built with 2.27.7, torch links 2.30.7")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "verdict"),
     [
         ({"runtime": 21705, "torchs": "2.17.5"}, "problem"),

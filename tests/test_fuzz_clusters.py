@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from cases import for_each
 from fuzzing import FILES, VALUES, cases, met
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -145,9 +146,7 @@ def test_a_file_of_any_bytes_is_a_cluster_or_is_refused_in_words(content):
         met(Cluster.named, str(path))
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "/", "\0", "\0.toml", ".toml", "a/../b.toml", "a" * 5000 + ".toml", "é.toml"]
-)
+@for_each("name", ["", ".", "/", "\0", "\0.toml", ".toml", "a/../b.toml", "a" * 5000 + ".toml", "é.toml"])
 def test_a_name_that_is_no_file_is_refused_in_words(name):
     with pytest.raises(UsageError, match=r"there are abci|cannot be read"):
         Cluster.named(name)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from fuzzing import NUMBERS, ODD_TEXTS, TEXTS, cases, in_time, met
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,7 +240,7 @@ def test_a_fault_of_any_text_is_one_or_is_refused_in_words(text):
         met(check, fault, 4, 62)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "says"),
     [
         (["verify", "a\nb\x1b[31m"], r"no algorithm is called 'a\\nb\\x1b"),
@@ -268,8 +270,10 @@ def test_bad_input_is_one_line_and_exit_code_2(nothing_starts, monkeypatch, caps
     assert len(said.err) < 2000
 
 
-@pytest.mark.parametrize("name", ["verify", "simulate", "plan", "draw", "export"])
-@pytest.mark.parametrize("ranks", ["0", "-1", "1e9", "1000000000", "65537"])
+COMMANDS = ("verify", "simulate", "plan", "draw", "export")
+
+
+@for_each(("name", "ranks"), product(COMMANDS, ["0", "-1", "1e9", "1000000000", "65537"]))
 def test_numbers_of_ranks_that_nobody_has_are_refused_at_once(nothing_starts, name, ranks):
     words = {"verify": ["ring"], "simulate": ["ring"], "plan": [], "draw": ["ring", "--out", "a.svg"]}
     words |= {"export": ["ring", "--nbytes", "1", "--out", "traces"]}

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+from cases import for_each
 from fuzzing import ODD_TEXTS, TEXTS, cases, met
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -65,19 +68,22 @@ def test_a_launch_with_variables_that_someone_changed_is_one_or_is_refused_in_wo
     met(require_whole, whole | changes)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-@pytest.mark.parametrize("text", ["", "two", "1_0", "1e0", "1.0", "0x1", "1 2", "1,2", "٣", "9" * 5000, "-1"])
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+NO_NUMBERS = ("", "two", "1_0", "1e0", "1.0", "0x1", "1 2", "1,2", "٣", "9" * 5000, "-1")
+
+
+@for_each(("name", "text"), product(NUMBERS, NO_NUMBERS))
 def test_a_number_is_a_number_or_its_variable_is_named(name, text):
     with pytest.raises(UsageError, match=name):
         launched(WHOLE | {name: text})
 
 
-@pytest.mark.parametrize("text", ["4", "4(x2)", "4(x2),3", "4,3"])
+@for_each("text", ["4", "4(x2)", "4(x2),3", "4,3"])
 def test_a_count_in_slurms_way_is_the_first_nodes(text):
     assert launched(WHOLE_STEP | {"SLURM_STEP_TASKS_PER_NODE": text}).local_size == 4
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("nodes", "first"),
     [
         ("gpu[003-007,9],login1", "gpu003"),

@@ -6,20 +6,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, thread_time
 
 import pytest
+from cases import for_each
+from forked_commands import command
 
 from commrt.cli import inject_faults
 from commrt.cli.inject_faults import Fault, Injection, check, extra_s, parse
 from commrt.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
-COMMAND = Path(sys.executable).with_name("commrt")
 WORKERS, STEPS = 4, 62
 
 
@@ -27,7 +26,7 @@ def slow(prob, **fields):
     return Fault("slow", prob=prob, **fields)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "fault"),
     [
         ("slow:rank=2,prob=0.1,seconds=0.5", slow(0.1, seconds=0.5, rank=2)),
@@ -43,7 +42,7 @@ def test_a_fault_is_what_was_written(text, fault):
     check(fault, WORKERS, STEPS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "says"),
     [
         ("", "no fault is called '': choose one of kill, slow, stop$"),
@@ -69,7 +68,7 @@ def test_what_is_no_fault_is_one_sentence(text, says):
         parse(text)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "says"),
     [
         ("kill:rank=4,step=0", r"rank=4 must be in 0\.\.3"),
@@ -174,11 +173,9 @@ def test_killing_a_stopped_process_ends_its_waiting_child():
 
 
 def trained(*args):
-    command = [COMMAND, "train", "--epochs", "1", "--batch-size", "400", "--json", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return command("train", "--epochs", "1", "--batch-size", "400", "--json", *args)
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     args = ["--workers", "3", "--algorithm", "gossip", "--inject", "kill:rank=0,step=4", "--compare", "gossip"]
@@ -191,7 +188,6 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     assert "commrt: rank 0 is lost, as the others noticed in step" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
     faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.1"]
@@ -203,7 +199,6 @@ def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
     assert record["saved_seconds"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
     args = ["--workers", "2", "--algorithm", "torus2d", "--inject", "kill:rank=1,step=4", "--timeout-s", "1000"]
@@ -214,7 +209,6 @@ def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_an_all_reduce_waits_for_a_stopped_worker_and_for_slow_ones():
     faults = ["--inject", "stop:rank=1,step=4,seconds=1", "--inject", "slow:prob=1,seconds=0.05"]

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -66,7 +67,7 @@ def test_srun_with_pmi_is_slurm():
     assert launch.address == "gpu4"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "env",
     [
         BATCH,
@@ -77,13 +78,12 @@ def test_srun_with_pmi_is_slurm():
         BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"} | PMI2 | {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},
     ],
-    ids=["script", "script with a step's number", "salloc", "ssh", "srun --pty", "srun --pty with PMI", "login node"],
 )
 def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
     assert launched(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("hosts", "first"),
     [("gpu[003-007,9],login1", "gpu003"), ("a1,a2", "a1"), ("node-7", "node-7"), ("r[1-2]-ib", "r1-ib")],
 )
@@ -113,7 +113,7 @@ def test_ranks_on_one_machine_need_no_address():
         assert launch.address == "127.0.0.1"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("env", "says"),
     [
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: set both"),
@@ -146,7 +146,7 @@ def test_contradictions_are_refused_with_a_sentence(env, says):
         launched(env)
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])
+@for_each("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])
 def test_a_deadline_is_a_positive_number_of_seconds(text):
     with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
         default_timeout_s({"COMMRT_TIMEOUT_S": text})
@@ -157,7 +157,7 @@ def test_the_default_deadline_is_five_minutes():
     assert default_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
 
 
-@pytest.mark.parametrize("kind", ["", "nccl", "Shared"])
+@for_each("kind", ["", "nccl", "Shared"])
 def test_a_transport_is_one_that_there_is(kind):
     with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
         chosen_transport({"COMMRT_TRANSPORT": kind})
@@ -192,7 +192,7 @@ def test_without_a_launcher_the_world_is_one_process(monkeypatch):
         assert again.timeout_s == 5
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])
+@for_each("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])
 def test_a_deadline_that_cannot_be_kept_is_refused(seconds):
     with pytest.raises(UsageError, match=rf"^timeout_s={seconds} is no deadline"):
         commrt.init(timeout_s=seconds)

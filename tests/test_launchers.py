@@ -87,6 +87,7 @@ def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch
 TWO_NODES = [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
 
 
+@pytest.mark.slow
 def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29400", "--rdzv-id", "7"]
     agent = [*here, TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", *meet]
@@ -94,6 +95,7 @@ def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
     assert seen(tmp_path) == (TWO_NODES, ("torchrun", "shared", 10.0))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_none()), reason=str(why_none()))
 def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(tmp_path):
     """Though both hosts' names lead to the loopback, as Debian's do."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from cases import for_each
 from commands import invoke, refused, told
 from made_curves import curves_of, made, steps_of, written
 
@@ -172,7 +173,7 @@ def test_a_picture_without_anything_predicted_does_not_say_so(one_method, tmp_pa
     assert "<!-- predicted -->" not in path.read_text()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["--target-loss", 0.2], "--target-loss needs recorded curves: give --curves a.jsonl b.jsonl"),
@@ -198,7 +199,7 @@ def test_bad_input_is_refused_with_what_to_do(args, says, tmp_path):
     assert says in refused("plan", *(file if arg == "FILE" else arg for arg in args))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("training", "settings", "says"),
     [
         (LOCAL, {}, "do not say a period"),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from made_curves import curves_of, steps_of, written
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -51,7 +52,7 @@ def test_a_folder_without_curves_is_refused(monkeypatch, tmp_path):
         main()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("second", "said"),
     [
         ((20, 18, 22), "right: a 10 < b 20"),

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cases import for_each
+from forked_commands import command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,20 +17,17 @@ from commrt.runtime.probing import fit_line, probe, ranks_per_host, ring_shift
 from commrt.testing.ranks import run_ranks
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [("aaaa", 4), ("aabb", 2), ("abc", 1)])
-def test_ranks_that_fill_one_host_after_the_other_are_a_layout(hosts, per_host):
-    assert ranks_per_host(list(hosts)) == per_host
+def test_ranks_that_fill_one_host_after_the_other_are_a_layout():
+    assert [ranks_per_host(list(hosts)) for hosts in ("aaaa", "aabb", "abc")] == [4, 2, 1]
 
 
-@pytest.mark.parametrize("hosts", ["aab", "abab", "abba", "aabbb"])
+@for_each("hosts", ["aab", "abab", "abba", "aabbb"])
 def test_other_ranks_are_told_how_they_lie(hosts):
     with pytest.raises(UsageError, match=r"ranks lie on hosts as \[0, "):
         ranks_per_host(list(hosts))
 
 
-@pytest.mark.parametrize(
-    "circles", [[(0, 1)], [(0, 1, 2)], [(0, 2), (1, 3)], [(4, 1, 3, 2, 0)], [(0, 1, 2), (5, 4, 3)]], ids=str
-)
+@for_each("circles", [[(0, 1)], [(0, 1, 2)], [(0, 2), (1, 3)], [(4, 1, 3, 2, 0)], [(0, 1, 2), (5, 4, 3)]])
 def test_in_a_turn_each_rank_of_a_circle_sends_and_receives_once_and_not_the_same_chunk(circles):
     (step,) = ring_shift(circles, 6).steps()
     members = sorted(rank for circle in circles for rank in circle)
@@ -49,7 +44,7 @@ def test_times_that_lie_on_a_line_are_that_line(latency_s, bytes_per_s):
     assert found.latency_s == pytest.approx(latency_s, rel=1e-4, abs=1e-4 * sizes[0] / bytes_per_s)
 
 
-@pytest.mark.parametrize("times_s", [[0.1, 1.0, 11.0], [1.0, 0.5, 0.1]], ids=["faster at first", "noise alone"])
+@for_each("times_s", [[0.1, 1.0, 11.0], [1.0, 0.5, 0.1]])
 def test_times_that_no_link_can_have_give_no_negative_latency_and_no_endless_rate(times_s):
     found = fit_line([1, 10, 100], times_s)
     assert found.latency_s >= 0
@@ -87,9 +82,7 @@ def test_one_rank_has_no_links():
 @pytest.mark.processes
 def test_probe_writes_a_file_to_simulate_with(tmp_path):
     path = tmp_path / "here.toml"
-    command = Path(sys.executable).with_name("commrt")
-    args = [str(command), "probe", "--workers", "2", "--out", str(path)]
-    done = subprocess.run(args, capture_output=True, text=True, check=False, timeout=90)
+    done = command("probe", "--workers", "2", "--out", path)
     assert done.returncode == 0, done.stderr
     assert "GB/s inside a host" in done.stdout
     assert Cluster.named(str(path)).gpus_per_node == 2

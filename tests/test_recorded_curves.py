@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
+from cases import for_each
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import curves
 
 
-@pytest.mark.parametrize("name", curves.METHODS)
+@for_each("name", curves.METHODS)
 def test_each_method_can_be_repeated_and_is_what_its_curve_says(name):
     method = curves.METHODS[name]
     first, again = (curves.recorded(method, 2, seed=1, steps=9) for _ in range(2))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import program
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
@@ -21,6 +21,7 @@ from commrt.report.files import require_writable
 from commrt.runtime import recording
 from commrt.runtime.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.testing.faults import fail_at, with_faults
+from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 
 STEPS = 3
@@ -131,15 +132,18 @@ def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
     assert said == ["commrt", hop, {"message": "combine", "category": "combine", "payload": 0}, "end", "end"]
 
 
-def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment():
-    program = (
+@pytest.mark.processes
+def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment(tmp_path, monkeypatch):
+    tmp_path.joinpath("ranges.py").write_text(
         "import commrt, torch\n"
         "from commrt.runtime.recording import Nvtx, within_range\n"
         "with commrt.init() as world:\n"
         "    assert isinstance(world.recorder, Nvtx)\n"
         "    with within_range(world.recorder, 'hop', number=3, nbytes=512): pass\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, env={"COMMRT_NVTX": "1", "PATH": ""})
+    monkeypatch.setenv("COMMRT_NVTX", "1")
+    (found,) = run_processes(1, program, tmp_path / "ranges.py", [])
+    assert (found.error, found.value) == (None, "")
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):

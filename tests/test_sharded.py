@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import for_each
 from commands import invoke, refused, told
 
 from commrt.algorithms.direct import Direct
@@ -39,9 +40,7 @@ def complete_sums(schedule):
     return (held == 1).all(axis=2)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [Ring(), Rings(2, 4), HalvingDoubling(), Torus2D((4, 2)), Torus2D(both_ways=True), Direct()]
-)
+@for_each("algorithm", [Ring(), Rings(2, 4), HalvingDoubling(), Torus2D((4, 2)), Torus2D(both_ways=True), Direct()])
 def test_the_first_half_leaves_each_rank_an_equal_share_that_no_other_rank_has(algorithm):
     scatter, _ = halves_of(algorithm.schedule(0, 8))
     complete = complete_sums(scatter)
@@ -49,19 +48,19 @@ def test_the_first_half_leaves_each_rank_an_equal_share_that_no_other_rank_has(a
     assert (complete.sum(axis=1) == scatter.chunks // 8).all()
 
 
-@pytest.mark.parametrize("algorithm", [Ring(), HalvingDoubling(), Torus2D((4, 2))])
+@for_each("algorithm", [Ring(), HalvingDoubling(), Torus2D((4, 2))])
 def test_both_halves_together_cost_what_the_all_reduce_costs(algorithm):
     whole = Pricing(algorithm.schedule(0, 8), SLOW).price(8e6).seconds
     parts = halves(algorithm, 8)
     assert sum(each.price(8e6).seconds for each in (parts.reduce_scatter, parts.all_gather)) == pytest.approx(whole)
 
 
-@pytest.mark.parametrize(("algorithm", "ranks"), [(HalvingDoubling(), 6), (Torus2D(), 7)])
+@for_each(("algorithm", "ranks"), [(HalvingDoubling(), 6), (Torus2D(), 7)])
 def test_an_all_reduce_that_folds_ranks_has_no_halves(algorithm, ranks):
     assert halves_of(algorithm.schedule(0, ranks)) is None
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 12])
+@for_each("ranks", [1, 2, 3, 7, 8, 12])
 def test_every_number_of_ranks_has_a_way_to_shard(ranks):
     assert list(sharding_candidates(SLOW, ranks, 1e6))
 
@@ -135,7 +134,7 @@ def test_the_table_names_the_memory_of_a_rank():
     assert "replicated 32.0 MB" in shown
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "said"),
     [
         (("--grid", "4x2"), "leave --grid out"),

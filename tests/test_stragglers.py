@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from functools import reduce
+from itertools import product
 from math import inf, nan
 
 import numpy as np
 import pytest
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -35,10 +37,6 @@ ESTIMATED_HOURS = {50: 55.6, 80: 43.0, 90: 38.8, 94: 37.5, 95: 37.2, 96: 37.2, 9
 LAWS = [HeavyTails(), Exponential(), SlowSteps(), Recorded(np.array([[1.0, 2.0, 3.0, 9.0], [4.0, 4.0, 4.0, 4.0]]))]
 
 
-def named(law):
-    return type(law).__name__
-
-
 def rng(seed=0):
     return np.random.default_rng(seed)
 
@@ -51,7 +49,7 @@ PAPER = sampled(HeavyTails())
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 9)), elements=st.floats(0.125, 64, width=16))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=named)
+@for_each("law", LAWS)
 def test_a_law_gives_a_time_for_each_rank_and_step_and_the_same_for_the_same_seed(law):
     times_s = sampled(law, 4, 7)
     assert times_s.shape == (7, 4)
@@ -81,24 +79,17 @@ TAILS = [(100, 100, 5.1874), (100, 96, 3.1040), (50, 50, 4.4992), (53, 50, 2.723
 TAILS += [(8, 8, 2.7179), (8, 7, 1.7179), (8, 6, 1.2179)]
 
 
-@pytest.mark.parametrize(("ranks", "needed", "tails"), TAILS)
+@for_each(("ranks", "needed", "tails"), TAILS)
 def test_exponential_tails_have_a_closed_form(ranks, needed, tails):
     law = Exponential(constant_s=3.0, rate_per_s=2.0)
     assert expected_kth_s(law, ranks)[needed - 1] == pytest.approx(3 + tails / 2, abs=5e-5)
 
 
-@pytest.mark.parametrize(
-    "law",
-    [
-        Exponential(),
-        Exponential(0.0, 4.0),
-        SlowSteps(),
-        SlowSteps(2.0, 0.5, 1.0, 3.0),
-        SlowSteps(chance=0.2, low=4.0, high=4.0),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("ranks", [1, 8, 33])
+SLOW = (SlowSteps(), SlowSteps(2.0, 0.5, 1.0, 3.0), SlowSteps(chance=0.2, low=4.0, high=4.0))
+CLOSED = (Exponential(), Exponential(0.0, 4.0), *SLOW)
+
+
+@for_each(("law", "ranks"), product(CLOSED, [1, 8, 33]))
 def test_closed_forms_are_what_samples_tend_to(law, ranks):
     kth_s = np.sort(sampled(law, ranks, 10_000), axis=1)
     error_s = kth_s.std(axis=0) / np.sqrt(len(kth_s))
@@ -115,7 +106,7 @@ def test_how_slow_steps_compare_is_known_without_sampling():
     assert expected_kth_s(SlowSteps(chance=1.0, low=2.0, high=6.0), 3).tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@for_each("seed", range(3))
 def test_the_fit_meets_the_two_published_percentages(seed):
     arrivals_s = np.sort(sampled(HeavyTails(), seed=seed), axis=1)
     assert (arrivals_s[:, 97] < 2).mean() == pytest.approx(0.80, abs=0.06)
@@ -132,7 +123,7 @@ def test_the_fit_meets_the_estimated_times_and_hours():
     assert hours[99] == pytest.approx(105.6, rel=0.12)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_of_100_ranks_about_96_are_worth_waiting_for(seed):
     choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(), rng())
     assert choice.best == 96
@@ -210,7 +201,7 @@ def test_a_few_steps_do_not_decide_what_many_do():
     assert few[1] - few[0] > np.subtract(*choose(PAPER, Published(), rng()).likely[::-1])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "says"),
     [
         (lambda: HeavyTails(tail_chance=1.5), "tail_chance is 1.5: it must be between 0 and 1"),
@@ -230,7 +221,6 @@ def test_a_few_steps_do_not_decide_what_many_do():
         (lambda: Scaling(nan), "an exponent of nan"),
         (lambda: choose(np.ones((2, 8)), Published(), rng()), "nothing is known of the updates that 8 ranks or fewer"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_is_refused_in_one_sentence(build, says):
     with pytest.raises(UsageError, match=re.escape(says)):

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from cases import for_each
 from commands import refused
+from forked_commands import command
 
 from commrt.cli.options import LocalOptions
 from commrt.cli.training_curve import RecordedRun
 from commrt.cost.curve import Curve
 
-COMMAND = Path(sys.executable).with_name("commrt")
-
 
 def trained(file, *options):
     """Return the curve of two workers, in two steps of 999 images each."""
     args = ["train", "--workers", "2", "--epochs", "1", "--batch-size", "1999", "--curve", file, *options]
-    result = subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=110, check=False)
+    result = command(*args)
     assert result.returncode == 0, result.stderr
     return Curve.read(file)
 
@@ -30,24 +26,28 @@ def run_of(algorithm, wire="fp32", local=None):
     return RecordedRun("curve.jsonl", algorithm, wire, "plain", local or LocalOptions(), 64, 0, 0.1, 1)
 
 
+@pytest.fixture(scope="module")
+def of_an_all_reduce(tmp_path_factory):
+    file = tmp_path_factory.mktemp("ring") / "a.jsonl"
+    return trained(file, "--algorithm", "ring", "--seed", "3", "--compare", "gossip")
+
+
 @pytest.mark.processes
-def test_train_writes_the_curve_of_its_first_run(tmp_path):
-    curve = trained(tmp_path / "a.jsonl", "--algorithm", "ring", "--seed", "3", "--compare", "gossip")
+def test_train_writes_the_curve_of_its_first_run(of_an_all_reduce):
+    curve = of_an_all_reduce
     assert (curve.method, curve.ranks, curve.batch, curve.seed) == ("synchronous", 2, 2 * 999, 3)
     assert curve.recipe["epochs"] == 1
     assert curve.losses == pytest.approx([2.3, 2.3], abs=0.1)
     assert (curve.noise > 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.processes
-def test_ddp_has_the_same_curve_as_an_all_reduce(tmp_path):
-    ours, theirs = (trained(tmp_path / "a.jsonl", "--algorithm", name) for name in ("ring", "ddp"))
+def test_ddp_has_the_same_curve_as_an_all_reduce(of_an_all_reduce, tmp_path):
+    theirs = trained(tmp_path / "a.jsonl", "--algorithm", "ddp", "--seed", "3")
     for name in ("losses", "signal", "noise"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))  # two ranks sum in one way only
+        np.testing.assert_array_equal(getattr(of_an_all_reduce, name), getattr(theirs, name))  # two ranks: one sum
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_local_sgd_has_a_curve_without_statistics(tmp_path):
     curve = trained(tmp_path / "a.jsonl", "--algorithm", "local", "--period", "2")
@@ -55,34 +55,25 @@ def test_local_sgd_has_a_curve_without_statistics(tmp_path):
     assert np.isfinite(curve.losses).all()
 
 
-@pytest.mark.parametrize(
-    ("run", "training", "settings"),
-    [
+def test_a_curve_says_what_else_decides_how_training_converges():
+    every = {"period": 8, "delay": 2, "fragments": 4, "outer": "0.7,0.5", "wire": "int4"}
+    cases = [
         (run_of("torus2d"), "synchronous", {}),
         (run_of("ddp", "bf16"), "synchronous", {"wire": "bf16"}),
         (run_of("gossip"), "gossip", {}),
         (run_of("local"), "local", {"period": 16}),
-        (
-            run_of("local", "int4", LocalOptions(8, 2, 4, "0.7,0.5")),
-            "local",
-            {"period": 8, "delay": 2, "fragments": 4, "outer": "0.7,0.5", "wire": "int4"},
-        ),
-    ],
-    ids=lambda value: value.algorithm if isinstance(value, RecordedRun) else None,
-)
-def test_a_curve_says_what_else_decides_how_training_converges(run, training, settings):
-    assert (run.training, run.settings) == (training, settings)
+        (run_of("local", "int4", LocalOptions(8, 2, 4, "0.7,0.5")), "local", every),
+    ]
+    for run, training, settings in cases:
+        assert (run.training, run.settings) == (training, settings), run
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "wire", "expected"),
-    [("ring", "bf16", True), ("ddp", "fp32", True), ("direct", "int8", False), ("gossip", "fp32", False)],
-)
-def test_statistics_are_recorded_where_each_step_averages_gradients_and_not_codes(algorithm, wire, expected):
-    assert run_of(algorithm, wire).has_statistics is expected
+def test_statistics_are_recorded_where_each_step_averages_gradients_and_not_codes():
+    runs = [("ring", "bf16"), ("ddp", "fp32"), ("direct", "int8"), ("gossip", "fp32")]
+    assert [run_of(*each).has_statistics for each in runs] == [True, True, False, False]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "said"),
     [
         (["--algorithm", "backup"], "--curve with backup"),
@@ -90,7 +81,6 @@ def test_statistics_are_recorded_where_each_step_averages_gradients_and_not_code
         (["--curve", "missing/a.jsonl"], "there is no folder"),
         (["--curve", ""], "the name of the file is empty"),
     ],
-    ids=["backup workers", "growing batches", "missing folder", "no name"],
 )
 def test_what_has_no_curve_is_refused_before_anything_starts(options, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

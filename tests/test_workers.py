@@ -150,6 +150,7 @@ def crew_of_another_process(end):
         pause()
 
     def parent():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         try:
             run_workers(2, body)
         except KeyboardInterrupt as stopped:

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from cases import for_each
 from commands import refused, told
 from torch import nn
 from torch.nn import functional
@@ -200,7 +201,7 @@ def test_recurrent_layers_of_a_gpu_count_packed_sequences():
     assert count((10, 8), [(64, 8), (64, 16)], 2) == 2 * 10 * 64 * (8 + 16)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "batch", "says"),
     [
         (nn.ReLU(), torch.zeros(1, 4), "ReLU has no parameters that need a gradient"),
@@ -237,7 +238,7 @@ def test_a_saved_workload_is_planned_and_simulated(tmp_path):
     assert [(layer["inputs"], layer["outputs"]) for layer in hybrid["layers"]] == [(512, 512)] * 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "says"),
     [
         ("", "describes no workload (JSONDecodeError("),

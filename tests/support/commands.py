@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from contextlib import redirect_stdout
-from io import StringIO
+from contextlib import redirect_stderr, redirect_stdout
+from io import BytesIO, StringIO, TextIOWrapper
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
-from commrt.cli.app import app
+from commrt.cli.app import app, main
 from commrt.errors import UsageError
 
 
@@ -32,6 +33,15 @@ def refused(*args):
     with pytest.raises(UsageError) as refusal:
         CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
     return str(refusal.value)
+
+
+def ended(*args):
+    """Return the exit code of `commrt` and what it writes on standard output and standard error."""
+    out, err = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    argv = patch.object(sys, "argv", ["commrt", *args])
+    with argv, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, *(each.buffer.getvalue().decode() for each in (out, err))
 
 
 def program(_, path, options):

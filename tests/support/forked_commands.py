@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `commrt` in processes of their own, forked from one that has imported torch: they cost what they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from commrt.testing import processes
+
+__all__ = ["command", "started"]
+
+LIMIT_S = 110
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, under the names of `subprocess.CompletedProcess`."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that runs in a session of its own, so that a signal to its group reaches nothing else."""
+
+    process: BaseProcess
+    folder: Path
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def ended(self):
+        self.process.join(LIMIT_S)
+        assert self.process.exitcode is not None, f"no end within {LIMIT_S} s"
+        return Ended(self.process.exitcode, *(self.folder.joinpath(name).read_text() for name in ("out", "err")))
+
+
+def _main(args, environment, folder):
+    """Be the command `commrt` in this new process."""
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["commrt", *args]
+    from commrt.cli.app import main  # noqa: PLC0415  # the test's own process needs none of it
+
+    main()
+
+
+@contextmanager
+def started(*args, env=None):
+    """Start the command; it does not outlive the block."""
+    with TemporaryDirectory() as folder:
+        given = [str(arg) for arg in args], dict(os.environ if env is None else env), Path(folder)
+        process = processes._context("forkserver").Process(target=_main, args=given)
+        process.start()
+        try:
+            yield Started(process, given[-1])
+        finally:
+            process.kill()
+            process.join()
+
+
+def command(*args, env=None):
+    """Return how the command ended."""
+    with started(*args, env=env) as one:
+        return one.ended()
