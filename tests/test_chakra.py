@@ -52,6 +52,7 @@ SCHEDULES = st.one_of(
     st.builds(lambda name: by_name(name).schedule(0, 8), st.sampled_from(["gossip", "local", "backup"])),
     st.sampled_from([each for name in COLLECTIVES for ranks in (3, 8) for each in candidates(name, ranks).values()]),
 )
+FEWER = settings(max_examples=30)
 SIZES = st.integers(1, 200).map(lambda values: 4 * values)
 
 
@@ -87,6 +88,7 @@ def replay(found, rng, run):
             done |= {key, partner or key}
 
 
+@FEWER
 @given(SCHEDULES, SIZES)
 def test_each_send_has_one_receive_of_equal_source_destination_tag_bytes_and_place(schedule, nbytes):
     found = list(traces(schedule, nbytes))
@@ -97,6 +99,7 @@ def test_each_send_has_one_receive_of_equal_source_destination_tag_bytes_and_pla
     assert len(set(tags)) == len(tags)
 
 
+@FEWER
 @given(SCHEDULES, SIZES)
 def test_ranks_send_and_receive_only_what_is_theirs(schedule, nbytes):
     for trace in traces(schedule, nbytes):
@@ -104,7 +107,7 @@ def test_ranks_send_and_receive_only_what_is_theirs(schedule, nbytes):
         assert all(node.attributes["comm_dst"] == trace.rank for node in trace.nodes if node.type == RECV)
 
 
-@settings(max_examples=30)
+@FEWER
 @given(SCHEDULES, SIZES, st.randoms(use_true_random=False))
 def test_nothing_waits_in_a_circle_even_if_a_send_waits_for_its_receive(schedule, nbytes, rng):
     found = list(traces(schedule, nbytes))
@@ -112,6 +115,7 @@ def test_nothing_waits_in_a_circle_even_if_a_send_waits_for_its_receive(schedule
     replay(found, rng, lambda *_: None)
 
 
+@FEWER
 @given(SCHEDULES)
 def test_the_busiest_rank_sends_what_the_schedule_costs(schedule):
     nbytes = 4 * schedule.chunks * 3
@@ -119,7 +123,7 @@ def test_the_busiest_rank_sends_what_the_schedule_costs(schedule):
     assert max(sent) == traffic(schedule).bytes_per_rank * nbytes
 
 
-@settings(max_examples=30)
+@FEWER
 @given(ALL_REDUCES, SIZES, st.integers(0, 9))
 def test_a_replay_in_any_order_that_dependencies_allow_sums_over_all_ranks(schedule, nbytes, seed):
     found = list(traces(schedule, nbytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import cache
 from itertools import product
 
 import pytest
@@ -102,6 +103,7 @@ def test_of_square_grids_the_torus_overtakes_the_ring_between_64_and_256_gpus():
         assert (seconds[square] < seconds["Ring()"]) == is_better
 
 
+@cache
 def with_nvlink(ranks):
     return [plan["algorithm"] for plan in told("plan", "--ranks", ranks, "--cluster", "abci-nvlink", *BUFFER)["plans"]]
 
@@ -243,17 +245,22 @@ def test_small_buckets_of_codes_travel_in_whole_tiles():
     assert told(*common, "--nbytes", 4)["seconds"] == told(*common, "--nbytes", 64 * 2048 * 4)["seconds"]
 
 
-@pytest.mark.parametrize("wire", CODINGS)
-def test_a_plan_proposes_codes_only_if_asked_and_says_to_compare(wire):
-    common = ("plan", "--ranks", 64, "--cluster", "ethernet-25g", "--model", "resnet50", "--compute-ms", 50)
-    assert {plan["wire"] for plan in told(*common)["plans"]} == {"fp32", "bf16"}
-    asked = told(*common, "--wire", wire)
+SLOW_NETWORK = ("plan", "--ranks", 64, "--cluster", "ethernet-25g", "--model", "resnet50", "--compute-ms", 50)
+
+
+def test_a_plan_proposes_no_codes_unless_asked():
+    assert {plan["wire"] for plan in told(*SLOW_NETWORK)["plans"]} == {"fp32", "bf16"}
+
+
+@for_each("wire", CODINGS)
+def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
+    asked = told(*SLOW_NETWORK, "--wire", wire)
     assert {(plan["wire"], plan["algorithm"]) for plan in asked["plans"]} == {
         (wire, "Direct()"),
         (wire, "Direct(within=4)"),
     }
     assert asked["best"]["algorithm"] == "Direct(within=4)"  # a node has one card
-    output = invoke(*common, "--wire", wire).stdout
+    output = invoke(*SLOW_NETWORK, "--wire", wire).stdout
     assert f"wire=commrt.{wire.title()}(), bucket_cap_mb=" in output
     assert "compare the accuracy with fp32" in output
     assert f"MB of {wire}, all at once: " in output

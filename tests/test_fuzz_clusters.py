@@ -19,79 +19,26 @@ from commrt.cost.price import Pricing, all_reduce_bound_s
 from commrt.errors import UsageError
 
 KEYS = [
-    "name",
-    "about",
-    "gpus_per_node",
-    "nodes",
-    "within",
-    "between",
-    "racks",
-    "reduce_gbytes_per_s",
-    "pack_gbytes_per_s",
-    "code_gbytes_per_s",
-    "compute",
-    "kernel_efficiency",
-    "4",
-    "latency_us",
-    "gbytes_per_s",
-    "nics",
-    "nics_per_rank",
-    "oversubscription",
-    "unknown",
-    "self",
-    "class",
-]
+    "name", "about", "gpus_per_node", "nodes", "within", "between", "racks", "reduce_gbytes_per_s",
+    "pack_gbytes_per_s", "code_gbytes_per_s", "compute", "kernel_efficiency", "4", "latency_us", "gbytes_per_s",
+    "nics", "nics_per_rank", "oversubscription", "unknown", "self", "class",
+]  # fmt: skip
 LITERALS = st.sampled_from(
     [
-        "1",
-        "0",
-        "-1",
-        "2",
-        "4",
-        "1.5",
-        "nan",
-        "inf",
-        "-inf",
-        "1e308",
-        "5e-324",
-        "9" * 30,
-        "9" * 5000,
-        "1_000",
-        "0x10",
-        "true",
-        '"4"',
-        '""',
-        "[]",
-        "[1, 2]",
-        "{}",
-        "{ nodes = 1 }",
-        "{ latency_us = 1, gbytes_per_s = 1 }",
-        "1979-05-27",
-        "07:32:00",
-        '"""\na\n"""',
-        '"\\u0000"',
-        "'a'",
+        "1", "0", "-1", "2", "4", "1.5", "nan", "inf", "-inf", "1e308", "5e-324", "9" * 30, "9" * 5000, "1_000",
+        "0x10", "true", '"4"', '""', "[]", "[1, 2]", "{}", "{ nodes = 1 }", "{ latency_us = 1, gbytes_per_s = 1 }",
+        "1979-05-27", "07:32:00", '"""\na\n"""', '"\\u0000"', "'a'",
     ]
-)
+)  # fmt: skip
 PAIRS = st.builds("{} = {}".format, st.sampled_from(KEYS) | st.text(max_size=4), LITERALS)
 TABLES = st.builds("[{}]".format, st.sampled_from([*KEYS, "within.deeper", "[within]", "compute.resnet50"]))
 DOCUMENTS = st.lists(PAIRS | TABLES, max_size=12).map("\n".join)
 WHOLE = {
-    "about": "'two machines'",
-    "gpus_per_node": "4",
-    "nodes": "2",
-    "reduce_gbytes_per_s": "200",
-    "pack_gbytes_per_s": "90",
-    "within.latency_us": "5",
-    "within.gbytes_per_s": "10.5",
-    "between.latency_us": "50",
-    "between.gbytes_per_s": "1",
-    "between.nics": "2",
-    "racks.nodes": "1",
-    "racks.oversubscription": "3",
-    "compute.resnet50": "300",
-    "kernel_efficiency.4": "0.8",
-}
+    "about": "'two machines'", "gpus_per_node": "4", "nodes": "2", "reduce_gbytes_per_s": "200",
+    "pack_gbytes_per_s": "90", "within.latency_us": "5", "within.gbytes_per_s": "10.5", "between.latency_us": "50",
+    "between.gbytes_per_s": "1", "between.nics": "2", "racks.nodes": "1", "racks.oversubscription": "3",
+    "compute.resnet50": "300", "kernel_efficiency.4": "0.8",
+}  # fmt: skip
 
 
 def changed(changes):

@@ -41,13 +41,9 @@ SIZE = mostly("1", "0.5", "25", "1e6", bad=BAD)
 CLUSTER = mostly("abci", "desk.toml", "/", "/dev/null", "/nowhere.toml")
 FILE = mostly("/dev/null", "/nowhere.json", "/", "..")
 SHARED = {
-    "--ranks": RANKS,
-    "--cluster": CLUSTER,
-    "--model": mostly("resnet50", "1e6", "1", "100"),
-    "--wire": mostly("bf16", "fp32", "int4", "int8"),
-    "--batch": COUNT,
-    "--compute-ms": SIZE,
-}
+    "--ranks": RANKS, "--cluster": CLUSTER, "--model": mostly("resnet50", "1e6", "1", "100"),
+    "--wire": mostly("bf16", "fp32", "int4", "int8"), "--batch": COUNT, "--compute-ms": SIZE,
+}  # fmt: skip
 SHAPES = {
     "--grid": mostly("2x2", "4x1", "3x2", "0x4", "-2x-2", "٢x٢", "99999999999x1", "2 x 2", "2X2"),
     "--both-ways": None,
@@ -56,93 +52,54 @@ SHAPES = {
 }
 LOCAL = {"--period": COUNT, "--delay": COUNT, "--fragments": COUNT}
 LAWS = {
-    "--steps": COUNT,
-    "--seed": mostly("0", "7", bad=MANY),
-    "--law": mostly("paper", "exponential", "slow"),
+    "--steps": COUNT, "--seed": mostly("0", "7", bad=MANY), "--law": mostly("paper", "exponential", "slow"),
     "--set": mostly(
         "rate_per_s=2", "rate_per_s=nan", "low=inf", "rate_per_s=5e-324", "body_s=1e308", "=", "high=-1", "cap_s"
     ),
-    "--times": FILE,
-    "--exponent": SIZE,
-}
+    "--times": FILE, "--exponent": SIZE,
+}  # fmt: skip
 OPTIONS = {
     "verify": (
         PROVEN,
         {
-            "--ranks": RANKS,
-            "--backups": COUNT,
-            "--schedule": mostly("tree", "ring", "direct", "bruck"),
-            "--root": mostly("0", "1", "3", bad=MANY),
-            "--show": None,
-            "--json": None,
-            **SHAPES,
+            "--ranks": RANKS, "--backups": COUNT, "--schedule": mostly("tree", "ring", "direct", "bruck"),
+            "--root": mostly("0", "1", "3", bad=MANY), "--show": None, "--json": None, **SHAPES,
         },
     ),
     "simulate": (
         ALGORITHM,
         {
-            "--nbytes": SIZE,
-            "--bucket-cap-mb": SIZE,
-            "--jitter": SIZE,
-            "--json": None,
-            **SHARED,
-            **SHAPES,
-            **LAWS,
-            **LOCAL,
-            "--size": mostly("64x64", "4096x1024", "0x1", "9x", "999999999x999999"),
-            "--tflops": SIZE,
+            "--nbytes": SIZE, "--bucket-cap-mb": SIZE, "--jitter": SIZE, "--json": None, **SHARED, **SHAPES, **LAWS,
+            **LOCAL, "--size": mostly("64x64", "4096x1024", "0x1", "9x", "999999999x999999"), "--tflops": SIZE,
         },
     ),
     "plan": (
         None,
         {
-            "--nbytes": SIZE,
-            "--backups": mostly("auto", "1", "0", "3"),
-            "--hybrid": None,
-            "--fsdp": None,
-            "--target-loss": SIZE,
-            "--curves": FILE,
-            "--out": mostly("a.svg", "a.txt", "/"),
-            "--json": None,
-            **SHARED,
+            "--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"), "--hybrid": None, "--fsdp": None,
+            "--target-loss": SIZE, "--curves": FILE, "--out": mostly("a.svg", "a.txt", "/"), "--json": None, **SHARED,
             **LAWS,
         },
     ),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
     "export": (
         ALGORITHM,
-        {
-            "--ranks": RANKS,
-            "--cluster": CLUSTER,
-            **SHAPES,
-        },
+        {"--ranks": RANKS, "--cluster": CLUSTER, **SHAPES},
     ),
     "train": (
         None,
         {
-            "--workers": RANKS,
-            "--algorithm": ALGORITHM,
-            "--backups": COUNT,
-            "--compare": ALGORITHM,
-            "--epochs": COUNT,
-            "--batch-size": mostly("64", "4000"),
-            "--lr": SIZE,
-            "--recipe": mostly("plain", "large-batch"),
-            "--seed": mostly("0", "-1"),
-            "--wire": mostly("bf16", "int2", "float8"),
-            "--bucket-cap-mb": SIZE,
-            "--timeout-s": SIZE,
-            "--start-timeout-s": SIZE,
-            "--trace": FILE,
-            "--curve": FILE,
-            "--json": None,
-            **LOCAL,
+            "--workers": RANKS, "--algorithm": ALGORITHM, "--backups": COUNT, "--compare": ALGORITHM,
+            "--epochs": COUNT, "--batch-size": mostly("64", "4000"), "--lr": SIZE,
+            "--recipe": mostly("plain", "large-batch"), "--seed": mostly("0", "-1"),
+            "--wire": mostly("bf16", "int2", "float8"), "--bucket-cap-mb": SIZE, "--timeout-s": SIZE,
+            "--start-timeout-s": SIZE, "--trace": FILE, "--curve": FILE, "--json": None, **LOCAL,
             "--outer": mostly("0.7,0.9", "1,0", "0.7", "nan,0", "1e400,0", "0.7,0.9,1", ","),
             "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"),
         },
     ),
     "probe": (None, {"--workers": RANKS, "--timeout-s": SIZE, "--out": mostly("a.toml", "/nowhere/a.toml", "/")}),
-}
+}  # fmt: skip
 
 
 @st.composite
