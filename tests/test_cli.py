@@ -338,8 +338,7 @@ def test_doctor_finds_half_of_a_launch(monkeypatch):
 def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happened_when(tmp_path):
     trace = tmp_path / "trace.json"
     options = ["--wire", "bf16", "--compare", "ddp", "--json", "--trace", str(trace)]
-    args = [COMMAND, "train", "--workers", "2", "--epochs", "1", *options]
-    result = subprocess.run(args, capture_output=True, text=True, timeout=110, check=False)
+    result = command("train", "--workers", "2", "--epochs", "1", *options)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["algorithm"], record["workers"], record["wire"]) == ("torus2d", 2, "bf16")
