@@ -3,7 +3,8 @@
 
 ``python bench/inspect_kernels.py`` prints a table, and with ``--json`` a list. ``--golden FOLDER`` compares the results
 with the file of this Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that
-file. All kernels take a quarter of an hour. ``--every N`` inspects every Nth kernel, each on the next architecture.
+file. All kernels take a quarter of an hour. ``--every N`` inspects every Nth kernel, each on the next architecture, and
+one of each kind at each alignment and on each architecture.
 """
 
 from __future__ import annotations
@@ -136,8 +137,16 @@ def main() -> int:
 
 
 def chosen(every: int, archs: Sequence[int]) -> list[tuple[int, int]]:
-    """Return every Nth (number of a case, architecture), limited to `archs`."""
-    return [(number, arch) for number, arch in [*product(range(len([*cases()])), ARCHS)][::every] if arch in archs]
+    """Return every Nth (number of a case, architecture), limited to `archs`; and what they leave out of each kind."""
+    kinds = [(case.name.split()[0], case.align) for case in cases()]
+    pairs, seen = [*product(range(len(kinds)), ARCHS)], set[tuple[str, int]]()
+    some = []
+    for number, arch in [*pairs[::every], *pairs]:
+        looked_at = {kinds[number], (kinds[number][0], arch)}
+        if len(some) < len(pairs[::every]) or not looked_at <= seen:
+            some.append((number, arch))
+            seen |= looked_at
+    return [pair for pair in some if pair[1] in archs]
 
 
 def as_golden(findings: Sequence[Any]) -> str:

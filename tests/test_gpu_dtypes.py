@@ -7,6 +7,7 @@ Kernels run in the interpreter here, on CPU tensors that count as a GPU's.
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ WAYS = {
 }
 
 
-def trained(world, make, options, steps=3):
+def trained(world, make, options, steps=2):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     replica = commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-4, **options)
@@ -70,15 +71,18 @@ def trained(world, make, options, steps=3):
         reasons |= set(replica.why_not_graphs().values())
     replica.consolidate()
     assert replica.replicas_equal()
+    replica.detach()
     return [param.tolist() for param in model.parameters()], reasons
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_every_way_to_train_takes_fp64_on_a_gpu_and_gives_the_bits_of_a_cpu(options, make):
-    on_cpu = run_ranks(2, lambda world: trained(world, make, options))
+def test_every_way_to_train_takes_fp64_on_a_gpu_and_gives_the_bits_of_a_cpu(options):
+    def body(world):
+        return {name: trained(world, make, options) for name, make in MODELS.items()}
+
+    on_cpu = run_ranks(2, body)
     with interpreted_gpu():
-        assert run_ranks(2, lambda world: trained(world, make, options)) == on_cpu
+        assert run_ranks(2, body) == on_cpu
 
 
 def test_triton_packs_the_fp32_buckets_of_a_model_that_has_fp64_ones_too():
@@ -98,31 +102,36 @@ def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on(make):
     assert reasons == {NO_KERNEL} != {FIRST}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(FP64, {}), (FP64, {"wire": BF16}), (FP64, {"wire": commrt.Int8(), "algorithm": commrt.Direct()}), (FP32, {}),
-     (torch.int64, {"op": "sum"}), (torch.int32, {"op": "sum"})],
-    ids=str,
-)  # fmt: skip
-def test_all_reduce_takes_on_a_gpu_what_it_takes_on_a_cpu(dtype, options):
+SUMS = [
+    (FP64, {}),
+    (FP64, {"wire": BF16}),
+    (FP64, {"wire": commrt.Int8(), "algorithm": commrt.Direct()}),
+    (FP32, {}),
+    (torch.int64, {"op": "sum"}),
+    (torch.int32, {"op": "sum"}),
+]
+
+
+def test_all_reduce_takes_on_a_gpu_what_it_takes_on_a_cpu():
     def body(world):
-        tensor = (torch.arange(37) * (world.rank + 1)).to(dtype)
-        world.all_reduce(tensor, **options)
-        return tensor.tolist()
+        tensors = [(torch.arange(37) * (world.rank + 1)).to(dtype) for dtype, _ in SUMS]
+        for tensor, (_, options) in zip(tensors, SUMS, strict=True):
+            world.all_reduce(tensor, **options)
+        return [tensor.tolist() for tensor in tensors]
 
     on_cpu = run_ranks(2, body)
     with interpreted_gpu():
         assert run_ranks(2, body) == on_cpu
 
 
-@pytest.mark.parametrize("dtype", [FP64, FP32, BF16, torch.float16, torch.int64, torch.complex64], ids=str)
-@pytest.mark.parametrize("wire", [FP64, FP32, BF16], ids=str)
-def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest(dtype, wire):
-    layout = layout_of([5])
+def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest():
+    layout, found = layout_of([5]), {}
+    rows = [*product((FP64, FP32, BF16, torch.float16, torch.int64, torch.complex64), (FP64, FP32, BF16))]
     with interpreted_gpu():
-        found = dispatch.packing(torch.zeros(layout.numel, dtype=wire), layout, [torch.zeros(5, dtype=dtype)])
-    offered = {dtype, wire} <= set(dispatch.GPU_DTYPES)
-    assert type(found) is (TritonPacking if offered else TorchPacking)
+        for dtype, wire in rows:
+            tensors = [torch.zeros(5, dtype=dtype)]
+            found[dtype, wire] = type(dispatch.packing(torch.zeros(layout.numel, dtype=wire), layout, tensors))
+    assert found == {row: TritonPacking if {*row} <= {*dispatch.GPU_DTYPES} else TorchPacking for row in rows}
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -97,6 +97,7 @@ def test_the_tuner_launches_every_variant_it_tries(report):
     assert report["tuned"] == tried * 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(which("gcc") is None, reason="Triton's launcher needs a C compiler")
 def test_what_is_launched_arrives_at_the_driver_through_tritons_own_launcher(tmp_path):
     library = tmp_path / "libcuda.so.1"

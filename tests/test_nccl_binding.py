@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -45,18 +46,14 @@ def test_groups_nest_and_an_end_without_a_start_is_refused(real):
         real.groupEnd()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"), [((2, tuple(range(128)), 0), TypeError), ((2, b"short", 0), ValueError)]
-)
-def test_ids_of_another_kind_are_refused_as_the_stand_in_does(real, arguments, error):
-    for binding in (real, stand_in):
+def test_ids_of_another_kind_are_refused_as_the_stand_in_does(real):
+    for binding, (number, error) in product((real, stand_in), ((tuple(range(128)), TypeError), (b"short", ValueError))):
         with pytest.raises(error):
-            binding.NcclCommunicator(*arguments)
+            binding.NcclCommunicator(2, number, 0)
 
 
-@pytest.mark.parametrize("status", [7, 8])
-def test_it_has_no_word_for_statuses_above_six(real, status):
-    for binding in (real, stand_in):
+def test_it_has_no_word_for_statuses_above_six(real):
+    for binding, status in product((real, stand_in), (7, 8)):
         assert str(binding.NcclError(6)).startswith("NCCL_ERROR_REMOTE_ERROR")
         with pytest.raises(KeyError):
             binding.NcclError(status)
@@ -104,13 +101,10 @@ CALLS = [
 CALLS = [(kind, name) for kind, name in CALLS if not name.startswith("_")]
 
 
-@pytest.mark.parametrize(("kind", "name"), CALLS, ids=[name for _, name in CALLS])
-def test_each_call_takes_the_arguments_that_the_real_one_documents(real, kind, name):
-    holder = real if kind is Binding else real.NcclCommunicator
-    assert declared(getattr(kind, name)) == documented(getattr(holder, name))
-
-
-def test_all_calls_were_looked_at():
+def test_each_call_takes_the_arguments_that_the_real_one_documents(real):
+    holders = {Binding: real, Communicator: real.NcclCommunicator}
+    taken = {name: declared(getattr(kind, name)) for kind, name in CALLS}
+    assert taken == {name: documented(getattr(holders[kind], name)) for kind, name in CALLS}
     assert len(CALLS) == 11
 
 

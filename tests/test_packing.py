@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import importlib
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import BadAccess, interpreted_gpu
+from pairwise import pairwise
 from torch import nn
 from triton.runtime.interpreter import InterpreterError
 
@@ -19,7 +22,7 @@ import commrt
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Header
 from commrt.errors import UsageError
-from commrt.kernels import dispatch
+from commrt.kernels import device, dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.layout import GRANULE, Layout, layout_of, overlap
 from commrt.kernels.packing import TorchPacking
@@ -50,7 +53,7 @@ def wired(tensors, dtype):
     return layout, wire, dispatch.packing(wire, layout, tensors)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(COUNTS, st.sampled_from(DTYPES), st.sampled_from(DTYPES), WORDS, st.data())
 def test_backends_make_the_same_wire_and_the_same_tensors(counts, dtype, wire_dtype, word, data):
     there = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
@@ -102,21 +105,21 @@ def test_what_was_disputed_once_stays_so(backend):
     assert packing.disputed
 
 
-@pytest.mark.parametrize("given", [1, 2, 4])
-def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_moves(backend, given):
+def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_moves(backend):
     tensors = values([5, 6, 7], torch.float32)
     layout, wire, packing = wired(tensors, torch.float32)
     received = torch.zeros(layout.numel)
-    some = values([5, 6, 7, 8], torch.float32)[:given]
-    for call in (
-        lambda: packing.pack(some, 1.0, 1),
-        lambda: packing.unpack(some, 0),
-        lambda: packing.mix(some, received, None, 0.5),
-    ):
-        with pytest.raises(ValueError, match=rf"{given} tensors for a wire of 3"):
-            call()
-    assert not wire.any()
-    assert all(map(torch.equal, some, values([5, 6, 7, 8], torch.float32)))
+    for number in (1, 2, 4):
+        some = values([5, 6, 7, 8], torch.float32)[:number]
+        for call in (
+            partial(packing.pack, some, 1.0, 1),
+            partial(packing.unpack, some, 0),
+            partial(packing.mix, some, received, None, 0.5),
+        ):
+            with pytest.raises(ValueError, match=rf"{number} tensors for a wire of 3"):
+                call()
+        assert not wire.any()
+        assert all(map(torch.equal, some, values([5, 6, 7, 8], torch.float32)))
 
 
 def test_torch_writes_nothing_where_the_header_is_disputed():
@@ -146,7 +149,7 @@ def test_tensors_that_are_dense_in_another_order_keep_it(backend):
     assert torch.equal(back, image)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(COUNTS, st.sampled_from(DTYPES), st.sampled_from([1.0, 0.3]), st.booleans())
 def test_backends_unpack_alike_with_every_option_and_find_the_same(counts, wire_dtype, scale, accumulate):
     results, norms = [], []
@@ -192,20 +195,16 @@ def found_at(scale, tensors, wire_dtype, *, accumulate):
     return (*found, packing.norm(findings).item())
 
 
-@pytest.mark.parametrize("scale", NOT_FINITE)
-def test_in_empty_and_absent_tensors_nothing_is_found_whatever_the_scale(backend, scale):
-    for tensors in ([torch.zeros(0)], [None], [None, torch.zeros(0)]):
+def test_in_empty_and_absent_tensors_nothing_is_found_whatever_the_scale(backend):
+    for scale, tensors in product(NOT_FINITE, ([torch.zeros(0)], [None], [None, torch.zeros(0)])):
         assert found_at(scale, tensors, torch.float32, accumulate=False) == (0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
-@pytest.mark.parametrize("wire_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", NOT_FINITE)
-@pytest.mark.parametrize("count", [20, 7, 4096])
-def test_with_a_scale_that_is_not_finite_all_that_is_there_has_no_norm(backend, scale, wire_dtype, accumulate, count):
-    tensors = [None, *values([0, count], torch.float32)]
-    found = found_at(scale, tensors, wire_dtype, accumulate=accumulate)
-    assert found == pytest.approx((1, float("nan"), float("nan")), nan_ok=True)
+def test_with_a_scale_that_is_not_finite_all_that_is_there_has_no_norm(backend):
+    for scale, wire_dtype, accumulate, count in pairwise(NOT_FINITE, DTYPES, (False, True), (20, 7, 4096)):
+        tensors = [None, *values([0, count], torch.float32)]
+        found = found_at(scale, tensors, wire_dtype, accumulate=accumulate)
+        assert found == pytest.approx((1, float("nan"), float("nan")), nan_ok=True), (scale, wire_dtype, count)
 
 
 def test_what_is_not_finite_is_found(backend):
@@ -216,14 +215,15 @@ def test_what_is_not_finite_is_found(backend):
     assert findings.nonfinite.item() == 1
 
 
-@pytest.mark.parametrize("count", [24, 7], ids=["whole", "tail"])
-@pytest.mark.parametrize(("value", "scale"), [(1e38, 10.0), (3e38, 1e-3), (1e-38, 1e30)])
-def test_it_is_after_scaling_that_values_must_be_finite(backend, value, scale, count):
-    tensors = [torch.full((count,), value)]
-    _, _, packing = wired(tensors, torch.bfloat16)
-    findings = packing.findings()
-    packing.pack(tensors, scale, 1, findings)
-    assert findings.nonfinite.item() == (value * scale > torch.finfo(torch.float32).max)
+def test_it_is_after_scaling_that_values_must_be_finite(backend):
+    whole, tail = 24, 7
+    for count, (value, scale) in product((whole, tail), ((1e38, 10.0), (3e38, 1e-3), (1e-38, 1e30))):
+        tensors = [torch.full((count,), value)]
+        _, _, packing = wired(tensors, torch.bfloat16)
+        findings = packing.findings()
+        packing.pack(tensors, scale, 1, findings)
+        overflows = value * scale > torch.finfo(torch.float32).max
+        assert findings.nonfinite.item() == overflows, (count, value, scale)
 
 
 @pytest.mark.parametrize("count", [64, 7], ids=["whole", "tail"])
@@ -238,15 +238,14 @@ def test_the_norm_of_what_is_unpacked_is_that_of_values_before_their_cast(backen
     torch.testing.assert_close(packing.norm(findings).item(), value * count**0.5, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("skew", [1, 2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_there_is_room_for_what_is_found_in_tensors_at_any_element(backend, dtype, skew):
-    (whole,) = values([9000 + skew], dtype)
-    _, _, packing = wired([whole[skew:]], torch.float32)
-    findings = packing.findings()
-    packing.pack([whole[skew:]], 1.0, 1, findings)
-    packing.unpack([whole[skew:]], 1, scale=0.5, accumulate=True, findings=findings)
-    assert 0 < findings.count <= findings.sums.numel()
+def test_there_is_room_for_what_is_found_in_tensors_at_any_element(backend):
+    for dtype, skew in product(DTYPES, (1, 2, 4)):
+        (whole,) = values([9000 + skew], dtype)
+        _, _, packing = wired([whole[skew:]], torch.float32)
+        findings = packing.findings()
+        packing.pack([whole[skew:]], 1.0, 1, findings)
+        packing.unpack([whole[skew:]], 1, scale=0.5, accumulate=True, findings=findings)
+        assert 0 < findings.count <= findings.sums.numel(), (dtype, skew)
 
 
 def test_an_access_outside_of_all_tensors_is_noticed_behind_the_interface_too():
@@ -291,34 +290,31 @@ def test_backends_mix_tensors_alike_with_what_was_received(counts, dtypes):
         assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", [1, 3, 9])
-@pytest.mark.parametrize("count", [100, 9001])
-def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend, dtype, ranks, count):
-    own = values([count], dtype)[0]
-    scratch = torch.randn(ranks, count + 15).to(dtype)[:, : count + -count % 16].contiguous()
-    received = [row[:count] for row in scratch]
-    want = own.float()
-    for part in received:
-        want = want + part.float()
-    dispatch.adding(own, received)()
-    assert torch.equal(own, want.to(dtype))
+def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend):
+    for dtype, ranks, count in pairwise(DTYPES, (1, 3, 9), (100, 9001)):
+        own = values([count], dtype)[0]
+        scratch = torch.randn(ranks, count + 15).to(dtype)[:, : count + -count % 16].contiguous()
+        received = [row[:count] for row in scratch]
+        want = own.float()
+        for part in received:
+            want = want + part.float()
+        dispatch.adding(own, received)()
+        assert torch.equal(own, want.to(dtype)), (dtype, ranks, count)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_arrives_is_mixed_in_fp32(backend, dtype):
-    own, received = values([9000, 9000], dtype)
-    want = (own.float() + 0.25 * (received.float() - own.float())).to(dtype)
-    dispatch.mixing(own, received, 0.25)()
-    assert torch.equal(own, want)
+def test_what_arrives_is_mixed_in_fp32(backend):
+    for dtype in DTYPES:
+        own, received = values([9000, 9000], dtype)
+        want = (own.float() + 0.25 * (received.float() - own.float())).to(dtype)
+        dispatch.mixing(own, received, 0.25)()
+        assert torch.equal(own, want), dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("received", [1, 2])
-def test_integers_are_added_by_torch_wherever_they_are_and_keep_all_bits(backend, dtype, received):
-    own = torch.arange(5, dtype=dtype) + 2**24
-    dispatch.adding(own, [own.clone() for _ in range(received)])()
-    assert own.tolist() == [(number + 2**24) * (1 + received) for number in range(5)]
+def test_integers_are_added_by_torch_wherever_they_are_and_keep_all_bits(backend):
+    for dtype, received in product((torch.int32, torch.int64), (1, 2)):
+        own = torch.arange(5, dtype=dtype) + 2**24
+        dispatch.adding(own, [own.clone() for _ in range(received)])()
+        assert own.tolist() == [(number + 2**24) * (1 + received) for number in range(5)], (dtype, received)
 
 
 def test_the_kernels_refuse_a_dtype_that_they_do_not_offer_before_anything_is_made():
@@ -454,11 +450,7 @@ def test_the_torch_backend_serves_what_is_on_the_cpu():
     assert isinstance(dispatch.packing(wire, layout, values([3], torch.float32)), TorchPacking)
 
 
-def test_a_triton_that_is_too_old_is_named_with_what_to_do():
-    program = (
-        "import triton; triton.__version__ = '3.2.0'\n"
-        "try: import commrt.kernels.device\n"
-        "except ImportError as error: print(error)\n"
-    )
-    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert "need Triton 3.5 or newer, and this is 3.2.0: upgrade torch" in said
+def test_a_triton_that_is_too_old_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    with pytest.raises(ImportError, match=r"need Triton 3\.5 or newer, and this is 3\.2\.0: upgrade torch"):
+        importlib.reload(device)

@@ -97,7 +97,7 @@ def noted_launch(launches, variant, device):
 
 
 UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
-STEPS = 7
+STEPS = 6
 
 
 RING = commrt.Ring()
@@ -135,7 +135,7 @@ def require_same(ranks, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "wire"), [(2, None), (2, torch.bfloat16), (3, torch.bfloat16), (4, None)])
+@pytest.mark.parametrize(("ranks", "wire"), [(2, torch.bfloat16), (4, None)])
 def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, ranks, wire):
     require_same(ranks, wire=wire)
 
@@ -213,7 +213,7 @@ def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
 
 
 def leaving_early(world, graphs):
-    """Five full steps, three in which rank 2 has no data, and five full ones; in each whether it was by graph."""
+    """Three full steps, three in which rank 2 has no data, and three full ones; in each whether it was by graph."""
     model = deepcopy(UNTRAINED)
     replica = commrt.attach(model, None, commrt.Ring(), world=world, bucket_cap_mb=1e-5, graphs=graphs)
 
@@ -223,14 +223,14 @@ def leaving_early(world, graphs):
         model(x).square().sum().backward()
 
     before = world.comm_thread.submit(lambda: remembered.replays)
-    for number in range(5):
+    for number in range(3):
         step(number)
     with replica.join():
         for number in range(0 if world.rank == 2 else 3):
-            step(5 + number)
+            step(3 + number)
     inside = world.comm_thread.submit(lambda: remembered.replays).result() - before.result()
-    for number in range(5):
-        step(8 + number)
+    for number in range(3):
+        step(6 + number)
     after = world.comm_thread.submit(lambda: remembered.replays).result() - inside
     return [param.grad.tolist() for param in model.parameters()], inside, after - before.result()
 
@@ -239,7 +239,7 @@ def test_ranks_that_saw_different_steps_in_join_use_graphs_together_afterwards(g
     by_graphs = run_ranks(3, lambda world: leaving_early(world, True), connect=over_nccl)
     by_calls = run_ranks(3, lambda world: leaving_early(world, False), connect=over_nccl)
     assert [grads for grads, *_ in by_graphs] == [grads for grads, *_ in by_calls]
-    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(5 - BY_CALLS) * 4}
+    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(3 - BY_CALLS) * 4}
 
 
 def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
@@ -266,7 +266,7 @@ class Alternating:
 
 def test_each_schedule_is_remembered_after_it_has_come_twice(gpu):
     (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True, algorithm=Alternating()), connect=over_nccl)
-    assert reasons == [{FIRST}] * (STEPS - 3) + [set()] * 3
+    assert reasons == [{FIRST}] * 2 * BY_CALLS + [set()] * (STEPS - 2 * BY_CALLS)
 
 
 def test_where_transfers_are_waited_for_the_reason_is_said():

@@ -9,9 +9,8 @@ from torch import nn
 import commrt
 
 
-def trained(tell, wire):
+def trained(wire):
     """The weights after five steps."""
-    torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(40, 30))
     wrapped.register_comm_hook(commrt.DDPState(commrt.Direct(), wire), commrt.ddp_hook)
@@ -22,13 +21,11 @@ def trained(tell, wire):
         wrapped(torch.randn(8, 40, generator=source)).square().sum().backward()
         optimizer.step()
     row = torch.cat([param.detach().flatten() for param in wrapped.parameters()])
-    torch.distributed.destroy_process_group()
     return row.tolist()
 
 
-def accounts(tell, wire):
+def accounts(wire):
     """What this rank's gradients were, what it was told of averages, and what it owes: all flat, summed over steps."""
-    torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     layer = nn.Linear(40, 30)  # DDP's first step has the weight first, later ones the bias
     wrapped, state = nn.parallel.DistributedDataParallel(layer), commrt.DDPState(commrt.Direct(), wire)
@@ -44,5 +41,12 @@ def accounts(tell, wire):
         alone(x).square().sum().backward()
         true += torch.cat([param.grad.flatten() for param in alone.parameters()])
     owed = torch.cat([state._debts[id(param)] for param in layer.parameters()])
-    torch.distributed.destroy_process_group()
     return [row.tolist() for row in (true, told, owed)]
+
+
+def trained_and_accounts(tell, wires):
+    """Both, each over its wire."""
+    torch.distributed.init_process_group("gloo")
+    found = trained(wires[0]), accounts(wires[1])
+    torch.distributed.destroy_process_group()
+    return found

@@ -9,7 +9,7 @@ write is an error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 from commrt.kernels import dispatch
 from commrt.kernels.device import coding_launches, combine, packing
 
-__all__ = ["BadAccess", "Launches", "Memory", "interpret", "interpreted_gpu", "watched"]
+__all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "watched"]
 
 BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
@@ -85,6 +85,18 @@ class Memory:
 def _span(tensor: Tensor) -> tuple[int, int]:
     start = TensorBase.data_ptr(tensor)
     return start, start + tensor.numel() * tensor.element_size()
+
+
+def complaint(check: Callable[..., Any], *arguments: Any) -> str | None:
+    """Return what `check` says against a kernel: an assertion that fails, a bad access, or that it returns False."""
+    try:
+        return "differs" if check(*arguments) is False else None
+    except AssertionError as error:
+        return str(error) or "differs"
+    except interpreter.InterpreterError as error:
+        if "BadAccess" not in repr(error):
+            raise
+        return repr(error)
 
 
 @contextmanager

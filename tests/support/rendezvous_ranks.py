@@ -22,6 +22,7 @@ from torch.distributed import FileStore, HashStore
 import commrt
 from commrt.algorithms import ring
 from commrt.cli import training_job
+from commrt.errors import UsageError
 from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import connection, init
 from commrt.transport.gloo import GlooTransport
@@ -260,10 +261,22 @@ def forks_and_waits(tell, timeout_s):
         world.transport.bind(P2PGroup([], [P2PMessage(1, torch.empty(5))]))(Tag(0, 0))
 
 
-def on_hosts(tell, hosts):
-    """The transport that was chosen if rank r is on host ``hosts[r]``; a dash for one that cannot share."""
+def on_hosts(tell, cases):
+    """The transports that were chosen, or the errors, if rank r is on host ``hosts[r]``; a dash cannot share.
+
+    Each case is what COMMRT_TRANSPORT says, or None, and the hosts.
+    """
+    return [chosen_on(*case) for case in cases]
+
+
+def chosen_on(setting, hosts):
     here = hosts[int(os.environ["RANK"])]
     connection.host_identity = lambda: None if here == "-" else here
-    with commrt.init(30) as world:
-        world.agree("all are here")
-        return world.transport.kind
+    os.environ.pop("COMMRT_TRANSPORT", None)
+    os.environ.update({"COMMRT_TRANSPORT": setting} if setting else {})
+    try:
+        with commrt.init(30) as world:
+            world.agree("all are here")
+            return world.transport.kind
+    except UsageError as error:
+        return str(error)
