@@ -22,6 +22,13 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "summa.py"
 pytestmark = pytest.mark.processes
 
 
+def over_grids(*grids, slow):
+    """Run a test on [q, q, d] grids, on some of them only with the slow tests."""
+    return pytest.mark.parametrize(
+        ("q", "d"), [*grids, *(pytest.param(*each, marks=pytest.mark.slow) for each in slow)]
+    )
+
+
 def on_ranks(body, q, d, *given):
     """Return what each rank of a [q, q, d] grid returns."""
     outcomes = run_processes(q * q * d, summa_ranks.on_a_grid, body, q, d, *given, holds_store=True)
@@ -62,7 +69,7 @@ def block(name, full, q, row, column):
     return part.chunk(q)[row] if re.search("(ask|answer|widen|narrow|head)$", name) else part
 
 
-@pytest.mark.parametrize(("q", "d"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+@over_grids((2, 2), (3, 1), slow=[(1, 1), (1, 2), (2, 1)])
 def test_loss_and_all_gradients_equal_those_of_one_process(q, d):
     loss, gradients = reference()
     for (row, column, _), own_loss, found in on_ranks(summa_ranks.gradients, q, d):
@@ -75,7 +82,7 @@ def test_loss_and_all_gradients_equal_those_of_one_process(q, d):
             )
 
 
-@pytest.mark.parametrize(("q", "d"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+@over_grids((2, 2), slow=[(1, 2), (2, 1), (3, 1)])
 def test_a_product_and_its_gradients_move_the_bytes_of_the_formula(monkeypatch, q, d):
     """What every rank receives equals the formula exactly, in broadcasts, reduces and the all-reduce over depths.
 

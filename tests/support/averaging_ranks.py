@@ -349,13 +349,17 @@ def after_its_group(tell):
     return None
 
 
-def in_inference_mode(tell, algorithm):
+def in_inference_mode(tell, algorithms):
     """Call collectives in inference mode, in which torch makes tensors that other threads cannot write to."""
+    found = []
     with commrt.init(timeout_s=10) as world:
-        model = torch.nn.Linear(3, 1)
-        replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
-        tensor = torch.ones(4)
-        with torch.inference_mode():
-            world.all_reduce(tensor, "sum")
-            replica.consolidate()
-            return tensor.tolist(), replica.replicas_equal(), replica.disagreement()
+        for algorithm in algorithms:
+            model = torch.nn.Linear(3, 1)
+            replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
+            tensor = torch.ones(4)
+            with torch.inference_mode():
+                world.all_reduce(tensor, "sum")
+                replica.consolidate()
+                found.append((tensor.tolist(), replica.replicas_equal(), replica.disagreement()))
+            replica.detach()
+    return found
