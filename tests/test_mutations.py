@@ -36,7 +36,7 @@ RANKS = (2, 3, 4, 5, 6, 7, 8, 12)
 RANKS_OF_OTHERS = (4, 6)
 EXHAUSTIVE_UP_TO, MOST_EXHAUSTIVE = 3, 300
 """All mutants of a kind are tried on so many ranks, unless there are more of them than this."""
-PER_KIND, PER_KIND_OF_OTHERS = 12, 4
+PER_KIND, PER_KIND_OF_OTHERS = 12, 6
 """Mutants of each kind that are tried where there are too many to try all."""
 PER_PROGRAMS, PER_PROGRAMS_OF_OTHERS = 200, 40
 VALUES = 3

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import redirect_stdout
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -31,6 +33,14 @@ def on_a_grid(tell, body, q, d, *given):
         return body(summa_layers.Grid.of(q, d), *given)
     finally:
         dist.destroy_process_group()
+
+
+def printed(tell, *options):
+    """Return what the example prints on this rank."""
+    sys.argv = ["summa.py", *options]
+    with redirect_stdout(StringIO()) as out:
+        summa.main()
+    return out.getvalue()
 
 
 def inputs():
