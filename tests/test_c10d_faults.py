@@ -14,6 +14,7 @@ from pathlib import Path
 import c10d_failing_ranks
 import pytest
 import torch.distributed as dist
+from rank_pool import Pool
 
 from commrt.c10d.group_work import as_dist_error
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
@@ -21,12 +22,13 @@ from commrt.membership.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from c10d_faults import COLLECTIVES, DISAGREEMENTS, FAULTS, LARGE, SMALL, STRIKES, applies, cells_of, complaints, run
+from c10d_faults import COLLECTIVES, DISAGREEMENTS, LARGE, SMALL, STRIKES, applies, cells_of, complaints, run
 
-LIMIT_S = 60.0
-"""Starting processes on a busy machine, and all that they do."""
 SOON_S = 20.0
 """What does not wait for the group's timeout of 60 s or more, on a busy machine."""
+SIZES = dict(zip(STRIKES, [SMALL, LARGE, LARGE, SMALL], strict=True))
+"""Of the messages when a rank is struck."""
+OTHER = {SMALL: LARGE, LARGE: SMALL}
 
 pytestmark = pytest.mark.processes
 
@@ -37,6 +39,12 @@ def quiet(monkeypatch):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(3) as pool:
+        yield pool
+
+
 def assert_all_ranks_learn_of(faults, numel, monkeypatch, transport="shared"):
     monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     cells = cells_of(run(faults, numel=numel))
@@ -44,39 +52,39 @@ def assert_all_ranks_learn_of(faults, numel, monkeypatch, transport="shared"):
     assert complaints(cells) == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "numel"),
-    [("killed before", SMALL), ("killed within", LARGE), ("stopped before", LARGE), ("stopped within", SMALL)],
-)
-def test_all_ranks_learn_in_every_collective_of_a_rank_that_is_struck(fault, numel, monkeypatch):
-    assert_all_ranks_learn_of([fault], numel, monkeypatch)
+@pytest.mark.parametrize("fault", STRIKES)
+def test_all_ranks_learn_in_every_collective_of_a_rank_that_is_struck(fault, monkeypatch):
+    assert_all_ranks_learn_of([fault], SIZES[fault], monkeypatch)
 
 
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-def test_all_ranks_learn_in_every_collective_of_a_rank_that_makes_another_call(numel, monkeypatch):
-    assert_all_ranks_learn_of(list(DISAGREEMENTS), numel, monkeypatch)
+def test_all_ranks_learn_in_every_collective_of_a_rank_that_makes_another_call(monkeypatch):
+    assert_all_ranks_learn_of(list(DISAGREEMENTS), SMALL, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all_ranks_learn_of_each_fault_over_gloo_too(fault, monkeypatch):
-    assert_all_ranks_learn_of([fault], SMALL, monkeypatch, "gloo")
+@pytest.mark.parametrize("faults", [*([fault] for fault in STRIKES), list(DISAGREEMENTS)], ids=lambda each: each[0])
+def test_all_ranks_learn_of_each_fault_over_gloo_too(faults, monkeypatch):
+    assert_all_ranks_learn_of(faults, SMALL, monkeypatch, "gloo")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", STRIKES)
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-def test_all_ranks_learn_of_a_rank_that_is_struck_whatever_the_size(fault, numel, monkeypatch):
-    assert_all_ranks_learn_of([fault], numel, monkeypatch)
+def test_all_ranks_learn_of_a_rank_that_is_struck_whatever_the_size(fault, monkeypatch):
+    assert_all_ranks_learn_of([fault], OTHER[SIZES[fault]], monkeypatch)
 
 
-def found_by(size, body, *args, holds_store=True):
+@pytest.mark.slow
+def test_all_ranks_learn_of_a_rank_that_makes_another_long_call(monkeypatch):
+    assert_all_ranks_learn_of(list(DISAGREEMENTS), LARGE, monkeypatch)
+
+
+def found_by(pool, size, body, *args):
     """Return what the ranks return, None for one that is killed. Ranks that say that they wait get a Ctrl-C."""
 
     def on_message(rank, message, process):
         os.kill(process.pid, signal.SIGINT)
 
-    outcomes = run_processes(size, body, *args, limit_s=LIMIT_S, on_message=on_message, holds_store=holds_store)
+    outcomes = pool.run(body, *args, size=size, on_message=on_message)
     assert [outcome.error for outcome in outcomes] == [None] * size
     assert {outcome.exit_code for outcome in outcomes} <= {0, -signal.SIGKILL}
     return [outcome.value for outcome in outcomes]
@@ -91,69 +99,70 @@ def assert_error(found, kind, *said, within_s=SOON_S):
     assert seconds < within_s
 
 
-def test_backward_of_ddp_raises_our_error_when_a_rank_dies():
-    for rank, found in enumerate(found_by(3, c10d_failing_ranks.losing_one_in_backward)):
+def test_backward_of_ddp_raises_our_error_when_a_rank_dies(pool):
+    for rank, found in enumerate(found_by(pool, 3, c10d_failing_ranks.losing_one_in_backward)):
         if rank != c10d_failing_ranks.LATE:
             assert_error(found, "PeerLost", "all_reduce (sum) of float32", f"[rank {rank}, peer 1, step 8, ")
 
 
 def test_the_death_of_rank_0_is_an_error_even_if_the_store_dies_with_it():
-    for found in found_by(3, c10d_failing_ranks.losing_the_store, holds_store=False)[1:]:
-        assert_error(found, "PeerLost", "barrier, sequence number 1 of group 0", "peer 0")
+    for outcome in run_processes(3, c10d_failing_ranks.losing_the_store, limit_s=60.0)[1:]:
+        assert outcome.error is None
+        assert_error(outcome.value, "PeerLost", "barrier, sequence number 1 of group 0", "peer 0")
 
 
-def test_a_ctrl_c_ends_a_call_that_waits_and_leaves_a_work_under_way():
-    (first, second, again), (others_first, others_second) = found_by(2, c10d_failing_ranks.interrupted)
+def test_a_ctrl_c_ends_a_call_that_waits_and_leaves_a_work_under_way(pool):
+    (first, second, again), (others_first, others_second) = found_by(pool, 2, c10d_failing_ranks.interrupted)
     assert first[0][0] == second[0][0] == "KeyboardInterrupt"
     assert again[1] == others_second[1] == "no error"
     assert_error(others_first, "PeerLost", "Rank 0 saw KeyboardInterrupt")
 
 
-def test_a_signal_handler_in_a_collective_is_refused_and_the_collective_goes_on():
-    (found, tried), others = found_by(2, c10d_failing_ranks.handled)
+def test_a_signal_handler_in_a_collective_is_refused_and_the_collective_goes_on(pool):
+    (found, tried), others = found_by(pool, 2, c10d_failing_ranks.handled)
     assert found[1] == others[1] == "no error"
     for refused in tried:
         assert_error(refused, "UsageError", "a signal handler interrupted a collective call of its own thread")
 
 
-def test_abort_from_another_thread_ends_a_collective_on_all_ranks():
-    own, others = found_by(2, c10d_failing_ranks.aborted)
+def test_abort_from_another_thread_ends_a_collective_on_all_ranks(pool):
+    own, others = found_by(pool, 2, c10d_failing_ranks.aborted)
     assert_error(own, "TransportClosed", "barrier, sequence number 1")
     assert_error(others, "PeerLost", "Rank 0 saw TransportClosed: the process group was aborted")
 
 
-def test_destroying_a_group_finishes_what_is_under_way():
-    (ended, work), others = found_by(2, c10d_failing_ranks.destroyed, True)
+def test_destroying_a_group_finishes_what_is_under_way(pool):
+    (ended, work), others = found_by(pool, 2, c10d_failing_ranks.destroyed, True)
     assert ended[1] == work[1] == others[1] == "no error"
 
 
-def test_destroying_a_group_waits_for_a_rank_that_never_comes_until_the_timeout_only():
-    (ended, work), others = found_by(2, c10d_failing_ranks.destroyed, False)
+def test_destroying_a_group_waits_for_a_rank_that_never_comes_until_the_timeout_only(pool):
+    (ended, work), others = found_by(pool, 2, c10d_failing_ranks.destroyed, False)
     assert ended[1] == "no error"
     assert ended[2] < SOON_S
     assert_error(work, "DeadlineExceeded", "no answer from ranks [1] within 2 s")
     assert_error(others, "PeerLost", "Rank 0 saw DeadlineExceeded")
 
 
-def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way():
-    (found, total), _ = found_by(2, c10d_failing_ranks.waiting_briefly)
+def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way(pool):
+    (found, total), _ = found_by(pool, 2, c10d_failing_ranks.waiting_briefly)
     assert_error(found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still under way after 0.1 s")
     assert total == [2.0] * 8
 
 
-@pytest.mark.parametrize("sender", [0, 1])
-def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(sender):
-    found = found_by(2, c10d_failing_ranks.sending_first, sender)[sender]
+@pytest.mark.parametrize("sender", [0, 1])  # the one that connects, and the one that is connected to
+def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(pool, sender):
+    found = found_by(pool, 2, c10d_failing_ranks.sending_first, sender)[sender]
     assert_error(found, "DeadlineExceeded", "bucket send with tag 0", within_s=8.0)
 
 
-def test_a_receive_from_any_rank_that_nobody_serves_is_late_and_nobody_is_gone():
-    found = found_by(2, c10d_failing_ranks.waiting_for_anybody)[0]
+def test_a_receive_from_any_rank_that_nobody_serves_is_late_and_nobody_is_gone(pool):
+    found = found_by(pool, 2, c10d_failing_ranks.waiting_for_anybody)[0]
     assert_error(found, "DeadlineExceeded", "did not do its part in time")
 
 
-def test_a_first_send_to_a_dead_rank_says_that_it_is_gone():
-    barrier, send = found_by(2, c10d_failing_ranks.sending_to_the_dead)[0]
+def test_a_first_send_to_a_dead_rank_says_that_it_is_gone(pool):
+    barrier, send = found_by(pool, 2, c10d_failing_ranks.sending_to_the_dead)[0]
     assert_error(barrier, "PeerLost", "the peer is gone")
     about_the_timeout_s = 12.0  # of 10, which Gloo takes to connect if it is not refused
     assert_error(
@@ -161,20 +170,21 @@ def test_a_first_send_to_a_dead_rank_says_that_it_is_gone():
     )
 
 
-def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives():
-    (received, barrier), _ = found_by(2, c10d_failing_ranks.hurried)
+def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives(pool):
+    (received, barrier), _ = found_by(pool, 2, c10d_failing_ranks.hurried)
     assert_error(received, "DeadlineExceeded", "bucket receive with tag 0")
     assert_error(barrier, "DeadlineExceeded", "no answer from ranks [1] within 0.5 s")
 
 
-def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it():
-    for said, total in found_by(2, c10d_failing_ranks.forking):
+def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it(pool):
+    for said, total in found_by(pool, 2, c10d_failing_ranks.forking):
         assert "'TransportClosed'" in said
         assert "'DistBackendError'" in said
         assert "a forked child cannot use it" in said
         assert total == [2.0] * 8
 
 
+@pytest.mark.slow
 def test_programs_that_leave_groups_open_end_at_once_with_their_own_codes():
     port = free_port()
     zero, one = (start(rank, port) for rank in (0, c10d_failing_ranks.LATE))
@@ -201,12 +211,12 @@ def start(rank, port):
     return subprocess.Popen(command, env=environment, text=True, **pipes)
 
 
-@pytest.mark.parametrize("error", [DeadlineExceeded("late", Place(1, 2)), UsageError("wrong"), PeerLost("gone")])
-def test_an_error_is_one_of_torchs_and_survives_a_pickle(error):
-    raised = as_dist_error(error)
-    again = pickle.loads(pickle.dumps(raised))  # noqa: S301  # our own
-    assert type(again) is type(raised)
-    assert isinstance(again, type(error))
-    assert isinstance(again, dist.DistBackendError)
-    assert (str(again), vars(again)) == (str(error), vars(error))
-    assert as_dist_error(again) is again
+def test_an_error_is_one_of_torchs_and_survives_a_pickle():
+    for error in (DeadlineExceeded("late", Place(1, 2)), UsageError("wrong"), PeerLost("gone")):
+        raised = as_dist_error(error)
+        again = pickle.loads(pickle.dumps(raised))  # noqa: S301  # our own
+        assert type(again) is type(raised)
+        assert isinstance(again, type(error))
+        assert isinstance(again, dist.DistBackendError)
+        assert (str(again), vars(again)) == (str(error), vars(error))
+        assert as_dist_error(again) is again

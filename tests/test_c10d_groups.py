@@ -6,6 +6,7 @@ from __future__ import annotations
 import c10d_groups
 import c10d_ranks
 import pytest
+from rank_pool import Pool
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +42,8 @@ THINGS = [c10d_groups.thing(rank) for rank in range(RANKS)]
 
 @pytest.fixture(scope="module")
 def found():
-    return c10d_ranks.answers(RANKS, *SUMMING, *OTHERS)
+    with Pool(RANKS) as pool:
+        return c10d_ranks.answers(pool, *SUMMING, *OTHERS)
 
 
 @pytest.mark.parametrize("body", SUMMING, ids=lambda body: body.__name__)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import c10d_ranks
 import c10d_torch_ops
 import pytest
+from rank_pool import Pool
 
 pytestmark = pytest.mark.processes
 
@@ -18,35 +19,24 @@ ALIKE = [
     c10d_torch_ops.of_fake_tensors,
 ]
 SEEN = [c10d_torch_ops.profiled, c10d_torch_ops.profiled_ddp, c10d_torch_ops.profiled_threads]
-CALLS = {
-    f"commrt::{name}"
-    for name in (
-        "all_reduce",
-        "broadcast",
-        "reduce",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-        "barrier",
-        "send",
-        "recv",
-    )
-}
+NAMES = "all_reduce broadcast reduce all_gather gather scatter reduce_scatter all_to_all barrier send recv"
+CALLS = {f"commrt::{name}" for name in NAMES.split()}
 SIZES = {"all_reduce": "[[4]]", "all_gather": "[[4]]", "reduce_scatter_tensor": "[[4]]", "barrier": "[]"}
 
 
 @pytest.fixture(scope="module")
 def found():
-    return {backend: c10d_ranks.answers(2, *ALIKE, *SEEN, backend=backend) for backend in ("gloo", "commrt")}
+    with Pool(2) as pool:
+        return {backend: c10d_ranks.answers(pool, *ALIKE, *SEEN, backend=backend) for backend in ("gloo", "commrt")}
 
 
-@pytest.mark.parametrize("name", c10d_torch_ops.known())
-def test_an_op_of_torch_does_what_it_does_over_gloo(found, name):
-    over_gloo, over_commrt = ([rank[name] for rank in found[backend]["called"]] for backend in ("gloo", "commrt"))
-    assert not any(isinstance(each, str) for each in over_gloo)  # an error, or an op for which there is no call yet
-    assert over_commrt == over_gloo
+def test_each_op_of_torch_does_what_it_does_over_gloo(found):
+    by_rank = zip(found["gloo"]["called"], found["commrt"]["called"], strict=True)
+    for over_gloo, over_commrt in by_rank:
+        assert [*over_gloo] == c10d_torch_ops.known()
+        unknown = [name for name, each in over_gloo.items() if isinstance(each, str)]
+        assert unknown == []  # an error, or an op for which there is no call yet
+        c10d_ranks.require_like(over_commrt, over_gloo)
 
 
 @pytest.mark.parametrize("body", ALIKE[1:], ids=lambda body: body.__name__)
@@ -63,12 +53,11 @@ def test_the_profiler_shows_each_collective_as_over_gloo(found):
         assert len(calls) == len(ops), collective
 
 
-@pytest.mark.parametrize("collective", SIZES)
-def test_the_profiler_shows_the_sizes_that_a_collective_was_given(found, collective):
-    name = f"commrt::{collective.removesuffix('_tensor')}"
-    assert [sizes for event, sizes in found["commrt"]["profiled"][1][collective] if event == name] == [
-        SIZES[collective]
-    ]
+def test_the_profiler_shows_the_sizes_that_a_collective_was_given(found):
+    events = found["commrt"]["profiled"][1]
+    names = {collective: f"commrt::{collective.removesuffix('_tensor')}" for collective in SIZES}
+    shown = {each: [sizes for event, sizes in events[each] if event == names[each]] for each in SIZES}
+    assert shown == {each: [sizes] for each, sizes in SIZES.items()}
 
 
 def test_a_profile_of_ddp_has_the_collectives_that_it_has_over_gloo(found):

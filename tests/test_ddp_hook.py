@@ -8,36 +8,39 @@ import re
 import averaging_ranks
 import pytest
 import torch
+from rank_pool import Pool
 
 import commrt
 from commrt.errors import UsageError
-from commrt.testing.processes import run_processes
 
-ALIKE = [commrt.Torus2D(), commrt.HalvingDoubling()]
+ALIKE = {2: commrt.Torus2D(), 4: commrt.HalvingDoubling()}
 """On 2 and on 4 ranks these add in one order, wherever a value lies on the wire."""
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("size", [2, 4])
-def test_one_cnn_trained_in_three_ways_ends_with_the_same_bits(size):
-    for outcome in run_processes(size, averaging_ranks.compare, ALIKE, limit_s=100):
-        assert outcome.error is None
-        for algorithm, to_ddp, ways_equal, ranks_equal in outcome.value:
-            assert ways_equal, algorithm
-            assert ranks_equal, algorithm
-            assert max(to_ddp) <= 1e-6, algorithm
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(4) as pool:
+        yield pool
 
 
 @pytest.mark.processes
-def test_ddp_with_the_hook_trains_as_ddp_alone_whatever_its_settings():
-    for outcome in run_processes(3, averaging_ranks.ddp_ways, limit_s=100):
-        assert outcome.error is None
-        assert {name: distance for name, distance in outcome.value.items() if distance > 1e-6} == {}
+@pytest.mark.parametrize("size", ALIKE)
+def test_one_cnn_trained_in_three_ways_ends_with_the_same_bits(pool, size):
+    for to_ddp, ways_equal, ranks_equal in pool.values(averaging_ranks.compare, ALIKE[size], size=size):
+        assert ways_equal
+        assert ranks_equal
+        assert max(to_ddp) <= 1e-6
 
 
 @pytest.mark.processes
-def test_backward_of_ddp_raises_our_error_when_a_rank_dies():
-    outcomes = run_processes(3, averaging_ranks.lose_one, limit_s=60)
+def test_ddp_with_the_hook_trains_as_ddp_alone_whatever_its_settings(pool):
+    for distances in pool.values(averaging_ranks.ddp_ways, size=3):
+        assert {name: distance for name, distance in distances.items() if distance > 1e-6} == {}
+
+
+@pytest.mark.processes
+def test_backward_of_ddp_raises_our_error_when_a_rank_dies(pool):
+    outcomes = pool.run(averaging_ranks.lose_one, size=3)
     assert [outcomes[rank].error for rank in (0, 2)] == [None, None]
     for rank in (0, 2):
         kind, step, bucket = outcomes[rank].value
@@ -68,55 +71,45 @@ def test_a_hook_s_state_is_looked_at_when_it_is_made(given, what):
 
 
 @pytest.mark.processes
-def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does():
-    for outcome in run_processes(4, averaging_ranks.over_two_groups, limit_s=60):
-        assert outcome.error is None
-        assert re.search(r"DDP has rank [01] of 2, and commrt's world rank \d of 4: call", outcome.value)
+def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does(pool):
+    for said in pool.values(averaging_ranks.over_two_groups):
+        assert re.search(r"DDP has rank [01] of 2, and commrt's world rank \d of 4: call", said)
 
 
 @pytest.mark.processes
-def test_a_hook_takes_the_world_that_is_open_and_a_copy_the_one_that_was_given():
-    for outcome in run_processes(2, averaging_ranks.one_world_after_another, limit_s=60):
-        assert outcome.error is None
-        assert outcome.value == ([[[0.5, 0.5, 0.5]]] * 2, True)
+def test_a_hook_takes_the_world_that_is_open_and_a_copy_the_one_that_was_given(pool):
+    assert pool.values(averaging_ranks.one_world_after_another, size=2) == [([[[0.5, 0.5, 0.5]]] * 2, True)] * 2
 
 
 @pytest.mark.processes
-def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_copied():
-    (outcome,) = run_processes(1, averaging_ranks.one_state_for_two_models, limit_s=60)
-    assert outcome.error is None
-    assert outcome.value == ("two models were given one DDPState: register each with a state of its own", True)
+def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_copied(pool):
+    said = "two models were given one DDPState: register each with a state of its own"
+    assert pool.values(averaging_ranks.one_state_for_two_models, size=1) == [(said, True)]
 
 
 @pytest.mark.processes
-def test_a_hook_looks_for_its_model_without_harm_to_tuples_that_other_threads_make():
-    (outcome,) = run_processes(1, averaging_ranks.tuples_of_another_thread, 5, limit_s=60)
-    assert outcome.error is None
-    assert outcome.value == 0
+def test_a_hook_looks_for_its_model_without_harm_to_tuples_that_other_threads_make(pool):
+    assert pool.values(averaging_ranks.tuples_of_another_thread, 5, size=1) == [0]
 
 
 @pytest.mark.processes
-def test_a_state_begins_anew_in_the_next_world_and_where_it_is_loaded():
-    for outcome in run_processes(2, averaging_ranks.one_state_after_a_failure, limit_s=60):
-        assert outcome.error is None
-        assert outcome.value == ([2], -1)
+def test_a_state_begins_anew_in_the_next_world_and_where_it_is_loaded(pool):
+    assert pool.values(averaging_ranks.one_state_after_a_failure, size=2) == [([2], -1)] * 2
 
 
 @pytest.mark.processes
-def test_a_rank_waiting_for_one_that_joined_gets_our_error():
-    joined, _ = run_processes(2, averaging_ranks.silent_where_another_has_joined, limit_s=60)
+def test_a_rank_waiting_for_one_that_joined_gets_our_error(pool):
+    joined, _ = pool.run(averaging_ranks.silent_where_another_has_joined, size=2)
     assert joined.error is None
     assert joined.value == ("DeadlineExceeded", 2)
 
 
 @pytest.mark.processes
-def test_a_model_that_outlives_its_group_says_so():
-    (outcome,) = run_processes(1, averaging_ranks.after_its_group, limit_s=60)
-    assert outcome.error is None
-    assert outcome.value.startswith("DDP's process group was destroyed: make a new DDP model")
+def test_a_model_that_outlives_its_group_says_so(pool):
+    (said,) = pool.values(averaging_ranks.after_its_group, size=1)
+    assert said.startswith("DDP's process group was destroyed: make a new DDP model")
 
 
 @pytest.mark.processes
-def test_two_models_whose_gradients_ranks_send_in_different_orders_are_told_apart():
-    for outcome in run_processes(2, averaging_ranks.two_models_in_two_orders, limit_s=60):
-        assert outcome.value == "DisagreementError", outcome.error
+def test_two_models_whose_gradients_ranks_send_in_different_orders_are_told_apart(pool):
+    assert pool.values(averaging_ranks.two_models_in_two_orders, size=2) == ["DisagreementError"] * 2

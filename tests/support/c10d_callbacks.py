@@ -152,15 +152,6 @@ def optimizer_in_the_hook():
     return trained(_hook_then_optimizer(default_hooks.allreduce_hook, state), None, optimizes=False)
 
 
-BY_HAND = [
-    waits_for_a_work,
-    waits_for_a_future,
-    makes_other_collectives,
-    sends_and_receives,
-    uses_another_group,
-    nests_deeper,
-    takes_turns,
-]
 HOOKS = [
     power_sgd,
     compressed,

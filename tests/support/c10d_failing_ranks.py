@@ -23,6 +23,7 @@ LATE = 1
 
 def begin(timeout_s):
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     dist.init_process_group("commrt", timeout=timedelta(seconds=timeout_s))
     return dist.get_rank(), dist.distributed_c10d._get_default_store()
 

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle, product
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from c10d_operations import DTYPES
+
+from commrt.cost.selection import WIRE_NBYTES
 
 SHAPES = {
     "empty": (2, 0, 4, 5),
@@ -15,7 +19,9 @@ SHAPES = {
     "small": (2, 3, 4, 5),
     "received in place": (4, 8, 40, 40),
 }
-SLICED = (4, 8, 200, 200)
+SLICED = {"in slices": (4, 8, 70, 70)}
+NARROW_NBYTES = 1 << 19
+"""Of a wire on which these take two slices, or five where it has a place for each rank."""
 BETWEEN = -1
 
 
@@ -110,34 +116,36 @@ def is_right(layout, tensor, expected):
 
 
 def layouts():
-    """{layout: the (call, size) pairs that give another result}."""
-    return {layout.__name__: wrong(layout, SHAPES) for layout in LAYOUTS}
+    """The (layout, call, size) that give another result: each pair of these three is tried."""
+    cases = product(enumerate(LAYOUTS), enumerate(CALLS))
+    return wrong((layout, call, [*SHAPES][(one + other) % len(SHAPES)]) for (one, layout), (other, call) in cases)
 
 
 def slices():
     """The calls that give another result in several slices."""
-    return wrong(flat, {"in slices": SLICED})
-
-
-def wrong(layout, shapes):
-    return [
-        (call.__name__, size)
-        for size, shape in shapes.items()
-        for call in CALLS
-        if not all(is_right(layout, *pair) for pair in call(layout, partial(values, shape, torch.float32)))
-    ]
+    with patch.dict(WIRE_NBYTES, cpu=NARROW_NBYTES):
+        return wrong((flat, call, "in slices") for call in CALLS)
 
 
 def inside():
     """The calls that give another result to a caller in inference mode."""
     with torch.inference_mode():
-        return wrong(flat, SHAPES)
+        return wrong((flat, call, size) for call, size in zip(CALLS, cycle(SHAPES), strict=False))
+
+
+def wrong(cases):
+    return [
+        f"{layout.__name__}, {call.__name__}, {size}"
+        for layout, call, size in cases
+        if not is_moved(layout, call, (SHAPES | SLICED)[size], torch.float32)
+    ]
 
 
 def dtypes():
-    """{call: the dtypes that it does not move as they are}."""
-    return {call.__name__: [str(dtype) for dtype in DTYPES if not is_moved(call, dtype)] for call in MOVING}
+    """The (call, dtype) whose elements do not move as they are."""
+    cases = product(MOVING, DTYPES)
+    return [f"{call.__name__}, {dtype}" for call, dtype in cases if not is_moved(flat, call, SHAPES["small"], dtype)]
 
 
-def is_moved(call, dtype):
-    return all(is_right(flat, *pair) for pair in call(flat, partial(values, SHAPES["small"], dtype)))
+def is_moved(layout, call, shape, dtype):
+    return all(is_right(layout, *pair) for pair in call(layout, partial(values, shape, dtype)))

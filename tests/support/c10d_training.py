@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 
-STEPS, BATCH, LENGTH, WORDS, WIDTH, HEADS, LAYERS = 20, 16, 8, 32, 32, 4, 2
+STEPS, BATCH, LENGTH, WORDS, WIDTH, HEADS, LAYERS = 8, 16, 8, 32, 32, 4, 2
 
 
 class Layer(nn.Module):

@@ -40,13 +40,13 @@ class Suite:
         self._workers: dict[str, Worker] = {}
         self.tests = self._worker(backend).tests
 
-    def run(self, test: str) -> Outcome:
-        """Run one test on fresh ranks."""
-        name = "gloo" if test in NAMED else self.backend
-        done = self._worker(name).run(test, self.limit_s)
+    def run(self, *tests: str) -> Outcome:
+        """Run one test on fresh ranks, or several in one group of them, until the first that fails."""
+        name = "gloo" if tests[0] in NAMED else self.backend
+        done = self._worker(name).run(tests, self.limit_s)
         if done is None:
             self._workers.pop(name).close()
-            done = Outcome(test, FAILED, self.limit_s + GRACE_S, "The test's own parent process hung")
+            done = Outcome(tests[0], FAILED, self.limit_s + GRACE_S, "The test's own parent process hung")
         return done
 
     def _worker(self, name: str) -> Worker:
@@ -98,9 +98,9 @@ class Worker:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
         }
 
-    def run(self, test: str, limit_s: float) -> Outcome | None:
+    def run(self, tests: tuple[str, ...], limit_s: float) -> Outcome | None:
         """Return the outcome, or None if the process does not answer."""
-        self._pipe.send(test)
+        self._pipe.send(tests)
         return self._answer(limit_s + GRACE_S)
 
     def _answer(self, seconds: float) -> Any:

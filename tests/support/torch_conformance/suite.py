@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ BUILT_IN = ("gloo", "mpi", "nccl", "ucc")
 BACKEND = os.environ["BACKEND"]
 GROUP = os.environ.get("CONFORMANCE_GROUP", BACKEND)
 
-START = os.environ.get("CONFORMANCE_START", "forkserver")
+START = os.environ.get("CONFORMANCE_START", "fork")
 
 
 def add_to_tables(backend: str) -> None:
@@ -52,10 +53,11 @@ TESTS = tuple(name for name in vars(distributed_test.DistributedTest._DistTestBa
 class Conformance(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     """One process per rank for each test, as in torch's own runner.
 
-    torch starts each rank as a new Python, which takes seconds for the imports. Here a server process imports them
-    once, then forks each rank. `CONFORMANCE_START=spawn` in the environment starts ranks as torch does.
+    torch starts each rank as a new Python, which takes seconds for the imports. Here the parent imports them once, then
+    forks each rank. `CONFORMANCE_START=spawn` in the environment starts ranks as torch does.
     """
 
+    test_together: Any = None
     log: str | None = None
     exit_codes: tuple[int | None, ...] = ()
     _expected: complex | None = None
@@ -87,6 +89,21 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
             torch.testing.assert_close(arguments[0], torch.full_like(arguments[0], self._expected))
 
     @classmethod
+    def put_together(cls, tests: Sequence[str]) -> str:
+        """Make a test that runs several, one after the other, in one group of the same ranks. Return its name."""
+
+        def test_together(self: Conformance) -> None:
+            for name in tests:
+                try:
+                    getattr(cls, name)(self)
+                    self._barrier()
+                except Exception as error:
+                    raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+
+        cls.test_together = test_together
+        return test_together.__name__
+
+    @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **options: Any) -> None:
         os.environ.update(options.pop("environment"))
         write_to(options.pop("log"))
@@ -115,13 +132,6 @@ def write_to(log: str | None) -> None:
     with Path(log).open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-
-
-def start_server() -> None:
-    """Start the process that forks the ranks. Ranks inherit the environment that it starts with."""
-    if START == "forkserver":
-        forkserver.set_forkserver_preload([__name__])
-        forkserver.ensure_running()
 
 
 def _process(more: dict[str, Any], **options: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that runs torch's tests for `client`: takes a test's name from a pipe and answers with its outcome."""
+"""The process that runs torch's tests for `client`: takes names of tests from a pipe and answers with an outcome."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome, first_line, rank_errors
 from torch_conformance.selection import allow
-from torch_conformance.suite import TESTS, Conformance, start_server, write_to
+from torch_conformance.suite import TESTS, Conformance, write_to
 
 
 def main(pipe: Connection, logs: Path, backends: list[str]) -> None:
     """Send the names of all tests, then run what is asked for until the pipe closes."""
-    start_server()
     rules = allow(backends)
     pipe.send(TESTS)
-    while name := next_test(pipe):
+    while tests := next_tests(pipe):
+        name = tests[0] if len(tests) == 1 else Conformance.put_together(tests)
         pipe.send(run(name, logs / f"{name}.log", rules.get(name, "")))
 
 
-def next_test(pipe: Connection) -> str | None:
-    """Return the name of the next test, or None once the other end has closed."""
+def next_tests(pipe: Connection) -> tuple[str, ...] | None:
+    """Return the names of the next tests, or None once the other end has closed."""
     try:
         return pipe.recv()
     except EOFError:
