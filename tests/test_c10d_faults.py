@@ -62,7 +62,9 @@ def test_all_ranks_learn_in_every_collective_of_a_rank_that_makes_another_call(m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [*([fault] for fault in STRIKES), list(DISAGREEMENTS)], ids=lambda each: each[0])
+@pytest.mark.parametrize(
+    "faults", [*([fault] for fault in STRIKES), ["other shape", "wrong order"]], ids=lambda each: each[0]
+)
 def test_all_ranks_learn_of_each_fault_over_gloo_too(faults, monkeypatch):
     assert_all_ranks_learn_of(faults, SMALL, monkeypatch, "gloo")
 

@@ -34,15 +34,37 @@ def test_commrt_passes_on_4_ranks(tmp_path):
     assert [outcome.text for outcome in outcomes if outcome.state != PASSED] == []
 
 
+@pytest.fixture(scope="module")
+def gloo_copy(tmp_path_factory):
+    with Suite("gloo_copy", 2, tmp_path_factory.mktemp("gloo_copy")) as suite:
+        yield suite
+
+
 @pytest.mark.slow
-def test_a_backend_that_torch_does_not_know_runs_what_gloo_runs(tmp_path):
+def test_a_backend_that_torch_does_not_know_runs_what_gloo_runs(gloo_copy):
     chosen = ["test_scatter_object_list", "test_barrier_timeout_full_group", "test_accumulate_gradients_no_sync"]
-    with Suite("gloo_copy", 2, tmp_path) as suite:
-        assert [suite.run(test).state for test in chosen] == [PASSED] * 3
-        assert suite.run("test_all_to_all").state == SKIPPED
-        refused = suite.run("test_monitored_barrier_gloo")
+    assert [gloo_copy.run(test).state for test in chosen] == [PASSED] * 3
+    assert gloo_copy.run("test_all_to_all").state == SKIPPED
+    refused = gloo_copy.run("test_monitored_barrier_gloo")
     assert refused.refused
     assert "only implemented for GLOO" in refused.errors[0]
+
+
+@pytest.mark.slow
+def test_tests_of_one_group_name_the_one_that_fails(gloo_copy):
+    outcome = gloo_copy.run("test_get_rank", "test_monitored_barrier_gloo", "test_barrier")
+    assert outcome.state == FAILED
+    assert outcome.errors[0].startswith("AssertionError: test_monitored_barrier_gloo: ValueError: monitored_barrier is")
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_is_ended_and_the_next_one_runs(gloo_copy, monkeypatch):
+    gloo_copy.run("test_get_rank")
+    monkeypatch.setattr("torch_conformance.client.GRACE_S", 1 - gloo_copy.limit_s)
+    hung = gloo_copy.run("test_barrier_timeout_global")
+    monkeypatch.undo()
+    assert (hung.state, hung.exit_codes) == (FAILED, ())
+    assert gloo_copy.run("test_get_rank").state == PASSED
 
 
 @pytest.mark.slow
@@ -51,17 +73,6 @@ def test_a_backend_that_moves_nothing_passes_no_test_of_a_collective(tmp_path):
     with Suite("moves_nothing", 2, tmp_path) as suite:
         outcomes = [suite.run(f"test_{test}") for test in chosen]
     assert [outcome.state for outcome in outcomes] == [FAILED] * len(chosen)
-
-
-@pytest.mark.slow
-def test_a_test_that_hangs_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
-    with Suite("gloo_copy", 2, tmp_path, limit_s=5) as suite:
-        suite.run("test_get_rank")
-        monkeypatch.setattr("torch_conformance.client.GRACE_S", -4)
-        hung = suite.run("test_barrier_timeout_global")
-        monkeypatch.undo()
-        assert (hung.state, hung.exit_codes) == (FAILED, ())
-        assert suite.run("test_get_rank").state == PASSED
 
 
 def test_a_report_names_each_rank_that_failed():

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 
 OPEN = """
 import sys
@@ -19,42 +20,61 @@ dist.all_reduce(tensor := torch.ones(3))
 print(dist.get_backend(), tensor.tolist())
 dist.destroy_process_group()
 """
+STAND_IN = {
+    "__init__.py": "from torch import cuda, distributed",
+    "cuda.py": "def device_count(): return 0",
+    "distributed.py": """
+def is_available(): return True
+def init_process_group(name): print(name, Backend._plugins[name.upper()](None))
+class Backend:
+    _plugins = {}
+    def register_backend(name, create, **options): Backend._plugins[name.upper()] = lambda _: sorted(options.items())
+""",
+}
+"""A torch that is imported at once."""
+REGISTERED = """
+import sys
+import torch.distributed as dist
+assert not any("torch_import" in type(finder).__module__ and finder._name == "torch" for finder in sys.meta_path)
+dist.init_process_group("commrt")
+"""
 
 
-def said(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+def said(program, **environment):
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=100, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
-        "import commrt, torch",
-        "import torch, commrt",
+        "import commrt, sys; assert 'torch' not in sys.modules; import torch; assert 'commrt.c10d' not in sys.modules",
+        "import torch, sys; assert 'commrt' not in sys.modules; import commrt",
         "import commrt.c10d, torch",
         "import torch, torch._dynamo, commrt, commrt.c10d",
-        "import importlib.util, commrt; importlib.util.find_spec('torch'); import torch",
-        "import threading, commrt; threading.Thread(target=__import__, args=['torch']).start(); import torch",
-        "import commrt, importlib; importlib.reload(commrt); import torch",
-        "import commrt, sys; sys.modules.pop('commrt'); sys.modules.pop('commrt.torch_import'); import commrt, torch",
     ],
 )
 def test_a_group_is_opened_whatever_was_imported_first(imports):
     assert said(imports + OPEN) == "commrt [1.0, 1.0, 1.0]"
 
 
-def test_commrt_imports_no_torch_and_torch_no_backend():
-    assert said("import commrt, sys; print('torch' in sys.modules)") == "False"
-    assert said("import commrt, torch, sys; print('commrt.c10d' in sys.modules)") == "False"
-    assert said("import torch, sys; print('commrt' in sys.modules)") == "False"
+@pytest.fixture
+def stand_in(tmp_path):
+    folder = tmp_path / "stand-in" / "torch"
+    folder.mkdir(parents=True)
+    for name, text in STAND_IN.items():
+        (folder / name).write_text(text)
+    return str(folder.parent)
 
 
-def test_a_torch_that_cannot_be_imported_can_be_imported_later(tmp_path):
-    (tmp_path / "torch.py").write_text("1 / 0")
-    program = f"""
+BROKEN = """
 import sys, commrt
-sys.path.insert(0, {str(tmp_path)!r})
+sys.path.insert(0, {!r})
 try:
     import torch
 except ZeroDivisionError:
@@ -62,4 +82,20 @@ except ZeroDivisionError:
     sys.path_importer_cache.clear()
 import torch
 """
-    assert said(program + OPEN) == "commrt [1.0, 1.0, 1.0]"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import importlib.util, commrt; importlib.util.find_spec('torch'); import torch",
+        "import threading, commrt; threading.Thread(target=__import__, args=['torch']).start(); import torch",
+        "import commrt, importlib; importlib.reload(commrt); import torch",
+        "import commrt, sys; sys.modules.pop('commrt'); sys.modules.pop('commrt.torch_import'); import commrt, torch",
+        BROKEN,
+    ],
+)
+def test_the_backend_is_registered_however_torch_is_imported(imports, stand_in, tmp_path):
+    (tmp_path / "torch.py").write_text("1 / 0")
+    path = os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")])
+    expected = "commrt [('devices', ['cpu']), ('extended_api', True)]"
+    assert said(imports.format(str(tmp_path)) + REGISTERED, PYTHONPATH=path) == expected
