@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from commrt.algorithms.torus import best_grid, fold_core
 from commrt.schedule import Traffic
 
 __all__ = ["COSTS", "doublings", "is_power", "ring_bytes", "wrong_cost"]
@@ -43,8 +42,14 @@ def up_to_half(p: int) -> int:
 
 def torus_steps(p: int) -> int:
     """Return the steps of the most square torus, which folds one rank of a prime above 3."""
-    core = fold_core(p)
-    return 2 * (sum(best_grid(core)) - 2) + 2 * (core < p)
+    core = p - is_folded(p)
+    x = max(x for x in range(1, core + 1) if core % x == 0 and x * x <= core)
+    return 2 * (x + core // x - 2) + 2 * is_folded(p)
+
+
+def is_folded(p: int) -> bool:
+    """Return True for a prime above 3: one rank stays outside the torus."""
+    return p > 3 and all(p % d for d in range(2, p))
 
 
 def chain_steps(p: int) -> int:
@@ -78,7 +83,7 @@ COSTS: dict[str, tuple[Steps, Sent]] = {
     "reduce_scatter direct": AT_ONCE,
     "all_reduce ring": (lambda p: 2 * (p - 1), ring_bytes),
     "all_reduce halving_doubling": (lambda p: 2 * (p.bit_length() - 1) + 2 * (not is_power(p)), lambda _: 3),
-    "all_reduce torus2d": (torus_steps, lambda p: ring_bytes(p) if fold_core(p) == p else 3),
+    "all_reduce torus2d": (torus_steps, lambda p: 3 if is_folded(p) else ring_bytes(p)),
     "all_reduce doubling": (
         lambda p: p.bit_length() - 1 + 2 * (not is_power(p)),
         lambda p: p.bit_length() - 1 + (not is_power(p)),
