@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import tempfile
+from multiprocessing import set_forkserver_preload
 
 import cpu_limit
 import pytest
@@ -43,6 +44,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    from commrt.testing.processes import IMPORTED  # noqa: PLC0415  # after the environment is set
+
+    set_forkserver_preload(IMPORTED)  # whichever test starts it: or each rank imports torch
     if limit_s := config.getoption("--cpu-limit"):
         config.pluginmanager.register(cpu_limit.CpuLimit(limit_s))
 

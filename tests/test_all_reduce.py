@@ -287,7 +287,11 @@ def test_collectives_work_in_inference_mode():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("size", "numel", "wire", "transport"),
-    [(2, 40, torch.float16, "gloo"), (4, 40, None, "gloo"), (4, 170, torch.bfloat16, "shared")],
+    [
+        pytest.param(2, 40, torch.float16, "gloo", marks=pytest.mark.slow),
+        pytest.param(4, 40, None, "gloo", marks=pytest.mark.slow),
+        (4, 170, torch.bfloat16, "shared"),
+    ],
     ids=["2 of fp16", "4 of fp32", "4 of bf16"],
 )
 def test_a_sum_is_never_taken_for_the_comparison_that_another_rank_makes(size, numel, wire, transport, monkeypatch):

@@ -142,6 +142,7 @@ def check(ends, wanted):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @for_each(("loop", "zero"), [*taking_turns(LOOPS, ZEROED), (turns, "after forward"), (turns, "last")])
 def test_a_late_rank_gets_the_others_weights_whichever_optimizers_step(loop, zero):
     check(trained_with_a_late_rank(loop, zero), trained_alone(loop, zero))

@@ -57,6 +57,7 @@ def test_all_ranks_learn_in_every_collective_of_a_rank_that_is_struck(fault, mon
     assert_all_ranks_learn_of([fault], SIZES[fault], monkeypatch)
 
 
+@pytest.mark.slow
 def test_all_ranks_learn_in_every_collective_of_a_rank_that_makes_another_call(monkeypatch):
     assert_all_ranks_learn_of(list(DISAGREEMENTS), SMALL, monkeypatch)
 
@@ -163,6 +164,7 @@ def test_a_receive_from_any_rank_that_nobody_serves_is_late_and_nobody_is_gone(p
     assert_error(found, "DeadlineExceeded", "did not do its part in time")
 
 
+@pytest.mark.slow
 def test_a_first_send_to_a_dead_rank_says_that_it_is_gone(pool):
     barrier, send = found_by(pool, 2, c10d_failing_ranks.sending_to_the_dead)[0]
     assert_error(barrier, "PeerLost", "the peer is gone")

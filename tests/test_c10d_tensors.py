@@ -28,6 +28,7 @@ def found():
         return c10d_ranks.answers(pool, *BODIES)
 
 
+@pytest.mark.slow
 def test_an_operation_gives_what_plain_torch_gives_in_every_dtype(found):
     assert found["reductions"] == [[]] * RANKS
 

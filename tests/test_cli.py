@@ -256,6 +256,7 @@ def open_mpi_variables(rank, port):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("variables", [plain_variables, open_mpi_variables])
 def test_train_and_compare_under_a_launcher_that_holds_no_store(variables):
@@ -334,6 +335,7 @@ def test_doctor_finds_half_of_a_launch(monkeypatch):
         assert half in launcher["detail"]
 
 
+@pytest.mark.cpu_limit(12, reason="the one run of the demo's job here")
 @pytest.mark.processes
 def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happened_when(tmp_path):
     trace = tmp_path / "trace.json"
@@ -354,6 +356,7 @@ def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happe
     assert {happened[rank, name] for rank in range(2) for name in once_a_step} == {record["steps"]}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_takes_direct_for_a_wire_of_codes_and_ddp_takes_fp32():
     options = ["--batch-size", "400", "--wire", "int4", "--compare", "ddp", "--compare", "direct", "--json"]
@@ -368,6 +371,7 @@ def test_train_takes_direct_for_a_wire_of_codes_and_ddp_takes_fp32():
     assert again["fingerprint"] == record["fingerprint"] != ddp["fingerprint"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_backup_workers_train_on_a_wire_of_codes():
     options = ["--batch-size", "400", "--wire", "int8", "--algorithm", "backup", "--json"]
@@ -377,6 +381,7 @@ def test_backup_workers_train_on_a_wire_of_codes():
     assert (record["algorithm"], record["wire"], record["replicas_equal"]) == ("backup", "int8", True)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_local_sgd_trains_alone_for_a_period_and_ends_with_equal_replicas():
     settings = ["--algorithm", "local", "--period", "4", "--delay", "2", "--outer", "0.7,0.5"]
@@ -393,6 +398,7 @@ def test_local_sgd_trains_alone_for_a_period_and_ends_with_equal_replicas():
     assert 0 < record["exposed_comm_seconds"] < record["step_seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_local_sgd_can_be_compared_on_a_wire_of_codes_which_direct_carries():
     options = ["--batch-size", "400", "--wire", "float8", "--compare", "local", "--period", "4", "--fragments", "2"]
@@ -404,6 +410,7 @@ def test_local_sgd_can_be_compared_on_a_wire_of_codes_which_direct_carries():
     assert 0 < local["bytes_sent_per_step"] < record["bytes_sent_per_step"] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_local_sgd_goes_on_without_a_worker_that_dies_and_its_page_says_so(tmp_path):
     fault = ["--inject", "kill:rank=2,step=4", "--report", str(tmp_path), "--batch-size", "400"]
@@ -422,6 +429,7 @@ def test_a_run_on_another_wire_than_the_first_says_so():
     assert [heading(each, first) for each in (first, other)] == ["direct", "ddp, fp32 wire"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_follows_the_recipe_for_large_batches():
     options = ["--recipe", "large-batch", "--batch-size", "128", "--json"]

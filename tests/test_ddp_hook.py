@@ -24,7 +24,7 @@ def pool():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("size", ALIKE)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_cnn_trained_in_three_ways_ends_with_the_same_bits(pool, size):
     for to_ddp, ways_equal, ranks_equal in pool.values(averaging_ranks.compare, ALIKE[size], size=size):
         assert ways_equal
@@ -38,6 +38,7 @@ def test_ddp_with_the_hook_trains_as_ddp_alone_whatever_its_settings(pool):
         assert {name: distance for name, distance in distances.items() if distance > 1e-6} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_backward_of_ddp_raises_our_error_when_a_rank_dies(pool):
     outcomes = pool.run(averaging_ranks.lose_one, size=3)
@@ -70,6 +71,7 @@ def test_a_hook_s_state_is_looked_at_when_it_is_made(given, what):
         commrt.ddp_hook(None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does(pool):
     for said in pool.values(averaging_ranks.over_two_groups):

@@ -50,6 +50,7 @@ def test_a_process_that_is_stopped_beyond_its_limit_gets_an_answer_that_comes_so
     assert (end.error, end.value) == (None, "an answer")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_that_is_stopped_in_a_step_is_late_and_does_not_take_the_store_for_silent():
     def wake(_, pid, process):

@@ -97,6 +97,7 @@ def test_an_all_gather_and_a_reduce_scatter_of_every_size_are_right_or_refused_o
     assert [*chain.from_iterable(map(wrong_on, (7, 16)))] == []
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from(sorted({*COLLECTIVES} - {"barrier"})), st.integers(1, 17))
 def test_every_schedule_is_right_or_refused(data, collective, ranks):

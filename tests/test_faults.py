@@ -45,14 +45,19 @@ def assert_names_the_place(error, victim):
     assert f"peer {victim}" in error, error
 
 
-@pytest.fixture(params=["shared", "gloo"])
+@pytest.fixture(params=["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def transport(request, monkeypatch):
     """What the workers exchange through; elsewhere they choose, and take shared memory."""
     monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
 
 
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize(("algorithm", "victim"), [(commrt.Torus2D(), 1), (commrt.Ring(), 3)], ids=["torus", "ring"])
+@pytest.mark.parametrize(
+    ("transport", "algorithm", "victim"),
+    [("shared", commrt.Torus2D(), 1), pytest.param("gloo", commrt.Ring(), 3, marks=pytest.mark.slow)],
+    indirect=["transport"],
+    ids=["shared-torus", "gloo-ring"],
+)
 def test_a_killed_worker_is_named_by_all_survivors_long_before_the_deadline(algorithm, victim):
     outcomes = strike(4, victim, signal.SIGKILL, algorithm, timeout_s=10 * LIMIT_S)
     assert outcomes[victim].exit_code == -signal.SIGKILL
@@ -79,12 +84,13 @@ def test_a_stopped_worker_ends_the_others_by_the_deadline():
         assert_names_the_place(survivor.error, victim)
 
 
+@pytest.mark.slow
 def test_a_stopped_store_holder_hangs_nobody():
     outcomes = strike(3, 0, signal.SIGSTOP, commrt.Ring())
     assert all(survivor.error for survivor in outcomes[1:])
 
 
-@pytest.mark.parametrize("stays", [True, False], ids=["and stays", "and leaves"])
+@pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.slow), False], ids=["and stays", "and leaves"])
 def test_a_worker_that_runs_out_of_data_is_named(stays):
     early = 1
     outcomes = run_processes(
@@ -108,7 +114,9 @@ def test_join_ends_normally_and_leaves_equal_replicas():
     assert [outcome.value for outcome in outcomes] == [(True, 9)] * 3
 
 
-@pytest.mark.parametrize(("what", "field"), [("layers", "buckets"), ("world size", "world size")])
+@pytest.mark.parametrize(
+    ("what", "field"), [pytest.param("layers", "buckets", marks=pytest.mark.slow), ("world size", "world size")]
+)
 def test_a_worker_that_differs_is_named_on_every_rank(what, field):
     outcomes = run_processes(3, failing_ranks.other_layout, 2, what, limit_s=LIMIT_S)
     for outcome in outcomes:

@@ -30,6 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.processes
 def test_random_connections_do_not_delay_a_world_and_its_sockets_are_local():
     for outcome in run_processes(3, train_under_knocks, 10):

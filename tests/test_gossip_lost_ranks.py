@@ -181,6 +181,7 @@ def test_the_only_rank_that_still_had_data_may_be_lost():
     assert [lost for _, lost in seen] == [[1], [1]]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=8)
 def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(data):
@@ -246,6 +247,7 @@ def test_two_models_that_gossip_in_one_world_end_with_a_lost_rank():
         run_ranks(3, body, timeout_s=PATIENT_S)
 
 
+@pytest.mark.slow
 def test_dropped_models_do_not_count_as_attached():
     def body(world):
         for _ in range(3):
@@ -406,16 +408,14 @@ def test_killed_processes_are_named_and_the_others_finish_long_before_a_deadline
     assert max(outcome.seconds for outcome in outcomes) < PATIENT_S
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "transport",
-    [pytest.param("shared", marks=pytest.mark.slow), pytest.param("gloo", marks=pytest.mark.slow), "both"],
-    indirect=True,
-)
+@pytest.mark.parametrize("transport", ["shared", "gloo", "both"], indirect=True)
 def test_a_process_killed_while_replicas_become_equal_is_left_out(transport):
     assert_they_went_on(struck({2: "consolidating"}, pauses=[2]), {2: None})
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_process_that_is_stopped_for_longer_than_the_timeout_is_evicted():
     def on_message(rank, message, process):

@@ -176,6 +176,7 @@ def trained(*args):
     return command("train", "--epochs", "1", "--batch-size", "400", "--json", *args)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     args = ["--workers", "3", "--algorithm", "gossip", "--inject", "kill:rank=0,step=4", "--compare", "gossip"]
@@ -188,6 +189,7 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
     assert "commrt: rank 0 is lost, as the others noticed in step" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
     faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.1"]
@@ -209,6 +211,7 @@ def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_all_reduce_waits_for_a_stopped_worker_and_for_slow_ones():
     faults = ["--inject", "stop:rank=1,step=4,seconds=1", "--inject", "slow:prob=1,seconds=0.05"]

@@ -75,6 +75,7 @@ def seen(folder):
     return places, common
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch_s(here, tmp_path):
     launch = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     run([*here, *launch, WORKER, tmp_path, "1", "init", "group", "init"])

@@ -15,6 +15,7 @@ import triton
 
 HERE = Path(__file__).parent / "support"
 SCRIPT = HERE / "launch_report.py"
+pytestmark = pytest.mark.slow
 HEADERS = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 
 
@@ -97,7 +98,6 @@ def test_the_tuner_launches_every_variant_it_tries(report):
     assert report["tuned"] == tried * 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(which("gcc") is None, reason="Triton's launcher needs a C compiler")
 def test_what_is_launched_arrives_at_the_driver_through_tritons_own_launcher(tmp_path):
     library = tmp_path / "libcuda.so.1"

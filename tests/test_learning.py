@@ -74,6 +74,7 @@ def test_two_ranks_with_messages_two_steps_late_fly_apart():
     assert gossip_distance.apart(2, 2, 0.375, dimensions=20) > 1e6
 
 
+@pytest.mark.slow
 def test_samples_passed_round_let_a_rank_of_one_class_see_the_others(data):
     outcome = learning.trained("gossip, weights", 4, 0, data, 100, sorted_by_class=True, ring=True)
     assert outcome.accuracy > 0.8

@@ -17,6 +17,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.testing.ranks import run_ranks
 
 
+@pytest.mark.slow
 @for_each("algorithm", [*ALGORITHMS[1:6], GOSSIPING])
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(algorithm):
     def unbroken(world):
@@ -38,6 +39,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
         assert all(map(same, run_ranks(3, partial(resumed, step=step)), expected))
 
 
+@pytest.mark.slow
 @for_each(
     ("steps", "period", "delay", "is_refused"), [(5, 3, 3, True), (8, 4, 3, True), (5, 6, 4, True), (3, 5, 1, False)]
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from cases import for_each
 
@@ -27,6 +28,7 @@ RULES = {
 CASES = {case.name: case for case in local_learning.cases()}
 
 
+@pytest.mark.slow
 @for_each("case", CASES.values(), ids=CASES)
 def test_each_setting_trains_and_ends_with_equal_replicas(monkeypatch, case):
     monkeypatch.setattr(local_learning, "assessed", lambda model, nbytes: nbytes)  # 5,000 images take the longest
@@ -44,6 +46,7 @@ def test_settings_have_names_of_their_own():
     assert len(CASES) == len(local_learning.cases())
 
 
+@pytest.mark.slow
 @for_each("rule", RULES)
 def test_the_runtime_trains_as_a_plain_loop_does(rule):
     algorithm = RULES[rule]

@@ -75,6 +75,7 @@ def test_an_optimizer_need_not_have_a_learning_rate():
     assert same(first, second)
 
 
+@pytest.mark.cpu_limit(6, reason="all ways to merge")
 @for_each(("algorithm", "steps"), taking_turns(2 * ALGORITHMS, [8, 9, 10]))  # each is consolidated after two of them
 def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
     def body(world):
@@ -215,6 +216,7 @@ def test_two_optimizers_that_step_in_turn():
     assert same(found[0][1], found[1][1])
 
 
+@pytest.mark.slow
 def test_a_compiled_model():
     def body(world):
         loop = Loop(world, LocalSGD(3, 1, fragments=2), torch.compile(model_of(), backend="eager")).run(8)

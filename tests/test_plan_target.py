@@ -321,6 +321,7 @@ def test_a_target_above_the_first_loss_is_refused(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_plan_for_65_536_ranks_prices_few_candidates():
     record = told("plan", "--ranks", 65536, "--cluster", "h100", *STEP[:2], *STEP[4:], "--wire", "fp32")
     assert record["best"]["step_seconds"] > 0.1

@@ -22,6 +22,7 @@ FEW = {"combining beside exchanges": (3, 4, 5), "slices": (2, 3, 5, 8, 12)}
 """Rank counts of sweeps that take longer than others."""
 
 
+@pytest.mark.cpu_limit(6, reason="proofs of one kind, together")
 @pytest.mark.parametrize("name", [name for name in prove.SWEEPS if {*prove.FEW} & {*prove.SWEEPS[name].ranks}])
 def test_a_sweep_finds_nothing_wrong_at_a_few_rank_counts(name):
     count, wrong = prove.wrong(name, FEW.get(name, prove.FEW))

@@ -85,7 +85,10 @@ def test_only_addresses_that_nobody_else_can_reach_are_the_loopback():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("signal_number", "says"),
-    [(signal.SIGSTOP, "DeadlineExceeded: no answer from ranks [0]"), (signal.SIGKILL, "PeerLost: the peer is gone")],
+    [
+        pytest.param(signal.SIGSTOP, "DeadlineExceeded: no answer from ranks [0]", marks=pytest.mark.slow),
+        (signal.SIGKILL, "PeerLost: the peer is gone"),
+    ],
     ids=["stopped", "killed"],
 )
 def test_a_store_that_goes_away_during_a_question_is_named(signal_number, says):

@@ -134,6 +134,7 @@ def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
     assert found.deaths == 3
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_holder_of_the_store_waits_for_ranks_that_train_longer_than_the_timeout():
     ends = run_processes(3, replacement_ranks.ends_early, 45)

@@ -352,6 +352,7 @@ def test_a_history_ends_where_memory_would(monkeypatch):
 # Real ones.
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 def test_a_run_that_loses_a_worker_ends_with_its_page(tmp_path, monkeypatch):

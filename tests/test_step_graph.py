@@ -235,6 +235,7 @@ def leaving_early(world, graphs):
     return [param.grad.tolist() for param in model.parameters()], inside, after - before.result()
 
 
+@pytest.mark.slow
 def test_ranks_that_saw_different_steps_in_join_use_graphs_together_afterwards(gpu):
     by_graphs = run_ranks(3, lambda world: leaving_early(world, True), connect=over_nccl)
     by_calls = run_ranks(3, lambda world: leaving_early(world, False), connect=over_nccl)

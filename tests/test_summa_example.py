@@ -68,6 +68,7 @@ def block(name, full, q, row, column):
     return part.chunk(q)[row] if re.search("(ask|answer|widen|narrow|head)$", name) else part
 
 
+@pytest.mark.slow
 @over_grids((2, 2), (3, 1), slow=[(1, 1), (1, 2), (2, 1)])
 def test_loss_and_all_gradients_equal_those_of_one_process(q, d):
     loss, gradients = reference()
@@ -136,6 +137,7 @@ def test_the_losses_of_50_steps_equal_those_of_one_rank_also_under_torchrun():
     assert losses_under_torchrun(2, 1) == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_all_others_name_the_rank_that_is_killed_in_a_step():
     outcomes = run_processes(8, summa_ranks.on_a_grid, summa_ranks.losing_one, 2, 2, limit_s=30, holds_store=True)
     for rank, outcome in enumerate(outcomes):

@@ -84,6 +84,7 @@ def test_the_schedules_that_are_priced_are_proven(grid):
             assert verify(schedule, wanted).counterexample is None
 
 
+@pytest.mark.slow
 def test_short_blocks_move_along_trees_and_long_ones_along_chains_of_many_slices():
     slow = Cluster.named("ethernet-10g")
     short, long = (on_grid(slow, Grid(4), LayerSize(tokens, 64), 4) for tokens in (16, 1 << 24))

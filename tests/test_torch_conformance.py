@@ -25,6 +25,7 @@ TOGETHER = """
 """Names of tests that leave their group as it was."""
 
 
+@pytest.mark.slow
 def test_commrt_passes_on_4_ranks(tmp_path):
     with Suite("commrt", 4, tmp_path, limit_s=60, rules=("gloo", "mpi")) as suite:
         outcomes = [

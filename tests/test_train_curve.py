@@ -32,6 +32,7 @@ def of_an_all_reduce(tmp_path_factory):
     return trained(file, "--algorithm", "ring", "--seed", "3", "--compare", "gossip")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_writes_the_curve_of_its_first_run(of_an_all_reduce):
     curve = of_an_all_reduce
@@ -41,6 +42,7 @@ def test_train_writes_the_curve_of_its_first_run(of_an_all_reduce):
     assert (curve.noise > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ddp_has_the_same_curve_as_an_all_reduce(of_an_all_reduce, tmp_path):
     theirs = trained(tmp_path / "a.jsonl", "--algorithm", "ddp", "--seed", "3")
@@ -48,6 +50,7 @@ def test_ddp_has_the_same_curve_as_an_all_reduce(of_an_all_reduce, tmp_path):
         np.testing.assert_array_equal(getattr(of_an_all_reduce, name), getattr(theirs, name))  # two ranks: one sum
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_local_sgd_has_a_curve_without_statistics(tmp_path):
     curve = trained(tmp_path / "a.jsonl", "--algorithm", "local", "--period", "2")
