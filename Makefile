@@ -32,7 +32,7 @@ types: venv  # 40 s of CPU in a fresh clone, as it reads torch; 1 s later
 test: lint  # all but the slow tests; types are checked beside them
 	$(MAKE) --jobs 2 types fast-tests
 
-WORKERS = 3
+WORKERS = 4# two of them wait for ranks, on average
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 fast-tests: venv
 	$(PYTEST) -m 'not slow'

@@ -38,8 +38,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cpu-limit",
         type=float,
-        default=cpu_limit.LIMIT_S if os.environ.get("CI") else None,
-        help="seconds of CPU that a test may take unless it is marked slow; in CI, by default, 2",
+        default=cpu_limit.IN_CI_S if os.environ.get("CI") else None,
+        help="seconds of CPU that a test may take unless it is marked slow; 2 where nothing else runs, and 4 in CI",
     )
 
 
