@@ -14,25 +14,25 @@ LIMIT_S = 200.0
 """Some trainers take ten seconds to be imported, by each process."""
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
-TRAINERS = {
-    c10d_trainers.accelerate: 4,
-    c10d_trainers.lightning: 2,
-    c10d_trainers.transformers: 2,
-    c10d_trainers.torchft: 4,
-}
-"""And the ranks for each: four, or two of those that take long to be imported."""
+TRAINERS = [c10d_trainers.accelerate, c10d_trainers.lightning, c10d_trainers.transformers, c10d_trainers.torchft]
 KINDS = {
-    "PowerSGD and ZeRO": (2, [*c10d_optimized.POWER_SGD, c10d_optimized.zero_redundancy]),
-    "checkpoints": (4, c10d_checkpoints.DCP),
-    "FSDP1": (4, c10d_checkpoints.FSDP1),
+    "PowerSGD and ZeRO": [*c10d_optimized.POWER_SGD, c10d_optimized.zero_redundancy],
+    "checkpoints": c10d_checkpoints.DCP,
+    "FSDP1": c10d_checkpoints.FSDP1,
 }
 ROUNDING = 1e-6
 """Of losses around 1, where four summands are added in another order."""
 
 
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def pool():
-    with Pool(4) as pool:
+def pool(ranks):
+    """New ones for each number of ranks: torch keeps plans of checkpoints as long as a process lives."""
+    with Pool(ranks) as pool:
         yield pool
 
 
@@ -41,14 +41,14 @@ def like(losses, ranks):
     return losses if ranks == 2 else pytest.approx(losses, abs=ROUNDING)
 
 
-@pytest.mark.parametrize(("trainer", "ranks"), TRAINERS.items(), ids=[one.__name__ for one in TRAINERS])
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.__name__)
 def test_a_trainer_has_the_losses_that_it_has_over_gloo(pool, trainer, ranks):
     for losses in pool.values(c10d_trainers.trained, trainer, size=ranks, limit_s=LIMIT_S):
         assert losses["commrt"] == like(losses["gloo"], ranks)
         assert losses["gloo"][-1] < 0.9 * c10d_trainers.loss_of(c10d_trainers.network())
 
 
-@pytest.mark.parametrize(("ranks", "ways"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("ways", KINDS.values(), ids=KINDS)
 def test_what_torch_makes_of_a_model_has_the_losses_that_it_has_over_gloo(pool, ranks, ways):
     gloo, ours = (c10d_ranks.answers(pool, *ways, backend=backend, size=ranks) for backend in ("gloo", "commrt"))
     for way, by_rank in gloo.items():
@@ -56,7 +56,7 @@ def test_what_torch_makes_of_a_model_has_the_losses_that_it_has_over_gloo(pool, 
         assert by_rank[0][-1] < 0.9 * by_rank[0][0]
 
 
-def test_a_compiled_ddp_has_the_losses_of_a_plain_one_over_gloo(pool):
-    plain = c10d_ranks.answers(pool, c10d_optimized.uncompiled, backend="gloo", size=2)["uncompiled"]
-    for way, by_rank in c10d_ranks.answers(pool, *c10d_optimized.COMPILED, size=2).items():
+def test_a_compiled_ddp_has_the_losses_of_a_plain_one_over_gloo(pool, ranks):
+    plain = c10d_ranks.answers(pool, c10d_optimized.uncompiled, backend="gloo", size=ranks)["uncompiled"]
+    for way, by_rank in c10d_ranks.answers(pool, *c10d_optimized.COMPILED, size=ranks).items():
         assert by_rank == [pytest.approx(losses, abs=ROUNDING) for losses in plain], way
