@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fails in CI because it takes too much CPU time."""
 
-from cpu_limit import CpuLimit
+from pathlib import Path
+
+import cpu_limit
+from cpu_limit import AgainAlone, CpuLimit
 
 pytest_plugins = ["pytester"]
 
@@ -70,3 +73,42 @@ def test_an_unmarked_test_that_takes_much_cpu_fails_and_says_what_to_do(pytester
         "test_forked",
     ]
     assert "s of CPU, and a test may take 0.15 s: mark it slow, or make it cheaper" in failed[0].longrepr
+
+
+CONFTEST = """\
+    import sys
+
+    sys.path.append({support!r})
+    from cpu_limit import CpuLimit
+
+    def pytest_addoption(parser):
+        parser.addoption("--cpu-limit", type=float)
+
+    def pytest_configure(config):
+        if limit_s := config.getoption("--cpu-limit"):
+            config.pluginmanager.register(CpuLimit(limit_s))
+"""
+TWICE = """\
+    from pathlib import Path
+    from time import process_time
+
+    def burn():
+        begin = process_time()
+        while process_time() < begin + 0.2: pass
+
+    def test_first_time():
+        if not Path("ran").exists():
+            Path("ran").touch()
+            burn()
+    {another}
+"""
+
+
+def test_what_took_much_beside_others_fails_only_if_it_does_so_alone(pytester):
+    pytester.makeconftest(CONFTEST.format(support=str(Path(cpu_limit.__file__).parent)))
+    for another, status in (("", 0), ("\n    def test_always(): burn()", 1)):
+        pytester.makepyfile(TWICE.format(another=another))
+        pytester.path.joinpath("ran").unlink(missing_ok=True)
+        run = pytester.inline_run("-p", "no:cacheprovider", plugins=[CpuLimit(0.15, fails=False), AgainAlone(0.15)])
+        assert not run.listoutcomes()[2], "nothing fails beside others"
+        assert run.ret == status

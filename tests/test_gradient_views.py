@@ -141,7 +141,7 @@ CARRIED = st.sampled_from([(commrt.Torus2D(), None), (commrt.Direct(), None), (c
 
 
 @given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4))
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_loop_trains_bit_by_bit_as_with_gradients_of_their_own(loop, carried, ranks):
     with_views, with_own = (
         run_ranks(ranks, lambda world, kind=kind: trained(world, kind, loop, *carried)) for kind in ("views", "own")
