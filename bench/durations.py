@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest that writes how long each test took: ``TEST_DURATIONS=tests.json pytest -p durations``.
 
-For each test: wall seconds, CPU seconds (with those of the processes that it waited for), and its outcome. The wall
+For each test: wall seconds, CPU seconds (with those of processes that ended within it), and its outcome. The wall
 seconds of a test in a process of xdist are its own, but the other processes slow it down.
 """
 
@@ -15,14 +15,15 @@ from time import perf_counter
 from typing import Any
 
 import pytest
+from cpu_limit import forked_s  # of tests/support
 
 WORST = ("passed", "skipped", "failed")
 found: dict[str, dict[str, Any]] = {}
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds of this process and of the children that it has waited for."""
-    return sum(os.times()[:4])
+    """Return the CPU seconds of this process, of the children that it has waited for, and of forked ranks that ended."""
+    return sum(os.times()[:4]) + float(forked_s())
 
 
 @pytest.hookimpl(wrapper=True)

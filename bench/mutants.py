@@ -178,7 +178,7 @@ def noticed(tree: Path, tests: list[str], limit_s: float) -> str:
 
 def pytest(tree: Path, words: list[str], extra: dict[str, str], limit_s: float | None = None) -> int:
     """Run pytest in `tree`, and return its exit code."""
-    paths = os.pathsep.join([str(tree), str(tree / "tests/support"), str(ROOT / "bench")])
+    paths = os.pathsep.join(map(str, (tree, tree / "tests/support", ROOT / "bench", ROOT / "tests/support")))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

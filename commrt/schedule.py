@@ -38,6 +38,7 @@ __all__ = [
     "malformed",
     "require_valid",
     "traffic",
+    "traffic_of",
 ]
 
 IntArray = NDArray[np.int64]
@@ -86,9 +87,8 @@ class Step:
         lengths = [len(column) for column in (*columns, weight)]
         if len(set(lengths)) > 1:
             raise UsageError(f"columns of {lengths} transfers: src, dst, lo, hi, combine and weight need as many each")
-        used = np.asarray(np.where(columns[-1] == MIX, weight, 0.0), dtype=np.float64)
-        for name, column in zip(self.__dataclass_fields__, (*columns, used), strict=True):
-            object.__setattr__(self, name, column)
+        used = np.asarray(np.where(columns[-1] == int(MIX), weight, 0.0), dtype=np.float64)
+        _hold(self, *columns, used)
 
     @classmethod
     def of(
@@ -101,8 +101,9 @@ class Step:
         >>> print(Step.of(src=0, dst=[[1], [2]], lo=[0, 3], hi=[1, 4], combine=COPY))
         copy  0->1 [0:1)  0->1 [3:4)  0->2 [0:1)  0->2 [3:4)
         """
+        code = int(combine) if isinstance(combine, Combine) else combine  # numpy is slow with a member of an enum
         try:
-            columns = np.broadcast_arrays(src, dst, lo, hi, combine, weight)
+            columns = np.broadcast_arrays(src, dst, lo, hi, code, weight)
         except ValueError as error:
             raise UsageError(f"columns do not fit together: {error}; give scalars, or arrays that broadcast") from error
         return cls(*(column.reshape(-1) for column in columns))
@@ -117,7 +118,7 @@ class Step:
 
     def rows(self, keep: NDArray[np.generic]) -> Step:
         """Return the transfers that a mask, an index array or a permutation [T] selects."""
-        return Step(*(column[keep] for column in self.columns))
+        return _derived(*(column[keep] for column in self.columns))
 
     def canonical(self) -> Step:
         """Return the same transfers sorted by (src, dst, lo), without empty ones, adjacent ranges to one peer merged.
@@ -133,7 +134,8 @@ class Step:
             same &= column[1:] == column[:-1]
         first = np.flatnonzero(np.concatenate(([True], ~same)))
         last = np.concatenate((first[1:], [len(step)])) - 1
-        return replace(step.rows(first), hi=step.hi[last])
+        src, dst, lo, _, combine, weight = (column[first] for column in step.columns)
+        return _derived(src, dst, lo, step.hi[last], combine, weight)
 
     def __str__(self) -> str:
         return self.text()
@@ -214,7 +216,7 @@ class Schedule:
             for step in self.steps():
                 moved = (copies[:, step.src], copies[:, step.dst], step.lo + up, step.hi + up)
                 src, dst, lo, hi = (column.reshape(-1) for column in moved)
-                yield Step(src, dst, lo, hi, np.tile(step.combine, len(up)), np.tile(step.weight, len(up)))
+                yield _derived(src, dst, lo, hi, np.tile(step.combine, len(up)), np.tile(step.weight, len(up)))
 
         return Schedule(self.name, size, self.chunks, steps)
 
@@ -231,7 +233,8 @@ class Schedule:
             )
 
         def steps() -> Iterator[Step]:
-            return (replace(s, lo=lo + s.lo * factor, hi=lo + s.hi * factor) for s in self.steps())
+            for s in self.steps():
+                yield _derived(s.src, s.dst, lo + s.lo * factor, lo + s.hi * factor, s.combine, s.weight)
 
         return Schedule(self.name, self.ranks, chunks, steps)
 
@@ -307,15 +310,20 @@ class Traffic:
 
 def traffic(schedule: Schedule) -> Traffic:
     """Count steps, transfers, bytes and peers of `schedule`; one pass, O(transfers)."""
-    sent = np.zeros(schedule.ranks, dtype=np.int64)
-    steps = transfers = peers = 0
-    for step in map(Step.canonical, schedule.checked_steps()):
-        steps += 1
+    return traffic_of(schedule.checked_steps(), schedule.ranks, schedule.chunks)
+
+
+def traffic_of(steps: Iterable[Step], ranks: int, chunks: int) -> Traffic:
+    """Count the traffic of `steps`, each of them valid for so many ranks and chunks."""
+    sent = np.zeros(ranks, dtype=np.int64)
+    count = transfers = peers = 0
+    for step in map(Step.canonical, steps):
+        count += 1
         transfers += len(step)
         np.add.at(sent, step.src, step.hi - step.lo)
-        pairs = np.concatenate((step.src * schedule.ranks + step.dst, step.dst * schedule.ranks + step.src))
-        peers = max(peers, int(np.bincount(np.unique(pairs) // schedule.ranks).max(initial=0)))
-    return Traffic(steps, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers)
+        pairs = np.concatenate((step.src * ranks + step.dst, step.dst * ranks + step.src))
+        peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
+    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), chunks), peers)
 
 
 def empty(ranks: int, chunks: int = 1, name: str = "nothing") -> Schedule:
@@ -350,8 +358,8 @@ def malformed(step: Step, ranks: int, chunks: int) -> Iterator[tuple[Step, str]]
         ((low >= 0) & (high < ranks), f"names a rank outside 0..{ranks - 1}"),
         ((step.lo >= 0) & (step.lo <= step.hi) & (step.hi <= chunks), outside),
         (low != high, ITSELF),
-        ((step.combine >= COPY) & (step.combine <= MIX), "has an unknown way to combine"),
-        (np.isfinite(step.weight) | (step.combine != MIX), "mixes with a weight that is no number"),
+        ((step.combine >= int(COPY)) & (step.combine <= int(MIX)), "has an unknown way to combine"),
+        (np.isfinite(step.weight) | (step.combine != int(MIX)), "mixes with a weight that is no number"),
     ):
         if not valid.all():
             yield step.rows(np.flatnonzero(~valid)[:1]), what
@@ -363,6 +371,17 @@ def require_valid(step: Step, schedule: Schedule) -> Step:
         if what != ITSELF:
             raise ScheduleError(f"{schedule.name} cannot run: the transfer {transfer.text()} {what}")
     return step
+
+
+def _hold(step: Step, *columns: NDArray[Any]) -> Step:
+    for name, column in zip(Step.__dataclass_fields__, columns, strict=True):
+        object.__setattr__(step, name, column)
+    return step
+
+
+def _derived(*columns: NDArray[Any]) -> Step:
+    """Return the step of columns that come from a checked step's, and so need no check: a proof makes many."""
+    return _hold(object.__new__(Step), *columns)
 
 
 def _int_column(name: str, given: ArrayLike) -> IntArray:

@@ -25,7 +25,7 @@ import numpy as np
 from commrt.errors import ScheduleError
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
-from commrt.schedule import ADD, COPY, MIX, Schedule, Traffic, malformed, traffic
+from commrt.schedule import ADD, COPY, MIX, Schedule, Step, Traffic, malformed, traffic_of
 
 __all__ = ["CounterExample", "Proof", "ends_alike", "prove", "verify"]
 
@@ -78,11 +78,12 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
-    size = Traffic(0, 0, Fraction(0), 0)
-    found, mixes = _check_steps(schedule, collective)
+    steps, size = _ValidSteps(schedule), Traffic(0, 0, Fraction(0), 0)
+    found = _misfit(schedule, collective)
     if found is None:
-        size = traffic(schedule)
-        weighted = mixes or collective.kind is not Kind.SUM
+        size, found = traffic_of(steps, schedule.ranks, schedule.chunks), steps.malformed
+    if found is None:
+        weighted = steps.mix or collective.kind is not Kind.SUM
         for lo, hi in _blocks(schedule, weighted=weighted):
             defined = collective.defined[:, lo:hi]
             found = found or _replay(schedule, collective, Weights(defined) if weighted else Masks(defined), lo)
@@ -112,7 +113,7 @@ def ends_alike(schedule: Schedule) -> bool:
         state = Masks(np.ones((schedule.ranks, hi - lo), dtype=bool))
         try:
             for step in schedule.checked_steps():
-                if (step.combine == MIX).any():
+                if (step.combine == int(MIX)).any():
                     return False
                 state.apply(select(step, lo, hi))
         except Refuted:
@@ -132,22 +133,36 @@ def _blocks(schedule: Schedule, *, weighted: bool) -> Iterator[tuple[int, int]]:
         yield lo, min(lo + block, schedule.chunks)
 
 
-def _check_steps(schedule: Schedule, collective: Collective) -> tuple[CounterExample | None, bool]:
-    """Return the first malformed transfer, and whether any step mixes; raise for what would not fit into memory."""
+def _misfit(schedule: Schedule, collective: Collective) -> CounterExample | None:
+    """Return what is wrong with the schedule's shape; raise for what would not fit into memory."""
     ranks, chunks = schedule.ranks, schedule.chunks
     if collective.goal.shape != (ranks, chunks):
-        return CounterExample(f"has {ranks} ranks x {chunks} chunks, not {collective.goal.shape}"), False
+        return CounterExample(f"has {ranks} ranks x {chunks} chunks, not {collective.goal.shape}")
     if ranks > MAX_RANKS or ranks * chunks > MAX_CELLS:
         raise ScheduleError(
             f"{schedule.name} of {ranks:,} ranks and {chunks:,} chunks is too large for a proof, which takes ranks x "
             f"chunks x ranks / 8 bytes: prove it for at most {MAX_RANKS:,} ranks and {MAX_CELLS:,} ranks x chunks"
         )
-    mixes = False
-    for number, step in enumerate(schedule.checked_steps()):
-        for transfer, what in malformed(step, ranks, chunks):
-            return CounterExample(f"the transfer {transfer.text()} {what}", number), False
-        mixes = mixes or bool((step.combine == MIX).any())
-    return None, mixes
+    return None
+
+
+class _ValidSteps:
+    """The steps of a schedule, up to the first malformed transfer; afterwards, which it is, and whether any step mixes.
+
+    One pass checks and counts them, as a schedule computes its steps anew in each.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self.mix = schedule, False
+        self.malformed: CounterExample | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        for number, step in enumerate(self._schedule.checked_steps()):
+            for transfer, what in malformed(step, self._schedule.ranks, self._schedule.chunks):
+                self.malformed = CounterExample(f"the transfer {transfer.text()} {what}", number)
+                return
+            self.mix = self.mix or bool((step.combine == int(MIX)).any())
+            yield step
 
 
 def _replay(schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int) -> CounterExample | None:
@@ -179,7 +194,7 @@ class _Races:
     def check(self, cells: Cells) -> None:
         """Refute results that depend on the order in which the transfers of a step happen."""
         self._sent[cells.src] = True
-        overwritten = self._sent[cells.dst] & (cells.combine == COPY)
+        overwritten = self._sent[cells.dst] & (cells.combine == int(COPY))
         self._sent[cells.src] = False
         if overwritten.any():
             what = "overwrites what it sends in the same step; the result depends on timing"
@@ -188,7 +203,7 @@ class _Races:
         self._writer[cells.dst] = order
         crowded = self._writer[cells.dst] != order
         if crowded.any():
-            shared = np.isin(cells.dst, cells.dst[crowded]) & (cells.combine != ADD)
+            shared = np.isin(cells.dst, cells.dst[crowded]) & (cells.combine != int(ADD))
             if shared.any():
                 what = "receives this chunk twice in one step and not all of it adds; the result depends on timing"
                 raise Refuted(what, int(cells.dst[shared][0]))

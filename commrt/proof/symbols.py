@@ -81,7 +81,7 @@ class Masks:
         incoming = self._held[cells.src]
         if (blank := ~incoming.any(axis=1)).any():
             raise Refuted(UNDEFINED, int(cells.src[blank][0]))
-        copies = cells.combine == COPY
+        copies = cells.combine == int(COPY)
         self._held[cells.dst[copies]] = incoming[copies]
         adds = np.flatnonzero(~copies)
         for wave in _waves(cells.dst[adds]):
@@ -129,7 +129,7 @@ class Weights:
         """Move all `cells` at once; refute undefined sources and targets."""
         if (blank := ~self._defined[cells.src]).any():
             raise Refuted(UNDEFINED, int(cells.src[blank][0]))
-        if (blank := ~self._defined[cells.dst] & (cells.combine != COPY)).any():
+        if (blank := ~self._defined[cells.dst] & (cells.combine != int(COPY))).any():
             raise Refuted("combines into this chunk before it holds a value", int(cells.dst[blank][0]))
         incoming = [self._rows[cell] for cell in cells.src.tolist()]
         columns = (cells.dst.tolist(), incoming, cells.combine.tolist(), cells.weight.tolist())
