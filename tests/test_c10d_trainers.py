@@ -58,5 +58,6 @@ def test_what_torch_makes_of_a_model_has_the_losses_that_it_has_over_gloo(pool, 
 
 def test_a_compiled_ddp_has_the_losses_of_a_plain_one_over_gloo(pool, ranks):
     plain = c10d_ranks.answers(pool, c10d_optimized.uncompiled, backend="gloo", size=ranks)["uncompiled"]
-    for way, by_rank in c10d_ranks.answers(pool, *c10d_optimized.COMPILED, size=ranks).items():
+    ways = c10d_optimized.COMPILED if ranks == 2 else c10d_optimized.COMPILED[:1]  # what a compiler does, it does on each
+    for way, by_rank in c10d_ranks.answers(pool, *ways, size=ranks).items():
         assert by_rank == [pytest.approx(losses, abs=ROUNDING) for losses in plain], way

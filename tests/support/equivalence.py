@@ -23,12 +23,6 @@ def algorithm_named(name):
     return Torus2D(both_ways=True) if name == BOTH_WAYS else by_name(name)
 
 
-def algorithms_of(scenario, place, ranks):
-    """What a loop does has nothing to do with what an algorithm does, so pairs suffice: each scenario meets another
-    algorithm with each number of ranks, and "plain" meets all of them."""
-    return EVERY if scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
-
-
 def settings_of(scenario, algorithm):
     """Wires, and where gradients lie: views are for a wire that does not round."""
     yield from (("fp32", "own"), ("fp32", "views"))
@@ -36,20 +30,37 @@ def settings_of(scenario, algorithm):
         yield from (("bf16", "own"), ("fp16", "own"))
 
 
-def compare(tell, scenarios, algorithms=None):
+def combinations(scenario, place, ranks):
+    """Algorithms and their settings that a scenario runs with.
+
+    What a loop does has nothing to do with what an algorithm does, so pairs suffice: each scenario meets another
+    algorithm with each number of ranks, and "plain" meets all of them. On up to 3 ranks with all settings, on more each
+    with another one; there every other scenario takes part, and none is compiled, which takes each rank 2 s.
+    """
+    if ranks > 3 and scenario.name != "plain" and (scenario.backend or (place + ranks) % 2):
+        return
+    algorithms = EVERY if scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
+    for turn, algorithm in enumerate(algorithms):
+        settings = list(settings_of(scenario, algorithm))
+        for setting in settings if ranks <= 3 else [settings[(turn + place + ranks) % len(settings)]]:
+            yield algorithm, *setting
+
+
+def compare(tell, scenarios, chosen=None):
     """Rows (scenario, algorithm, wire, distance to DDP, distance to the joined batch, replicas equal)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=30)
     rows = []
     for place, scenario in enumerate(scenarios):
+        if not (several := chosen or list(combinations(scenario, place, world.size))):
+            continue
         with_ddp = ddp(scenario, world)
         joined = train_joined(scenario, world.size)
-        for algorithm in algorithms or algorithms_of(scenario, place, world.size):
-            for wire, kind in settings_of(scenario, algorithm):
-                ours, equal = attached(scenario, world, algorithm, WIRES[wire], kind)
-                what = f"{algorithm}, {kind}"
-                rows.append((scenario.name, what, wire, distance(ours, with_ddp), distance(ours, joined), equal))
+        for algorithm, wire, kind in several:
+            ours, equal = attached(scenario, world, algorithm, WIRES[wire], kind)
+            what = f"{algorithm}, {kind}"
+            rows.append((scenario.name, what, wire, distance(ours, with_ddp), distance(ours, joined), equal))
     world.close()
     dist.destroy_process_group()
     return rows
