@@ -1,5 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 export PYTHONSAFEPATH = 1# the folder kernels/ must not shadow an installed package of that name
+unexport PYTHONDONTWRITEBYTECODE# the tests start hundreds of processes, and each would compile commrt anew
 PYTHON ?= python3
 BIN = .venv/bin
 
