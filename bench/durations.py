@@ -22,7 +22,7 @@ found: dict[str, dict[str, Any]] = {}
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds of this process, of the children that it has waited for, and of forked ranks that ended."""
+    """Return the CPU seconds of this process, of children that it has waited for, and of forked ranks that ended."""
     return sum(os.times()[:4]) + float(forked_s())
 
 
