@@ -9,6 +9,7 @@ import pickle
 import weakref
 from threading import Event
 
+import averaging_ranks
 import pytest
 import torch
 from cases import for_each, on_ranks
@@ -20,6 +21,7 @@ import commrt
 from commrt.algorithms import ring
 from commrt.errors import TransportClosed, TransportError
 from commrt.testing.faults import fail_at, with_faults
+from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 
 
@@ -138,3 +140,10 @@ def test_detaching_frees_the_buckets_without_the_garbage_collector():
             gc.enable()
 
     assert run_ranks(1, body) == [[True]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
+def test_a_rank_that_holds_the_store_stays_until_all_have_detached(algorithm, tmp_path):
+    outcomes = run_processes(3, averaging_ranks.detached_first, algorithm, tmp_path / "what rank 0 does")
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, "stays")] * 3

@@ -15,7 +15,7 @@ from datetime import timedelta
 from threading import Event
 from typing import NamedTuple, TypeVar
 
-from torch.distributed import DistNetworkError, HashStore, Store
+from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.membership.generations import OPEN, Generation, Generations, Head, Loss
@@ -319,7 +319,7 @@ class Membership:
                 self.append("departed", [self.rank, self.processes.incarnation, why, finished], STORE_ANSWER_S)
 
     def close(self) -> None:
-        """Release the store; call it after `depart`."""
+        """End the watcher, and count as gone from now on; call it after `depart`. Questions still reach the store."""
         self._closed.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             # A thread inside the store's C++ code would abort the process while the interpreter ends.
@@ -328,7 +328,6 @@ class Membership:
                 call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
             self._watcher.join(STORE_ANSWER_S)
         self.processes.close()
-        self.store = HashStore()
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""

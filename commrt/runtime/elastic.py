@@ -66,6 +66,7 @@ class Elastic:
         self._store, self._transport, self._comm_thread = store, transport, comm_thread
         self._reconnector = Reconnector(transport, reconnect_options, connect_gpu)
         self._membership: Membership | None = None
+        self._ended: Membership | None = None  # the last one
         self._barrier: Barrier | None = None
         self._base = Generation(0, dict.fromkeys(transport.members, 0))
         self._dependants: WeakSet[object] = WeakSet()
@@ -86,8 +87,7 @@ class Elastic:
     @property
     def host(self) -> str | None:
         """An address in the network through which the ranks see each other, if it is known."""
-        reconnect_options = self._reconnector.options
-        return None if reconnect_options is None else reconnect_options.towards
+        return None if self._reconnector.options is None else self._reconnector.options.towards
 
     @property
     def is_elastic(self) -> bool:
@@ -128,7 +128,7 @@ class Elastic:
         process that takes a lost rank's place passes ``founds=False`` and calls `join_as_replacement` next.
         """
         if self._membership is not None:
-            self._end_membership("another model gossips now")
+            self.end_membership("another model gossips now")
         self._dependants.add(dependant)
         if not alone or self._reconnector.options is None:
             return
@@ -146,17 +146,19 @@ class Elastic:
         if founds:
             self._membership.join_first_generation()
 
-    def _end_membership(self, why: str, *, finished: bool = False) -> None:
+    def end_membership(self, why: str, *, finished: bool = False) -> None:
+        """Tell the others that this rank goes on without them, because of `why`. On the training thread."""
         self._base = self.generation
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.depart(why, finished=finished)
             membership.close()
+            self._ended = membership
 
     def end(self, dependant: object) -> None:
         """End the membership for the model `dependant`, which was detached. On the training thread."""
         if dependant in self._dependants:
-            self._end_membership("it detached its model", finished=True)
+            self.end_membership("it detached its model", finished=True)
             self.needed = 0
         self._dependants.discard(dependant)
 
@@ -375,10 +377,10 @@ class Elastic:
         return not self.membership.ranks_alive()
 
     def wait_for_all_closed(self) -> None:
-        """Stay until all others have closed their worlds; the process that holds the store calls it after `depart`."""
-        if self._membership is not None:
+        """Stay until all others have ended the membership too; the process that holds the store calls it."""
+        if self._ended is not None:
             with suppress(CommrtError, RuntimeError):
-                self._membership.stay_while(self._membership.ranks_alive)
+                self._ended.stay_while(self._ended.ranks_alive)
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
@@ -386,10 +388,10 @@ class Elastic:
             self._membership.depart(why, finished=finished)
 
     def close(self) -> None:
-        """Release the store; call it after `depart`."""
+        """Release the store; call it after `end_membership`."""
         self._reconnector.options, self._store = None, HashStore()
-        if self._membership is not None:
-            self._membership.close()
+        if self._ended is not None:
+            self._ended.store = HashStore()
 
 
 def _log_changes(before: Generation, after: Generation, rank: int) -> None:

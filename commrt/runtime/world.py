@@ -351,7 +351,7 @@ class World:
             raise
         before_leave, self.hooks = self.hooks.before_leave, Hooks()
         before_leave()
-        self.elastic.depart("it closed its world", finished=True)
+        self.elastic.end_membership("it closed its world", finished=True)
         if self.holds_store and isinstance(self.comm_thread.failure, Evicted | None):
             self.elastic.wait_for_all_closed()
         try:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commrt
 from commrt.algorithms.ring import all_gather
 from commrt.cli.dataset import lenet, load
+from commrt.membership.membership import Membership
 
 STEPS = 12
 BATCH = 16
@@ -356,3 +357,25 @@ def in_inference_mode(tell, algorithms):
                 found.append((tensor.tolist(), replica.replicas_equal(), replica.disagreement()))
             replica.detach()
     return found
+
+
+def detached_first(tell, algorithm, path):
+    """Rank 0, which holds the store, detaches and closes; then the others ask for a mean. What rank 0 did meanwhile."""
+    stay_while = Membership.stay_while
+
+    def staying(membership, others):
+        path.write_text("stays")
+        return stay_while(membership, others)
+
+    Membership.stay_while = staying
+    with commrt.init(timeout_s=10) as world:
+        model = torch.nn.Linear(3, 1)
+        replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
+        if world.rank:
+            while not path.exists():
+                threading.Event().wait(0.01)
+            replica.disagreement()
+        replica.detach()
+    if not path.exists():
+        path.write_text("left")
+    return path.read_text()
