@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from fractions import Fraction
 from itertools import chain, zip_longest
 from typing import Any, Protocol
 
@@ -32,13 +31,10 @@ __all__ = [
     "IntArray",
     "Schedule",
     "Step",
-    "Traffic",
     "beside",
     "empty",
     "malformed",
     "require_valid",
-    "traffic",
-    "traffic_of",
 ]
 
 IntArray = NDArray[np.int64]
@@ -294,36 +290,6 @@ class Algorithm(Protocol):
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the schedule of training step `step` on `ranks` ranks, numbered from 0."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The size of a schedule, whatever it runs on."""
-
-    steps: int
-    transfers: int
-    bytes_per_rank: Fraction
-    """Bytes sent by the busiest rank, in units of the buffer."""
-    max_peers: int
-    """Most peers that any rank exchanges with in one step."""
-
-
-def traffic(schedule: Schedule) -> Traffic:
-    """Count steps, transfers, bytes and peers of `schedule`; one pass, O(transfers)."""
-    return traffic_of(schedule.checked_steps(), schedule.ranks, schedule.chunks)
-
-
-def traffic_of(steps: Iterable[Step], ranks: int, chunks: int) -> Traffic:
-    """Count the traffic of `steps`, each of them valid for so many ranks and chunks."""
-    sent = np.zeros(ranks, dtype=np.int64)
-    count = transfers = peers = 0
-    for step in map(Step.canonical, steps):
-        count += 1
-        transfers += len(step)
-        np.add.at(sent, step.src, step.hi - step.lo)
-        pairs = np.concatenate((step.src * ranks + step.dst, step.dst * ranks + step.src))
-        peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
-    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), chunks), peers)
 
 
 def empty(ranks: int, chunks: int = 1, name: str = "nothing") -> Schedule:

@@ -19,9 +19,10 @@ from commrt.algorithms.torus import Torus2D
 from commrt.cost.cluster import Between, Cluster, Link
 from commrt.cost.price import Pricing
 from commrt.errors import ScheduleError, UsageError
+from commrt.proof.traffic import traffic
 from commrt.report import chakra
 from commrt.report.chakra import VALUES, Node, NodeType, Trace, traces
-from commrt.schedule import ADD, COPY, Schedule, Step, traffic
+from commrt.schedule import ADD, COPY, Schedule, Step
 
 SEND, RECV, COMP = NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMP_NODE
 FLAT = Cluster("flat", "", 1, Link(10.0, 1.0), Between(10.0, 1.0), reduce_gbytes_per_s=1.0)

@@ -17,7 +17,8 @@ from commrt.algorithms.parts import backwards
 from commrt.errors import ScheduleError, UsageError
 from commrt.proof import spec
 from commrt.proof.replay import verify
-from commrt.schedule import ADD, COPY, Schedule, Step, traffic
+from commrt.proof.traffic import traffic
+from commrt.schedule import ADD, COPY, Schedule, Step
 
 
 def test_equal_arguments_give_the_same_object():

@@ -24,7 +24,7 @@ from commrt.program import program
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import prove
 from commrt.proof.spec import gossip_mean
-from commrt.schedule import traffic
+from commrt.proof.traffic import traffic
 
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
 

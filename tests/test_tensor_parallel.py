@@ -17,7 +17,7 @@ from commrt.cost.planner import exchange_plans
 from commrt.cost.tensor_parallel import LayerSize, grids_of, in_one_dimension, layer_costs, on_grid, schedules_of
 from commrt.proof import matrix_products
 from commrt.proof.replay import verify
-from commrt.schedule import traffic
+from commrt.proof.traffic import traffic
 
 PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
     (6144, 3072): (149, 81, 93),

@@ -19,7 +19,8 @@ from commrt.errors import ScheduleError
 from commrt.program import Hop, program
 from commrt.proof.replay import prove, verify
 from commrt.proof.spec import all_gather, all_reduce, average, broadcast, doubly_stochastic, reduce_scatter
-from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty, traffic
+from commrt.proof.traffic import traffic
+from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty
 
 BOTH_WAYS = Torus2D(both_ways=True)
 ALL = {**{name: build() for name, build in ALGORITHMS.items()}, "both ways": BOTH_WAYS}

@@ -17,7 +17,8 @@ from commrt.cost.cluster import Cluster
 from commrt.cost.planner import exchange_plans, short_name
 from commrt.cost.price import Pricing
 from commrt.errors import UsageError
-from commrt.schedule import Algorithm, Schedule, traffic
+from commrt.proof.traffic import traffic
+from commrt.schedule import Algorithm, Schedule
 
 __all__ = ["LayerCost", "LayerSize", "grids_of", "in_one_dimension", "layer_costs", "on_grid", "schedules_of"]
 

@@ -25,7 +25,8 @@ import numpy as np
 from commrt.errors import ScheduleError
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
-from commrt.schedule import ADD, COPY, MIX, Schedule, Step, Traffic, malformed, traffic_of
+from commrt.proof.traffic import Traffic, traffic_of
+from commrt.schedule import ADD, COPY, MIX, Schedule, Step, malformed
 
 __all__ = ["CounterExample", "Proof", "ends_alike", "prove", "verify"]
 
