@@ -42,20 +42,16 @@ def gloo_copy(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_backend_that_torch_does_not_know_runs_what_gloo_runs(gloo_copy):
+def test_a_backend_that_torch_does_not_know_runs_what_gloo_runs_and_what_fails_is_named(gloo_copy):
     chosen = ["test_scatter_object_list", "test_barrier_timeout_full_group", "test_accumulate_gradients_no_sync"]
     assert [gloo_copy.run(test).state for test in chosen] == [PASSED] * 3
     assert gloo_copy.run("test_all_to_all").state == SKIPPED
     refused = gloo_copy.run("test_monitored_barrier_gloo")
     assert refused.refused
     assert "only implemented for GLOO" in refused.errors[0]
-
-
-@pytest.mark.slow
-def test_tests_of_one_group_name_the_one_that_fails(gloo_copy):
-    outcome = gloo_copy.run("test_get_rank", "test_monitored_barrier_gloo", "test_barrier")
-    assert outcome.state == FAILED
-    assert outcome.errors[0].startswith("AssertionError: test_monitored_barrier_gloo: ValueError: monitored_barrier is")
+    several = gloo_copy.run("test_get_rank", "test_monitored_barrier_gloo", "test_barrier")
+    assert several.state == FAILED
+    assert several.errors[0].startswith("AssertionError: test_monitored_barrier_gloo: ValueError: monitored_barrier is")
 
 
 @pytest.mark.slow
