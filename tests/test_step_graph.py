@@ -324,7 +324,7 @@ def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkey
 def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu):
     with two_transports() as (transports, exchanges):
         for transport in transports:
-            start_call(transport._abandon).result(20)  # which is called then, and when it is collected
+            transport._abandon().result(20)  # which is called then, and when it is collected
             assert transport._communicator.comm == 0
         assert len(exchanges) == 2
 

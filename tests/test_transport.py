@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
 from commrt.testing.ranks import over_nccl, over_threads
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.hierarchical import HierarchicalTransport
-from commrt.transport.nccl import NcclTransport
+from commrt.transport.nccl import FREE_S, NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
@@ -179,6 +181,15 @@ def gloo_rank(store, rank, members, timeout_s):
 
 def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
+
+
+def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
+    transports = over_nccl(HashStore(), 2, 10.0)
+    begin = monotonic()
+    with stand_in._changed:  # an abort needs this lock
+        del transports
+        gc.collect()
+    assert monotonic() - begin < FREE_S / 2
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_rank])

@@ -28,6 +28,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, Tr
 from commrt.membership.store_client import start_call
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.future import Future
 from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
@@ -350,10 +351,16 @@ class NcclTransport:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
 
 
-def _abandon(watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
-    """Abort the communicator of a transport that was collected, before CuPy frees it and waits for other ranks."""
+def _abandon(watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> Future[None]:
+    """Abort the communicator of a transport that was collected, before CuPy frees it and waits for other ranks.
+
+    Whoever happens to collect may hold what an abort waits for, so it is not waited for before the interpreter ends.
+    """
     watchdog.stop()
-    _abort(in_use, graphs, communicator)
+    aborted = start_call(lambda: _abort(in_use, graphs, communicator))
+    if not threading.main_thread().is_alive():
+        aborted.exception()
+    return aborted
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
