@@ -29,7 +29,6 @@ from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
-from commrt.membership.store_client import start_call
 from commrt.testing import graphs, nccl
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE
