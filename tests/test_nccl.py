@@ -386,6 +386,7 @@ def test_a_transport_that_is_dropped_aborts_its_communicator(queued):
     del transport
     while seen() is not None:  # its watchdog may be looking
         gc.collect()
+    assert binding.queue.reached.wait(PATIENT_S)  # on a thread of its own
     assert binding.calls == ["abort"]
 
 
