@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from shutil import copytree, ignore_patterns
@@ -88,7 +89,8 @@ def insert_notes(tree: Path, mutants: list[Mutant]) -> None:
     """Let each mutated function in `tree` note who enters it."""
     places = defaultdict[str, list[tuple[int, int, int]]](list)
     for number, mutant in enumerate(mutants):
-        places[mutant.file].append((*first_line(mutant, tree), number))
+        with suppress(LookupError):  # the function is gone, which `run` says
+            places[mutant.file].append((*first_line(mutant, tree), number))
     for file, of_file in places.items():
         lines = (tree / file).read_text("utf-8").splitlines()
         for line, column, number in sorted(of_file, reverse=True):
@@ -144,19 +146,21 @@ def ordered(names: set[str], tests: dict[str, dict[str, Any]]) -> list[str]:
 
 def tried(tree: Path, mutant: Mutant, tests: list[str], limit_s: float) -> dict[str, Any]:
     """Return what the tests say of the mutant: noticed, and by which; survived; or not reached by any."""
+    path, begin_s = tree / mutant.file, monotonic()
+    try:
+        changed = applied(mutant, tree)
+    except LookupError as problem:
+        return {"outcome": "gone", "why": str(problem)}
     if not tests:
         return {"outcome": "not reached"}
-    path, begin_s = tree / mutant.file, monotonic()
     before = path.read_text("utf-8")
     try:
-        path.write_text(applied(mutant, tree), "utf-8")
+        path.write_text(changed, "utf-8")
         for part in (tests[:QUICK_TESTS], tests[QUICK_TESTS:]):
             left_s = limit_s - (monotonic() - begin_s)
             if part and (by := noticed(tree, part, left_s)):
                 return {"outcome": "noticed", "by": by, "wall_s": round(monotonic() - begin_s, 1)}
         return {"outcome": "survived", "tests": len(tests), "wall_s": round(monotonic() - begin_s, 1)}
-    except LookupError as problem:
-        return {"outcome": "gone", "why": str(problem)}
     finally:
         path.write_text(before, "utf-8")
 
