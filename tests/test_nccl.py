@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
+from queue import SimpleQueue
 from time import monotonic
 from types import SimpleNamespace
 
@@ -81,10 +82,10 @@ class Queue:
     """A stream on which things happen when the test says so."""
 
     def __init__(self):
-        self.reached, self.users = threading.Event(), []
+        self.reached, self.users = threading.Event(), SimpleQueue()
 
     def use(self):
-        self.users.append(threading.current_thread().name)
+        self.users.put(threading.current_thread().name)
 
     enter = use
 
@@ -346,7 +347,8 @@ def test_errors_are_not_asked_for_while_calls_are_being_issued(queued):
 
 
 def test_the_watchdog_and_the_creating_thread_use_the_gpu_of_this_rank(queued):
-    assert {"commrt-watchdog", "commrt-store-call"} <= set(queued.queue.users)
+    users = {queued.queue.users.get(timeout=PATIENT_S) for _ in range(2)}
+    assert users == {"commrt-watchdog", "commrt-store-call"}
 
 
 def test_no_more_exchanges_are_queued_than_nccl_has_room_for(queued, monkeypatch):
