@@ -97,6 +97,12 @@ def test_a_column_is_never_rounded_or_guessed(given):
         Step.of([0], [1], 0, given, ADD)
 
 
+def test_a_column_of_a_step_is_one_row():
+    columns = {name: np.zeros((2, 2), np.int64) for name in ("src", "dst", "lo", "hi", "combine", "weight")}
+    with pytest.raises(UsageError, match=r"of shape \(2, 2\): give a row of numbers"):
+        Step(**columns)
+
+
 @pytest.mark.parametrize("field", ["src", "dst", "lo", "hi", "combine", "weight"])
 def test_columns_of_different_lengths_are_refused(field):
     columns = {name: [0, 1] for name in ("src", "dst", "lo", "hi", "combine", "weight")}

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of torch 2.14 and later: what it asks of its group; what runs through it is tested with that torch."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import DistBackendError
+
+from commrt.c10d.backend import CommrtBackend
+
+
+@pytest.fixture
+def asked():
+    return []
+
+
+@pytest.fixture
+def backend(asked):
+    """One without the half that torch writes in C++, which versions before 2.14 do not make."""
+    backend = CommrtBackend.__new__(CommrtBackend)
+    backend.group = SimpleNamespace(
+        set_timeout=lambda timeout_s: asked.append(("timeout_s", timeout_s)),
+        close=lambda: asked.append("close"),
+        abort=lambda: asked.append("abort"),
+    )
+    return backend
+
+
+def test_a_timeout_becomes_seconds_of_the_group(backend, asked):
+    backend.set_timeout(timedelta(minutes=1, milliseconds=500))
+    assert asked == [("timeout_s", 60.5)]
+
+
+def test_a_shutdown_closes_the_group_and_an_abort_ends_what_runs_first(backend, asked):
+    backend.shutdown()
+    backend.abort()
+    assert asked == ["close", "abort", "close"]
+
+
+def test_torch_begins_sends_and_receives_one_by_one(backend):
+    assert backend.supports_coalescing is False
+
+
+def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
+    with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
+        backend.recv_anysource([], 0)
