@@ -98,9 +98,9 @@ def test_a_column_is_never_rounded_or_guessed(given):
 
 
 def test_a_column_of_a_step_is_one_row():
-    columns = {name: np.zeros((2, 2), np.int64) for name in ("src", "dst", "lo", "hi", "combine", "weight")}
+    columns = {name: np.zeros((2, 2), np.int64) for name in ("src", "dst", "lo", "hi", "combine")}
     with pytest.raises(UsageError, match=r"of shape \(2, 2\): give a row of numbers"):
-        Step(**columns)
+        Step(**columns, weight=np.zeros(2))
 
 
 @pytest.mark.parametrize("field", ["src", "dst", "lo", "hi", "combine", "weight"])
