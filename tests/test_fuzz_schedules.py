@@ -136,6 +136,14 @@ def test_steps_that_are_none_are_refused_by_all_who_look_at_them(steps, says):
         str(schedule.over([1, 0]).refined(2).then(schedule.refined(2)))
 
 
+@pytest.mark.parametrize("field", ["ranks", "chunks"])
+def test_a_schedule_counts_ranks_and_chunks_in_31_bits(field):
+    shape = {"ranks": 1, "chunks": 1}
+    Schedule("large", **shape | {field: 2**31 - 1}, steps=lambda: iter(()))
+    with pytest.raises(UsageError, match=f"{field}=2147483648: give a whole number from 1 on"):
+        Schedule("larger", **shape | {field: 2**31}, steps=lambda: iter(()))
+
+
 def test_steps_without_an_end_are_refused_before_long(monkeypatch):
     monkeypatch.setattr("commrt.schedule.MAX_STEPS", 1000)
     schedule = Schedule("endless", 2, 1, lambda: repeat(Step.of([0, 1], [1, 0], 0, 1, ADD)))
