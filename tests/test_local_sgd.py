@@ -349,4 +349,5 @@ def test_unwise_settings_are_said():
     assert "swing ever more widely" in LocalSGD(16, 12, outer=HeavyBall(0.7, 0.9)).unwise()[0]
     assert LocalSGD(16, 4, outer=Nesterov()).unwise(2000) == []
     assert "30 outer steps are few" in LocalSGD(16, outer=Nesterov()).unwise(480)[0]
-    assert "throws away" in dasgd(16, 15, 0.0).unwise()[0]
+    assert "throws away" in dasgd(16, 9, 0.0).unwise()[0]
+    assert dasgd(16, 8, 0.0).unwise() == LocalSGD(16, 8, outer=HeavyBall(0.7, 0.9)).unwise() == []
