@@ -61,7 +61,7 @@ PARTS_HERE = (
     Part("kernels in Triton's interpreter", pytest_of(*tests("kernels", "packing", "streams")), interprets=True),
     Part("kernels of codes in the interpreter", pytest_of(*tests("coding_kernels")), interprets=True),
     Part(
-        "every 28th kernel compiled",
+        "every 70th kernel compiled",
         [str(BENCH / "inspect_kernels.py"), "--every", "28", "--golden", str(BENCH / "golden")],
     ),
     Part(

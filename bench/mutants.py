@@ -41,6 +41,8 @@ def hit(number):
         with open({path!r}, "a") as file:
             file.write(f"{{number}}\\t{{test}}\\n")
 '''
+NOTHING_FAILED = (0, 4, 5)
+"""Exit codes of pytest: all passed, a name that it does not know, no test."""
 QUICK_TESTS = 60
 """So many tests, of different functions, are run first: they notice most mutants within seconds."""
 
@@ -177,7 +179,9 @@ def noticed(tree: Path, tests: list[str], limit_s: float) -> str:
             return ""
         outcomes = read(found) if found.exists() else {}
         failed = [name for name, of_test in outcomes.items() if of_test["outcome"] == "failed"]
-        return failed[0] if failed else "" if code == 0 else f"pytest ended with {code}"
+        if failed:
+            return str(failed[0])
+        return "" if code in NOTHING_FAILED else f"pytest ended with {code}"
 
 
 def pytest(tree: Path, words: list[str], extra: dict[str, str], limit_s: float | None = None) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, zip_longest
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -221,6 +222,7 @@ class Schedule:
 
         ``hi - lo`` must be a multiple of this schedule's own chunk count; each own chunk becomes that many.
         """
+        lo, hi = index(lo), index(hi)
         factor, rest = divmod(hi - lo, self.chunks)
         if rest or factor < 1 or lo < 0 or hi > chunks:
             raise ScheduleError(

@@ -15,8 +15,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 # torch asks a name server for the name of each address that its store connects to, and waits 5 s for a lost answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# CuPy makes a folder at its import: in the home, which may be read-only.
+# CuPy and Triton make folders in the home, which may be read-only.
 os.environ.setdefault("CUPY_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"commrt-tests-cupy-{os.getuid()}"))  # noqa: PTH118
+os.environ.setdefault("TRITON_HOME", os.path.join(tempfile.gettempdir(), f"commrt-tests-triton-{os.getuid()}"))  # noqa: PTH118
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores: more threads only wait for each other
 

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of torch 2.14 and later: what it asks of its group; what runs through it is tested with that torch."""
+"""What other versions of torch need: the backend of 2.14, and works that 2.8 and earlier would forget."""
 
+from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import DistBackendError
 
+from commrt.c10d import group_work
 from commrt.c10d.backend import CommrtBackend
+from commrt.threads.comm_thread import TaskFuture
 
 
 @pytest.fixture
@@ -45,3 +49,13 @@ def test_torch_begins_sends_and_receives_one_by_one(backend):
 def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
     with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
         backend.recv_anysource([], 0)
+
+
+def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
+    monkeypatch.setattr(group_work, "_newest", deque(maxlen=32))  # as with torch 2.8
+    future = TaskFuture()
+    work = group_work.GroupWork(future, [torch.zeros(1)])
+    future.set_result(None)
+    assert list(group_work._newest) == [work]
+    work.wait()
+    assert not group_work._newest

@@ -73,9 +73,16 @@ def test_a_future_is_waited_for_until_the_clock_says_so():
 
 def test_a_deadline_ends_when_the_clock_says_so():
     with moved_clock() as moved:
-        deadline = Deadline(HOUR_S)
+        deadline, begin_s = Deadline(HOUR_S), moved.now_s()
         moved.advance_until(lambda: deadline.left_s <= 0, HOUR_S / 10)
-        assert moved.now_s() == pytest.approx(HOUR_S)
+        assert moved.now_s() - begin_s == pytest.approx(HOUR_S)
+
+
+def test_a_deadline_that_began_before_the_block_ends_in_it():
+    deadline = Deadline(HOUR_S)
+    with moved_clock() as moved:
+        moved.advance_until(lambda: deadline.left_s <= 0, HOUR_S / 10)
+        assert deadline.waited_s == pytest.approx(HOUR_S, rel=0.2)
 
 
 def test_what_a_wait_is_for_may_come_while_the_clock_stands_still():

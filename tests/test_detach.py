@@ -8,6 +8,7 @@ import gc
 import pickle
 import weakref
 from threading import Event
+from types import SimpleNamespace
 
 import averaging_ranks
 import pytest
@@ -147,3 +148,22 @@ def test_detaching_frees_the_buckets_without_the_garbage_collector():
 def test_a_rank_that_holds_the_store_stays_until_all_have_detached(algorithm, tmp_path):
     outcomes = run_processes(3, averaging_ranks.detached_first, algorithm, tmp_path / "what rank 0 does")
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, "stays")] * 3
+
+
+def test_a_ctrl_c_while_a_membership_ends_loses_nothing():
+    (world,) = local_worlds(1)
+    done, interrupts = [], [KeyboardInterrupt()]
+
+    def depart(why, *, finished):
+        if interrupts:
+            raise interrupts.pop()
+        done.append((why, finished))
+
+    elastic = world.elastic
+    elastic._membership = SimpleNamespace(
+        generation=elastic.generation, depart=depart, close=lambda: done.append("closed")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        world.close()
+    world.close()
+    assert done[:2] == [("it closed its world", True), "closed"]

@@ -12,6 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from time import monotonic
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -99,8 +100,7 @@ class Queue:
 class Silent:
     """A binding whose calls return at once, as on a GPU; an abort lets the queue run empty."""
 
-    NCCL_INT8 = 0
-    available = True
+    NCCL_INT8, available = 0, True
 
     def __init__(self, queue):
         self.queue, self.calls, self.polls, self.trouble = queue, [], [], None
@@ -108,10 +108,7 @@ class Silent:
     def get_version(self):
         return 22809
 
-    get_build_version = get_version
-
-    def get_unique_id(self):
-        return bytes(128)
+    get_build_version, get_unique_id = get_version, lambda _: bytes(128)
 
     def groupStart(self):  # noqa: N802  # as in CuPy
         self.calls.append("start")
@@ -390,6 +387,13 @@ def test_a_transport_that_is_dropped_aborts_its_communicator(queued):
         gc.collect()
     assert binding.queue.reached.wait(PATIENT_S)  # on a thread of its own
     assert binding.calls == ["abort"]
+
+
+def test_at_the_end_of_the_interpreter_no_thread_is_started_to_abort(queued):
+    threads, queued.binding.abort = [], lambda: threads.append(threading.get_ident())
+    with patch.object(threading, "main_thread", return_value=SimpleNamespace(is_alive=bool)):
+        queued.transport._abandon()
+    assert threads == [threading.get_ident()]
 
 
 def two(store, ranks, **each):

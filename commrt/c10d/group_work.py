@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -30,7 +31,8 @@ NO_TIMEOUT = timedelta(0)
 OUTSIDE = -1
 """torch's number of the running backward pass, where there is none."""
 KEPT = 0 if Version(torch.__version__) >= Version("2.9") else 32
-"""Earlier versions of torch hold only the C++ half of a work, which then waits for ever: the newest are kept alive."""
+"""Earlier versions of torch hold only the C++ half of a work, which then waits for ever: the newest are kept alive
+until somebody has waited for them."""
 _newest: deque[dist.Work] = deque(maxlen=KEPT)
 
 
@@ -105,7 +107,10 @@ class GroupWork(dist.Work):
         except CommrtError as error:
             raise as_dist_error(error) from error.__cause__
         finally:
-            self._is_told |= self._task().done()
+            if self._task().done():
+                self._is_told = True
+                with suppress(ValueError):  # later versions of torch keep none
+                    _newest.remove(self)
         return True
 
     def synchronize(self) -> None:

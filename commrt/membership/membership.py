@@ -319,7 +319,7 @@ class Membership:
                 self.append("departed", [self.rank, self.processes.incarnation, why, finished], STORE_ANSWER_S)
 
     def close(self) -> None:
-        """End the watcher, and count as gone from now on; call it after `depart`. Questions still reach the store."""
+        """End the watcher, and count as gone; call it after `depart`, twice if you like. The store still answers."""
         self._closed.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             # A thread inside the store's C++ code would abort the process while the interpreter ends.
@@ -327,6 +327,7 @@ class Membership:
                 own = _wake_key(self.rank, self._watched)
                 call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
             self._watcher.join(STORE_ANSWER_S)
+            self._watcher = None
         self.processes.close()
 
     def _departures(self, generation: Generation) -> list[Loss]:

@@ -149,11 +149,10 @@ class Elastic:
     def end_membership(self, why: str, *, finished: bool = False) -> None:
         """Tell the others that this rank goes on without them, because of `why`. On the training thread."""
         self._base = self.generation
-        membership, self._membership = self._membership, None
-        if membership is not None:
-            membership.depart(why, finished=finished)
-            membership.close()
-            self._ended = membership
+        self._ended, self._membership = self._membership or self._ended, None
+        if self._ended is not None:  # what a Ctrl-C cut off here is done by the next call
+            self._ended.depart(why, finished=finished)
+            self._ended.close()
 
     def end(self, dependant: object) -> None:
         """End the membership for the model `dependant`, which was detached. On the training thread."""

@@ -22,13 +22,14 @@ class MovedClock:
     """Stands still until a test moves it. Deadlines in this process read it, on all threads; torch's do not."""
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self._now_s = clock.now_s()  # deadlines that have begun go on
         self._readers: set[int] = set()
 
     def now_s(self) -> float:
-        """Return the seconds by which the clock was moved."""
-        self._readers.add(get_ident())
-        return self._now_s
+        """Return the seconds at which the clock stands."""
+        now_s = self._now_s
+        self._readers.add(get_ident())  # afterwards: whoever counts readers moves the clock for all of them
+        return now_s
 
     def slice_s(self, left_s: float) -> float:
         """Return a short time: the test may move the clock meanwhile."""
@@ -49,9 +50,9 @@ class MovedClock:
 
         Waits get real time between two moves. Raises `TimeoutError` if it takes more than `REAL_LIMIT_S` real seconds.
         """
-        end_s = monotonic() + REAL_LIMIT_S
+        end_s, begin_s = monotonic() + REAL_LIMIT_S, self._now_s
         while not is_over():
-            _pause(end_s, f"what was waited for did not happen within {self._now_s:g} s")
+            _pause(end_s, f"what was waited for did not happen within {self._now_s - begin_s:g} s")
             self.advance(step_s)
 
 
@@ -64,7 +65,7 @@ def _pause(end_s: float, what: str) -> None:
 
 @contextmanager
 def moved_clock() -> Iterator[MovedClock]:
-    """Let all deadlines of this process read a `MovedClock` inside the block."""
+    """Let all deadlines of this process read a `MovedClock` inside the block; end there what begins there."""
     moved = MovedClock()
     before = clock.use(moved)
     try:

@@ -351,16 +351,20 @@ class NcclTransport:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
 
 
-def _abandon(watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> Future[None]:
+def _abandon(
+    watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communicator: Communicator
+) -> Future[None] | None:
     """Abort the communicator of a transport that was collected, before CuPy frees it and waits for other ranks.
 
-    Whoever happens to collect may hold what an abort waits for, so it is not waited for before the interpreter ends.
+    Whoever happens to collect may hold what an abort waits for, so a thread of its own aborts. At the end of the
+    interpreter nobody holds anything, and no thread can be started (Python 3.12).
     """
     watchdog.stop()
-    aborted = start_call(lambda: _abort(in_use, graphs, communicator))
-    if not threading.main_thread().is_alive():
-        aborted.exception()
-    return aborted
+    if threading.main_thread().is_alive():
+        return start_call(lambda: _abort(in_use, graphs, communicator))
+    graphs.drop_all()
+    communicator.abort()
+    return None
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:

@@ -19,7 +19,8 @@ IN_CI_S = 4.0
 LIMIT_S = 2.0
 """Seconds of CPU that a test may take unless it is marked slow, set-up and the processes that it waited for included.
 
-The first import of a module does not count, as the first test of a worker of pytest would pay for all others.
+The first import of a module does not count, as the first test of a worker of pytest would pay for all others. Ranks of
+a pool (`rank_pool`) do not count either before they end.
 `@pytest.mark.cpu_limit(seconds, reason=...)` sets another limit for one test.
 """
 

@@ -33,6 +33,8 @@ class Pool:
 
     def run(self, body, *args, size=None, limit_s=LIMIT_S, on_message=None):
         """Call ``body(tell, *args)`` on the first `size` ranks, as `run_processes` does; this process has the store."""
+        if not all(process.is_alive() for process, _ in self._ranks):
+            self.close()  # one died after its last answer
         size, listener = size or self.size, listen()
         port = listener.getsockname()[1]
         store = hold(listener)
