@@ -17,7 +17,7 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
 from commrt.program import Hop, program
-from commrt.proof.replay import prove, verify
+from commrt.proof.replay import NO_TRAFFIC, prove, verify
 from commrt.proof.spec import all_gather, all_reduce, average, broadcast, doubly_stochastic, reduce_scatter
 from commrt.proof.traffic import traffic
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty
@@ -93,8 +93,11 @@ def test_a_schedule_for_another_shape_is_refused():
     assert refutation(ring.all_reduce(3), all_reduce(4, 4)) == "has 3 ranks x 3 chunks, not (4, 4)"
 
 
-def test_a_malformed_schedule_costs_nothing():
-    assert verify(made_of(Step.of(0, 9, 0, 1, ADD)), all_reduce(2, 1)).traffic.transfers == 0
+def test_a_malformed_schedule_and_one_of_another_shape_cost_nothing():
+    malformed = made_of(Step.of(0, 1, 0, 1, ADD), Step.of(0, 9, 0, 1, ADD))
+    assert (NO_TRAFFIC.steps, NO_TRAFFIC.transfers, NO_TRAFFIC.bytes_per_rank, NO_TRAFFIC.max_peers) == (0, 0, 0, 0)
+    assert verify(malformed, all_reduce(2, 1)).traffic == NO_TRAFFIC
+    assert verify(ring.all_reduce(3), all_reduce(4, 4)).traffic == NO_TRAFFIC
 
 
 def test_overwriting_what_is_sent_in_the_same_step_is_refused():

@@ -33,6 +33,8 @@ __all__ = ["CounterExample", "Proof", "ends_alike", "prove", "verify"]
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this size."""
 MAX_CELLS = 1 << 32
+NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0)
+"""Of a schedule that is malformed, or has another shape than its collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,10 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
-    steps, size = _ValidSteps(schedule), Traffic(0, 0, Fraction(0), 0)
-    found = _misfit(schedule, collective)
-    if found is None:
-        size, found = traffic_of(steps, schedule.ranks, schedule.chunks), steps.malformed
+    steps, found = _ValidSteps(schedule), _misfit(schedule, collective)
+    size = NO_TRAFFIC if found else traffic_of(steps, schedule.ranks, schedule.chunks)
+    if steps.malformed is not None:
+        size, found = NO_TRAFFIC, steps.malformed
     if found is None:
         weighted = steps.mix or collective.kind is not Kind.SUM
         for lo, hi in _blocks(schedule, weighted=weighted):
