@@ -8,10 +8,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each, on_ranks, taking_turns
+from cases import for_each, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_ranks import AT, LATE, MODEL, NORMED, Loop, Progress, at, backward, batch, check, sgd, trained, trainee
+from pairwise import pairwise
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
@@ -44,7 +45,7 @@ def test_exactly_n_gradients_count_whichever_rank_is_late_and_replicas_end_equal
     check(run_ranks(ranks, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, ranks - backups)
 
 
-@for_each(("ranks", "early", "wire"), taking_turns([2, 3, 3, 5], [False, True], [None, None, torch.bfloat16]))
+@for_each(("ranks", "early", "wire"), pairwise([2, 3, 5], [False, True], [None, torch.bfloat16]))
 def test_without_backups_the_result_is_that_of_plain_averaging_bit_for_bit(ranks, early, wire):
     def one(world, algorithm):
         model = deepcopy(NORMED)

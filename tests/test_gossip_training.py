@@ -9,7 +9,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -25,6 +25,7 @@ from gossip_models import (
     trained,
     trainee,
 )
+from pairwise import pairwise
 from torch import nn
 
 import commrt
@@ -86,7 +87,7 @@ def apart(world, algorithm, wire, rounds=6):
     return before, (params(model), replica.disagreement())
 
 
-@for_each(("wire", "staleness"), taking_turns([None, None, torch.bfloat16, torch.float16], [0, 1]))
+@for_each(("wire", "staleness"), pairwise([None, torch.bfloat16, torch.float16], [0, 1]))
 def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
     outcomes = run_ranks(4, lambda world: apart(world, Gossip(staleness=staleness), wire))
     before, after = ([torch.stack(parts).mean(0) for parts in zip(*bits, strict=True)] for bits in means(outcomes))
