@@ -275,6 +275,20 @@ def test_two_models_are_too_many_also_when_one_was_detached():
         run_ranks(3, body, timeout_s=PATIENT_S)
 
 
+def test_a_model_that_gossips_after_another_was_detached_survives_a_lost_rank():
+    def body(world):
+        replica, _ = attached(world)
+        replica.detach()  # the variable keeps it alive
+        another, optimizer = attached(world, seed=1)
+        for step in range(1 if world.rank == 1 else 5):
+            local_step(another.model, optimizer, step, world.rank)
+        another.drain()
+        return replica.step, another.step
+
+    outcomes = run_ranks(3, body, timeout_s=PATIENT_S)
+    assert outcomes == [(0, 5), (0, 1), (0, 5)]
+
+
 def test_a_ring_shuffle_works_on_the_last_remaining_rank():
     def body(world):
         replica, optimizer = attached(world)

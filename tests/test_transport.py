@@ -183,6 +183,13 @@ def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
 
 
+def test_a_closed_transport_of_nccl_is_not_watched_any_more():
+    transports = over_nccl(HashStore(), 2, 10.0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(NcclTransport.close, transports))
+    assert [transport._watchdog._stopped.is_set() for transport in transports] == [True, True]
+
+
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
     communicators = [transport._communicator for transport in transports]
