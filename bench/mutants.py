@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
 
         def attempt(number: int) -> None:
             tree = trees.get()
-            results[str(number)] = tried(tree, mutants[number], reached[number], options.limit_s)
+            results[str(number)] = tried(tree, mutants[number], reached[number], options)
             trees.put(tree)
             print(number, mutants[number].room, mutants[number].function, results[str(number)], flush=True)
             write(options.folder / "results.json", dict(sorted(results.copy().items(), key=lambda one: int(one[0]))))
@@ -146,7 +146,7 @@ def ordered(names: set[str], tests: dict[str, dict[str, Any]]) -> list[str]:
     return [name for _, _, name in sorted(keyed)]
 
 
-def tried(tree: Path, mutant: Mutant, tests: list[str], limit_s: float) -> dict[str, Any]:
+def tried(tree: Path, mutant: Mutant, tests: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Return what the tests say of the mutant: noticed, and by which; survived; or not reached by any."""
     path, begin_s = tree / mutant.file, monotonic()
     try:
@@ -159,20 +159,20 @@ def tried(tree: Path, mutant: Mutant, tests: list[str], limit_s: float) -> dict[
     try:
         path.write_text(changed, "utf-8")
         for part in (tests[:QUICK_TESTS], tests[QUICK_TESTS:]):
-            left_s = limit_s - (monotonic() - begin_s)
-            if part and (by := noticed(tree, part, left_s)):
+            left_s = options.limit_s - (monotonic() - begin_s)
+            if part and (by := noticed(tree, part, left_s, options.only)):
                 return {"outcome": "noticed", "by": by, "wall_s": round(monotonic() - begin_s, 1)}
         return {"outcome": "survived", "tests": len(tests), "wall_s": round(monotonic() - begin_s, 1)}
     finally:
         path.write_text(before, "utf-8")
 
 
-def noticed(tree: Path, tests: list[str], limit_s: float) -> str:
+def noticed(tree: Path, tests: list[str], limit_s: float, only: str) -> str:
     """Run the tests until one fails or the time is up, and return its name; empty if none failed."""
     with tempfile.TemporaryDirectory() as folder:
         names, found = Path(folder, "names"), Path(folder, "tests.json")
         names.write_text("\n".join(tests), "utf-8")
-        words = ["-x", "--timeout", "60", "-p", "durations", f"@{names}"]
+        words = ["-x", "--timeout", "60", "-p", "durations", "-m", only, f"@{names}"]
         try:
             code = pytest(tree, words, {"TEST_DURATIONS": str(found)}, limit_s)
         except subprocess.TimeoutExpired:  # a test that hangs fails by its own timeout
