@@ -6,12 +6,15 @@ from __future__ import annotations
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
+from commrt.membership.launcher import LOOPBACK
+from commrt.runtime import connection
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
@@ -181,6 +184,17 @@ def gloo_rank(store, rank, members, timeout_s):
 
 def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
+
+
+def test_ranks_of_a_host_share_its_memory_and_reach_others_by_sockets(monkeypatch):
+    starts = {rank: SimpleNamespace(transport=None, host=f"host {rank % 2}") for rank in range(4)}
+    monkeypatch.setattr(connection, "_compare_starts", lambda *_: starts)
+    store = HashStore()
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda rank: connection.connect_hosts(store, rank, range(4), 10.0, LOOPBACK), range(4)))
+    assert [[*transport._local.members] for transport in made] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for transport in made:
+        transport.close()
 
 
 def test_a_closed_transport_of_nccl_is_not_watched_any_more():
