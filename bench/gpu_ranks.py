@@ -90,7 +90,7 @@ def place() -> torch.device:
     rank, ranks, gpus = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
     os.environ["NCCL_RAS_ENABLE"] = "0"
     if ranks > gpus:
-        os.environ.update(ALONE)
+        os.environ.update({**ALONE, **{name: os.environ[name] for name in ("NCCL_MAX_CTAS",) if name in os.environ}})
         shares = load().get_version() >= SHARES_GPUS
         os.environ.update({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {"NCCL_HOSTID": f"rank{rank}"})
     torch.cuda.set_device(rank % gpus)

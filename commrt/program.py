@@ -7,9 +7,10 @@ training step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +19,14 @@ from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_val
 __all__ = [
     "Dependencies",
     "Hop",
+    "Meeting",
+    "Meetings",
     "Program",
     "Transfer",
     "chunk_bounds",
     "dependencies",
     "final_receives",
+    "meetings",
     "member_program",
     "program",
 ]
@@ -173,6 +177,72 @@ def final_receives(hops: Sequence[Hop], chunks: int) -> list[list[bool]]:
         for each in hop.sends + hop.recvs:
             used[each.lo : each.hi] = True
     return found[::-1]
+
+
+class Meeting(NamedTuple):
+    """A place in a program at which a rank tells peers how far it has come, and waits until they are far enough.
+
+    Positions grow along a program. At 2h + 1 all work before hop h is done, and what is sent in hop h is ready; at
+    2h + 2 what is received in hop h has been read.
+    """
+
+    position: int
+    """What this rank tells all its peers, before it waits."""
+    needs: Mapping[int, int]
+    """By peer, the least position that it must have told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meetings:
+    """The meetings of a program whose ranks read what is sent where it lies."""
+
+    before: tuple[Meeting | None, ...]
+    """[hops] before the hop reads anything; None for an idle one."""
+    within: tuple[Meeting | None, ...]
+    """[hops] between reading and writing, in a hop that overwrites what it sends; otherwise None."""
+    end: Meeting
+    """After all hops: then no peer reads this rank's buffer any more."""
+
+
+def meetings(hops: Sequence[Hop], chunks: int, near: Collection[int]) -> Meetings:
+    """Return when a rank must wait if it and the peers in `near` read each other's buffers; O(hops * peers * chunks).
+
+    A peer must have written what is read, and must have read what is overwritten. A rank tells before it waits, and
+    waits for nothing that a peer tells only after a later hop, so all ranks reach the end.
+
+    >>> from commrt.algorithms.direct import all_reduce
+    >>> plan = meetings(program(all_reduce(2), 0).hops, 2, near={1})
+    >>> plan.before, plan.end
+    ((Meeting(position=1, needs={1: 1}), Meeting(position=3, needs={1: 3})), Meeting(position=5, needs={1: 4}))
+    """
+    read = {peer: np.zeros(chunks, dtype=np.int64) for peer in near}  # the position at which it has read a chunk
+    known = dict.fromkeys(near, 0)
+    before, within = [], []
+
+    def meeting(position: int, needs: Mapping[int, int]) -> Meeting:
+        new = {peer: need for peer, need in needs.items() if need > known[peer]}
+        known.update(new)
+        return Meeting(position, new)
+
+    for number, hop in enumerate(hops):
+        ready, done = 2 * number + 1, 2 * number + 2
+        sends, recvs = ([each for each in side if each.peer in near] for side in (hop.sends, hop.recvs))
+        needs = {peer: max((int(row[t.lo : t.hi].max()) for t in hop.recvs), default=0) for peer, row in read.items()}
+        needs |= {each.peer: ready for each in recvs}
+        before.append(None if hop.idle else meeting(ready, needs))
+        clashing = {sent.peer: done for sent in sends if any(_overlap(sent, each) for each in hop.recvs)}
+        within.append(meeting(done, clashing) if clashing else None)
+        for sent in sends:
+            read[sent.peer][sent.lo : sent.hi] = done
+    return Meetings(
+        tuple(before),
+        tuple(within),
+        meeting(2 * len(hops) + 1, {peer: int(row.max(initial=0)) for peer, row in read.items()}),
+    )
+
+
+def _overlap(one: Transfer, other: Transfer) -> bool:
+    return one.lo < other.hi and other.lo < one.hi
 
 
 def chunk_bounds(numel: int, chunks: int, granule: int = 1) -> list[int]:

@@ -31,6 +31,7 @@ __all__ = [
     "adding",
     "adding_codes",
     "combining",
+    "copying",
     "decoding",
     "encoding",
     "is_too_old",
@@ -90,7 +91,7 @@ def suit_kernels(*buffers: Tensor) -> bool:
 
 
 def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
-    """Return a function that computes ``out += received[0] + ...``; `received` lie evenly spaced in one buffer."""
+    """Return a function that computes ``out += received[0] + ...``."""
     if suits_kernels(out):
         from commrt.kernels.device.combine import add_launch  # noqa: PLC0415
 
@@ -107,6 +108,15 @@ def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combinatio
         return adding
     function = OPERATIONS[operation]
     return lambda out, received: lambda: combine_into(function, out, received)
+
+
+def copying(out: Tensor, source: Tensor) -> Combination:
+    """Return a function that copies `source` to `out`."""
+
+    def copy() -> None:
+        out.copy_(source)
+
+    return copy
 
 
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:

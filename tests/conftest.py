@@ -34,7 +34,7 @@ collect_ignore = ["support"]  # helpers, some of them programs in which Triton c
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--over", choices=["threads", "nccl"], default="threads", help="what connects ranks of one process"
+        "--over", choices=["threads", "nccl", "peers"], default="threads", help="what connects ranks of one process"
     )
     parser.addoption(
         "--cpu-limit",
@@ -76,6 +76,8 @@ def _over(request):
     from commrt.testing import ranks  # noqa: PLC0415  # after the environment is set
 
     before = ranks.over_threads
-    ranks.over_threads = {"threads": ranks.over_threads, "nccl": ranks.over_nccl}[request.config.getoption("--over")]
+    ranks.over_threads = {"threads": ranks.over_threads, "nccl": ranks.over_nccl, "peers": ranks.over_peers}[
+        request.config.getoption("--over")
+    ]
     yield
     ranks.over_threads = before

@@ -247,14 +247,12 @@ def test_sixty_four_ranks_of_large_halves_do_not_overflow():
 
 
 def reduce(own, pieces):
-    """Add the rows of `pieces`, a multiple of 16 elements apart, to `own`."""
-    count, stride = own.numel(), pieces.stride(0) // 16
-    flat = pieces.flatten()
-    grid = (-(-count // TILE),)
-    with watched([own, flat]):
-        reduce_kernel[grid](
-            own, flat, own, stride, count, COUNT=len(pieces), VECTOR=8 if own.itemsize == 2 else 4, TILE=TILE
-        )
+    """Add the rows of `pieces`, each at a multiple of 16 bytes, to `own`."""
+    count, addresses = own.numel(), torch.tensor([row.data_ptr() for row in pieces])
+    grid, vector = (-(-count // TILE),), 8 if own.itemsize == 2 else 4
+    sizes = {"COUNT": len(pieces), "DTYPE": variants.DTYPES[own.dtype], "VECTOR": vector, "TILE": TILE}
+    with watched([own, pieces, addresses]):
+        reduce_kernel[grid](own, addresses, own, count, **sizes)
 
 
 def reduced_alike(dtype, ranks, counts):
@@ -354,9 +352,10 @@ def test_a_program_of_reduce_finds_what_no_int32_can_count():
     want = own + received
     variant = replace(variants.reduce(torch.float32, 1, Sizes(TILE, 1)), kernel=reduce_kernel)
     first = FAR * TILE
-    bases = [(buffer.data_ptr() - 4 * first) % 2**64 for buffer in (own, received, own)]
-    with watched([own, received]):
-        interpret(variant, [FAR], *bases, 0, first + 40)
+    base, there = ((buffer.data_ptr() - 4 * first) % 2**64 for buffer in (own, received))
+    addresses = torch.tensor([there - 2**64 * (there >= 2**63)])
+    with watched([own, received, addresses]):
+        interpret(variant, [FAR], base, addresses.data_ptr(), base, first + 40)
     assert torch.equal(own, want)
 
 

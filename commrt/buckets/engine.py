@@ -26,11 +26,12 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, gossip_mean
 from commrt.runtime.coded import CodeBuffers, CodedProgram, bind_codes, scratch_nbytes
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.reading import bind_reading
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Window
 
 __all__ = ["BuildBuckets", "Engine", "Span"]
 
@@ -109,13 +110,15 @@ class Engine:
     def replace_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
+        self._windows: dict[int, Window] = {}
+        """By bucket, what peers read; filled on the communication thread."""
         self.forget()
 
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
         self._compared: set[tuple[str, tuple[int, ...]]] = set()
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
-        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, {}))
+        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, self._windows, {}))
         self.coder = Coder(self.buckets[0].coding if self.buckets else None)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -156,9 +159,17 @@ class Engine:
 
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
+            self._share()
             schedule = self.schedule(step)
             self._bound(schedule, tuple(range(self.world.size)), self.coder.at(step))
             self._connect_peers(program(schedule, self.world.rank), step)
+
+    def _share(self) -> None:
+        """Let peers read the buckets, in place of messages, where they can and all take part in every step."""
+        takes_all = self._players == self.world.size
+        wires = [bucket.wire for bucket in self.buckets if bucket.coding is None and takes_all]
+        windows = self.world.transport.share(wires)
+        self._windows.update(zip((bucket.index for bucket in self.buckets), windows, strict=False))
 
     def _connect_peers(self, mine: Program, step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -260,6 +271,7 @@ class Engine:
 def _bind(
     world: World,
     buckets: Sequence[GradientBucket],
+    windows: Mapping[int, Window],
     scratch: dict[torch.dtype, Tensor],
     schedule: Schedule,
     members: tuple[int, ...],
@@ -267,6 +279,8 @@ def _bind(
 ) -> Sequence[AnyProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
     mine = member_program(schedule, members, world.rank, world.size)
+    if windows:
+        return [bind_reading(mine, bucket.wire, windows[bucket.index], world.transport) for bucket in buckets]
     heads = [bucket.wire[: bucket.head_numel] if bucket.coding else bucket.wire for bucket in buckets]
     for wire in heads:
         need = scratch_numel(mine, wire.numel())

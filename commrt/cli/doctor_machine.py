@@ -119,7 +119,9 @@ def exchange() -> Iterator[Finding]:
     """Let two forked processes all-reduce over the transport that ``init()`` would choose, and check the sums."""
     schedule = ring.all_reduce(RANKS)
     prove(schedule, all_reduce(RANKS, schedule.chunks))
-    asked = chosen_transport() or ("gloo" if host_identity() is None else "shared")
+    asked = chosen_transport()
+    if asked not in EXCHANGE_ADVICE:
+        asked = "gloo" if host_identity() is None else "shared"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # forked processes cannot inherit more
     try:

@@ -44,6 +44,9 @@ LONGEST_TIMEOUT_S = 2e6
 """Sockets count milliseconds in 32 bits."""
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = ("shared", "gloo")
+"""Between CPUs."""
+GPU_TRANSPORTS = ("peers", "nccl")
+"""Between GPUs of one host."""
 VARIABLES = ("COMMRT_CLUSTER", "COMMRT_NVTX", "COMMRT_SCHEDULES", "COMMRT_TIMEOUT_S", "COMMRT_TRANSPORT")
 """All that are commrt's own."""
 
@@ -190,10 +193,10 @@ def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
 
 
 def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return what COMMRT_TRANSPORT asks for: shared, gloo, or None if nothing is asked for."""
-    kind = env.get("COMMRT_TRANSPORT")
-    if kind not in (None, *TRANSPORTS):
-        raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(TRANSPORTS)}, or unset it")
+    """Return what COMMRT_TRANSPORT asks for: shared or gloo, peers or nccl for GPUs, or None if nothing is."""
+    kind, known = env.get("COMMRT_TRANSPORT"), (*TRANSPORTS, *GPU_TRANSPORTS)
+    if kind not in (None, *known):
+        raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(known)}, or unset it")
     return kind
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,15 @@ from commrt.errors import CommrtError, PeerLost, Place, TransportError, UsageErr
 from commrt.membership.agreement import LINGER_S, find_disagreement, gather, wait_until_read
 from commrt.membership.generations import Generation
 from commrt.membership.launcher import chosen_transport, launched
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse_int, parse_list, require, start_call
+from commrt.membership.store_client import (
+    STORE_ANSWER_S,
+    call_store,
+    clone_connection,
+    parse_int,
+    parse_list,
+    require,
+    start_call,
+)
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport
@@ -60,6 +69,9 @@ def connect_hosts(
     except BaseException:
         gloo.close()  # others may be connected already, and wait for this rank
         raise
+
+
+_log = logging.getLogger("commrt")
 
 
 class _Start(NamedTuple):
@@ -130,7 +142,41 @@ def connect_gpu(
     """
     from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
 
-    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
+    nccl = NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
+    asked = chosen_transport()
+    if asked == "nccl":
+        return nccl
+    try:
+        return _beside_peers(nccl, store, device, on_failure, required=asked == "peers")
+    except BaseException:
+        nccl.abort()  # others may be connected already, and wait for this rank
+        raise
+
+
+def _beside_peers(
+    rest: QueueingTransport,
+    store: Store,
+    device: torch.device,
+    on_failure: Callable[[TransportError], None],
+    *,
+    required: bool,
+) -> QueueingTransport:
+    """Return windows in peers' memory beside `rest`, or `rest` where the ranks of a host cannot map it."""
+    from commrt.transport.neighbours import Neighbours  # noqa: PLC0415  # as above
+    from commrt.transport.peer_memory import CudaPeerMemory  # noqa: PLC0415
+    from commrt.transport.peers import PeersTransport  # noqa: PLC0415
+
+    memory, host = CudaPeerMemory(device), host_identity() or f"none that rank {rest.rank} can share"
+    own_store = PrefixStore("peers", clone_connection(store))
+    neighbours = Neighbours(own_store, rest.rank, rest.members, rest.timeout_s, memory, host)
+    if neighbours.ranks:
+        return PeersTransport(rest, neighbours, memory, device, on_failure)
+    if required:
+        why = neighbours.refusal or "each rank has a host of its own"
+        raise UsageError(f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {why}. Unset it")
+    if neighbours.refusal:
+        _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", neighbours.refusal)
+    return rest
 
 
 def require_gpu(device: torch.device | str) -> torch.device:

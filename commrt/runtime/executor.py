@@ -25,7 +25,18 @@ from commrt.schedule import ADD, COPY
 from commrt.threads.streams import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
-__all__ = ["Adding", "BoundProgram", "Landing", "bind", "only_reads", "scratch_numel"]
+__all__ = [
+    "Adding",
+    "BoundHop",
+    "BoundProgram",
+    "Combination",
+    "Landing",
+    "bind",
+    "combinations_of",
+    "facts_of",
+    "only_reads",
+    "scratch_numel",
+]
 
 Combination = Callable[[], None]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
@@ -177,8 +188,8 @@ class _Binder:
         ends = zip(hop.recvs, places, final, strict=True)
         self.landings.extend(Landing(place, self.bounds[t.lo], self.bounds[t.hi]) for t, place, ok in ends if ok)
         exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
-        combinations = tuple(self._combinations(hop, places))
-        return BoundHop(exchange, combinations, number, waits.after[number], _facts(number, sends, recvs))
+        combinations = tuple(combinations_of(hop, places, self._own, self.add))
+        return BoundHop(exchange, combinations, number, waits.after[number], facts_of(number, sends, recvs))
 
     def _own(self, transfer: Transfer) -> Tensor:
         return self.buffer[self.bounds[transfer.lo] : self.bounds[transfer.hi]]
@@ -192,20 +203,24 @@ class _Binder:
             used += 0 if transfer.combine == COPY else padded(own.numel())
         return places
 
-    def _combinations(self, hop: Hop, places: list[Tensor]) -> Iterator[Combination]:
-        """Yield what is to be combined, by sender; one kernel adds what consecutive senders send for one range."""
-        pending = [
-            (transfer, place) for transfer, place in zip(hop.recvs, places, strict=True) if transfer.combine != COPY
-        ]
-        for (_, _, combine), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi, pair[0].combine)):
-            legs, received = zip(*run, strict=True)
-            own = self._own(legs[0])
-            if not own.numel():
-                continue
-            if combine == ADD:
-                yield self.add(own, received)
-            else:
-                yield from (mixing(own, place, transfer.weight) for transfer, place in zip(legs, received, strict=True))
+
+def combinations_of(
+    hop: Hop, places: Sequence[Tensor], own_of: Callable[[Transfer], Tensor], add: Adding = adding
+) -> Iterator[Combination]:
+    """Yield what combines the receives of `hop`, which lie at `places`, with ``own_of(receive)``, by sender.
+
+    One kernel adds what consecutive senders send for one range.
+    """
+    pending = [(each, place) for each, place in zip(hop.recvs, places, strict=True) if each.combine != COPY]
+    for (_, _, combine), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi, pair[0].combine)):
+        legs, received = zip(*run, strict=True)
+        own = own_of(legs[0])
+        if not own.numel():
+            continue
+        if combine == ADD:
+            yield add(own, received)
+        else:
+            yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, received, strict=True))
 
 
 def only_reads(hop: Hop) -> bool:
@@ -214,6 +229,7 @@ def only_reads(hop: Hop) -> bool:
     return apart and len(hop.combined) == len(hop.recvs)
 
 
-def _facts(number: int, sends: list[P2PMessage], recvs: list[P2PMessage]) -> dict[str, int | str]:
+def facts_of(number: int, sends: Sequence[P2PMessage], recvs: Sequence[P2PMessage]) -> dict[str, int | str]:
+    """Return what a trace says of a hop."""
     to, source = (", ".join(str(peer) for peer in sorted({p.peer for p in side})) for side in (sends, recvs))
     return {"number": number, "to": to, "from": source, "nbytes": sum(message.data.nbytes for message in sends)}

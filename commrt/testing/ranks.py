@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch.distributed import HashStore, PrefixStore, Store
 
@@ -15,11 +15,14 @@ from commrt.membership.launcher import LOOPBACK
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.testing import nccl
+from commrt.testing.peer_memory import HostPeerMemory
 from commrt.transport.local import Fabric
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, Transport
+from commrt.transport.neighbours import Neighbours
+from commrt.transport.peers import PeersTransport
+from commrt.transport.protocol import CPU, QueueingTransport, Transport
 
-__all__ = ["Connect", "local_worlds", "over_nccl", "over_threads", "run_ranks"]
+__all__ = ["Connect", "local_worlds", "over_nccl", "over_peers", "over_threads", "run_ranks"]
 
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -42,6 +45,20 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(connect, range(ranks)))
+
+
+def over_peers(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
+    """Connect the ranks by `PeersTransport` over stand-ins for NCCL and for GPUs' memory; a `Connect`."""
+    rest = over_nccl(store, ranks, timeout_s)
+
+    def connect(nccl: Transport) -> Transport:
+        memory = HostPeerMemory()
+        prefix = PrefixStore("peers", store)
+        neighbours = Neighbours(prefix, nccl.rank, nccl.members, timeout_s, memory, "host")
+        return PeersTransport(cast("QueueingTransport", nccl), neighbours, memory, CPU)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(connect, rest))
 
 
 RECONNECTING = (over_threads, over_nccl)

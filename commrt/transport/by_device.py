@@ -15,7 +15,9 @@ from commrt.transport.protocol import (
     P2PGroup,
     QueueingTransport,
     Transport,
+    Window,
     capture_nothing,
+    share_nothing,
     zeros,
 )
 
@@ -97,6 +99,10 @@ class TransportByDevice:
         """See `Transport.capture`; raises `UsageError` for tensors on different devices."""
         return self._of(_device(group)).capture(work, group)
 
+    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
+        """See `Transport.share`; all on one device."""
+        return self._of(buffers[0].device).share(buffers) if buffers else ()
+
     def _of(self, device: torch.device) -> Transport:
         if not self.reaches(device):
             raise UsageError(
@@ -144,6 +150,7 @@ class NullTransport:
     can_move_receives = False
     allocate = staticmethod(zeros)
     capture = staticmethod(capture_nothing)
+    share = staticmethod(share_nothing)
 
     def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s

@@ -34,6 +34,7 @@ from commrt.transport.protocol import (
     Tag,
     capture_nothing,
     require_cpu,
+    share_nothing,
     split_self,
     zeros,
 )
@@ -82,6 +83,7 @@ class GlooTransport:
 
     kind = "gloo"
     capture = staticmethod(capture_nothing)
+    share = staticmethod(share_nothing)
     can_move_receives = True
 
     def __init__(

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from commrt.errors import DeadlineExceeded
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, capture_nothing, require_peers
+from commrt.transport.protocol import (
+    CPU,
+    EndLoan,
+    Exchange,
+    P2PGroup,
+    Tag,
+    capture_nothing,
+    require_peers,
+    share_nothing,
+)
 from commrt.transport.shared import SharedTransport
 
 __all__ = ["HierarchicalTransport"]
@@ -30,6 +39,7 @@ class HierarchicalTransport:
 
     kind = "shared and gloo"
     capture = staticmethod(capture_nothing)
+    share = staticmethod(share_nothing)
     can_move_receives = True
 
     def __init__(self, local: SharedTransport, remote: GlooTransport) -> None:

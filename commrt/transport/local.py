@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.threads.clock import now_s, slice_s
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, share_nothing, split_self, zeros
 
 __all__ = ["Fabric", "LocalTransport"]
 
@@ -118,6 +118,7 @@ class LocalTransport:
     kind = "local"
     allocate = staticmethod(zeros)
     capture = staticmethod(capture_nothing)
+    share = staticmethod(share_nothing)
     can_move_receives = True
 
     def __init__(self, fabric: Fabric, rank: int) -> None:

@@ -39,7 +39,7 @@ from commrt.transport.nccl_communicator import (
     create,
     load,
 )
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, share_nothing, split_self, zeros
 
 __all__ = ["NcclTransport"]
 
@@ -102,6 +102,7 @@ class NcclTransport:
 
     kind = "nccl"
     can_move_receives = False
+    share = staticmethod(share_nothing)
 
     def __init__(
         self,

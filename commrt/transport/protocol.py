@@ -14,7 +14,7 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from commrt.errors import Place, UsageError
+from commrt.program import Meeting
 
 __all__ = [
     "CPU",
@@ -33,10 +34,12 @@ __all__ = [
     "QueueingTransport",
     "Tag",
     "Transport",
+    "Window",
     "capture_nothing",
     "point",
     "require_cpu",
     "require_peers",
+    "share_nothing",
     "split_self",
     "zeros",
 ]
@@ -145,6 +148,12 @@ class Transport(Protocol):
         `RuntimeError` if the device refuses.
         """
 
+    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
+        """Return windows of `buffers`, all from `allocate`; none where peers cannot read this rank's memory.
+
+        Collective, with buffers of the same sizes on all members.
+        """
+
     def close(self) -> None:
         """Release everything; later groups raise `TransportClosed`. Safe to call twice.
 
@@ -165,6 +174,20 @@ class QueueingTransport(Transport, Protocol):
         """Wait until all queued groups are complete; raises an error that no call has raised yet."""
 
 
+class Window(Protocol):
+    """A buffer of this rank that peers read where it lies, and the same buffer of each of them."""
+
+    @property
+    def peers(self) -> Mapping[int, Tensor]:
+        """By rank, its buffer, of the shape and dtype of this rank's; for ranks of this host. Never write to it."""
+
+    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], last: int = 0) -> Exchange:
+        """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
+
+        A program whose ranks meet ends with a meeting whose position is `last`: positions begin anew after it.
+        """
+
+
 def point(target: Tensor, memory: Tensor) -> None:
     """Set `target` to `memory`, which has its size and dtype."""
     target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
@@ -173,6 +196,11 @@ def point(target: Tensor, memory: Tensor) -> None:
 def capture_nothing(work: Callable[[], None], group: P2PGroup) -> Exchange | None:  # noqa: ARG001  # a `capture`
     """Return None, as `Transport.capture` does where nothing is queued."""
     return None
+
+
+def share_nothing(buffers: Sequence[Tensor]) -> Sequence[Window]:  # noqa: ARG001  # a `share`
+    """Return no windows, as `Transport.share` does where peers cannot read."""
+    return ()
 
 
 def require_cpu(device: torch.device, medium: str) -> None:

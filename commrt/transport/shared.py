@@ -43,6 +43,7 @@ from commrt.transport.protocol import (
     capture_nothing,
     point,
     require_cpu,
+    share_nothing,
     split_self,
 )
 
@@ -165,6 +166,7 @@ class SharedTransport:
 
     kind = "shared"
     capture = staticmethod(capture_nothing)
+    share = staticmethod(share_nothing)
     can_move_receives = True
 
     def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:

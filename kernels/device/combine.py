@@ -19,15 +19,16 @@ __all__ = ["add_launch", "mix_launch", "spacing"]
 
 
 def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
-    """Return a launch that computes ``out = cast(out + received[0] + ...)``; `received` are evenly spaced in memory.
+    """Return a launch that computes ``out = cast(out + received[0] + ...)``; a peer's memory may be received too.
 
     Up to 8 received buffers need at most 64 registers, 16 need 78.
     """
     require_aligned(out, *received)
     sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))
     launch = launch_of(variants.reduce(out.dtype, len(received), sizes), out.device)
-    arguments = (out.data_ptr(), received[0].data_ptr(), out.data_ptr(), spacing(received), out.numel())
-    return Bound(launch, -(-out.numel() // sizes.tile), arguments, (out, *received))
+    addresses = torch.tensor([part.data_ptr() for part in received], device=out.device)
+    arguments = (out.data_ptr(), addresses.data_ptr(), out.data_ptr(), out.numel())
+    return Bound(launch, -(-out.numel() // sizes.tile), arguments, (out, addresses, *received))
 
 
 def spacing(received: Sequence[Tensor]) -> int:

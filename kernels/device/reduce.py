@@ -6,32 +6,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.device.tiles import GRAIN, lanes, whole_of
+from commrt.kernels.device.tiles import lanes, pointer, whole_of
 
 
 @triton.jit
-def _sum(own, received, stride, offset, mask, COUNT: tl.constexpr):
+def _sum(own, received, first, offset, mask, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """``own + received[0] + ...`` at `offset`, from left to right in fp32."""
     total = tl.load(own + offset, mask=mask, other=0.0).to(tl.float32)
     for number in tl.static_range(COUNT):
-        total += tl.load(received + number * (stride * GRAIN) + offset, mask=mask, other=0.0).to(tl.float32)
+        theirs = pointer(tl.load(received + number), first, DTYPE, 16)
+        total += tl.load(theirs + offset, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
-def reduce_kernel(own, received, out, stride, count, COUNT: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """A tile of ``out = cast(own + received[0] + ...)``; received buffers lie `stride` granules apart."""
+def reduce_kernel(
+    own, received, out, count, COUNT: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
+):
+    """A tile of ``out = cast(own + received[0] + ...)``; `received` [COUNT] are addresses, multiples of 16."""
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(count - first, TILE).to(tl.int32)
     own += first
-    received += first
     out += first
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     inside = element < whole
-    total = _sum(own, received, stride, element, inside, COUNT)
+    total = _sum(own, received, first, element, inside, COUNT, DTYPE)
     tl.store(out + element, total.to(out.dtype.element_ty), mask=inside)
     if whole < count:
         left = whole + tl.arange(0, 8)
-        tail = _sum(own, received, stride, left, left < count, COUNT)
+        tail = _sum(own, received, first, left, left < count, COUNT, DTYPE)
         tl.store(out + left, tail.to(out.dtype.element_ty), mask=left < count)

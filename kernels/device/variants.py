@@ -18,6 +18,7 @@ from triton.compiler import compile as compile_source
 
 from commrt.coding import STOCHASTIC, Coding
 from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
+from commrt.kernels.device.meet import meet_kernel
 from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
@@ -26,7 +27,7 @@ from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.tables import WIDEST_NBYTES
 
-__all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "mix", "norm", "pack", "reduce", "unpack"]
+__all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "meet", "mix", "norm", "pack", "reduce", "unpack"]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -107,8 +108,8 @@ def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sent
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     """Return the variant that adds `count` received buffers of `dtype` to the own one."""
     kind = POINTERS[dtype]
-    types = {"own": kind, "received": kind, "out": kind, "stride": "i64", "count": "i64"}
-    constants = {"COUNT": count, "VECTOR": vector(dtype), "TILE": sizes.tile}
+    types = {"own": kind, "received": "*i64", "out": kind, "count": "i64"}
+    constants = {"COUNT": count, "DTYPE": DTYPES[dtype], "VECTOR": vector(dtype), "TILE": sizes.tile}
     return _variant(reduce_kernel, types, constants, sizes.warps)
 
 
@@ -137,6 +138,14 @@ def _codes(coding: Coding) -> dict[str, Any]:
 def _warps(coding: Coding) -> int:
     """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has 32 values."""
     return max(1, coding.block // 128)
+
+
+def meet(peers: int) -> Variant:
+    """Return the variant that meets `peers` ranks, by one warp."""
+    addresses = dict.fromkeys(("outboxes", "inboxes", "counts"), "*i64")
+    memory = {"needs": "*i32", "failed": "*i32", "host": "*i64"}
+    numbers = dict.fromkeys(("position", "last", "number"), "i32")
+    return _variant(meet_kernel, addresses | memory | numbers, {"PEERS": peers}, 1)
 
 
 def norm(tile: int = 4096) -> Variant:

@@ -36,7 +36,7 @@ BUGS = {
     "mix: sent and received swapped": ("mix", "(came - went)", "(went - came)"),
     "mix: tail forgotten": ("mix", "        _mix(own, theirs, ours, factor, left, left < count, SENT)\n", "        pass\n"),
     "reduce: last buffer forgotten": ("reduce", "tl.static_range(COUNT)", "tl.static_range(COUNT - 1)"),
-    "reduce: first buffer again": ("reduce", "number * (stride * GRAIN)", "0 * (stride * GRAIN)"),
+    "reduce: first buffer again": ("reduce", "tl.load(received + number)", "tl.load(received)"),
     "reduce: rounded after each": ("reduce", "other=0.0).to(tl.float32)\n    return total", "other=0.0).to(tl.float32)\n        total = total.to(own.dtype.element_ty).to(tl.float32)\n    return total"),
     "reduce: tail forgotten": ("reduce", "        tl.store(out + left, tail.to(out.dtype.element_ty), mask=left < count)\n", "        pass\n"),
     "norm: last sums forgotten": ("norm", "while first < count:", "while first + TILE < count:"),

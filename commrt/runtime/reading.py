@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's program on a window: it reads what peers of its host send where it lies, and meets them before and after.
+
+No transfer needs a receive buffer, and a sum of many peers is one pass over their memory. What ranks of other hosts
+send is received as in `commrt.runtime.executor`, within the same hop, and the sums have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commrt.kernels.dispatch import copying
+from commrt.kernels.layout import GRANULE, padded
+from commrt.program import Hop, Meeting, Program, Transfer, chunk_bounds, meetings
+from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combinations_of, facts_of
+from commrt.schedule import COPY
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
+
+__all__ = ["bind_reading"]
+
+
+def bind_reading(program: Program, buffer: Tensor, window: Window, transport: Transport) -> BoundProgram:
+    """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
+
+    The peers' programs must be bound in the same way. As with `bind`, the buffer may change as soon as the program has
+    run. Allocates memory for what comes from other hosts, and for hops that overwrite what they send.
+    """
+    reader = _Reader(program, buffer, window, transport)
+    hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
+    nbytes = sum(message.data.nbytes for message in reader.sends)
+    only_near = program.peers <= set(window.peers)
+    return BoundProgram((*hops, reader.end()), nbytes, P2PGroup(reader.sends, reader.recvs, reads=only_near), None)
+
+
+class _Reader:
+    def __init__(self, program: Program, buffer: Tensor, window: Window, transport: Transport) -> None:
+        self._buffer, self._window, self._transport = buffer, window, transport
+        self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
+        self._near = sorted(program.peers & set(window.peers))
+        self._meetings = meetings(program.hops, program.chunks, self._near)
+        self._last = len(program.hops)
+        self._scratch = torch.empty(self._scratch_numel(program), dtype=buffer.dtype, device=buffer.device)
+        self.sends: list[P2PMessage] = []
+        self.recvs: list[P2PMessage] = []
+        """What all hops bound so far exchange."""
+
+    def hop(self, number: int, hop: Hop) -> list[BoundHop]:
+        """Return the hop as one, or as two if it must not write before all peers have read."""
+        before, within = self._meetings.before[number], self._meetings.within[number]
+        places = self._places(hop, stages=within is not None)
+        sends = [P2PMessage(each.peer, self._own(each)) for each in hop.sends]
+        recvs = [P2PMessage(each.peer, place) for each, place in zip(hop.recvs, places, strict=True)]
+        self.sends += sends
+        self.recvs += recvs
+        far_sends, far_recvs = ([m for m in side if m.peer not in self._near] for side in (sends, recvs))
+        far = P2PGroup(far_sends, far_recvs, number)
+        come, moves = self._exchange(before, number, far), self._moves(hop, places)
+        facts = facts_of(number, sends, recvs)
+        if within is None:
+            return [BoundHop(come, moves, number, None, facts)]
+        stages = tuple(
+            copying(place, self._theirs(each))
+            for each, place in zip(hop.recvs, places, strict=True)
+            if each.peer in self._near
+        )
+        go = self._exchange(within, number, P2PGroup([], []))
+        return [
+            BoundHop(come, stages, number, None, facts),
+            BoundHop(go, moves, number, None, facts_of(number, [], [])),
+        ]
+
+    def end(self) -> BoundHop:
+        """Return the last meeting, after which no peer reads the buffer."""
+        number = self._last
+        come = self._exchange(self._meetings.end, number, P2PGroup([], []))
+        return BoundHop(come, (), number, None, facts_of(number, [], []))
+
+    def _exchange(self, meeting: Meeting | None, number: int, far: P2PGroup) -> Exchange:
+        """Return what meets the near peers, then exchanges the messages of `far`."""
+        if meeting is None:
+            raise ValueError(f"hop {number} is idle: it meets nobody")
+        last = meeting.position if number == self._last else 0
+        meet = self._window.bind(meeting, number, self._near, last)
+        if not far.peers:
+            return meet
+        exchange = self._transport.bind(far)
+
+        def both(tag: Tag) -> None:
+            meet(tag)
+            exchange(tag)
+
+        return both
+
+    def _own(self, transfer: Transfer) -> Tensor:
+        return self._buffer[self._bounds[transfer.lo] : self._bounds[transfer.hi]]
+
+    def _theirs(self, transfer: Transfer) -> Tensor:
+        return self._window.peers[transfer.peer][self._bounds[transfer.lo] : self._bounds[transfer.hi]]
+
+    def _scratch_numel(self, program: Program) -> int:
+        """Return the elements of the hop that needs most scratch memory."""
+        return max((sum(self._staged(hop, number)) for number, hop in enumerate(program.hops)), default=0)
+
+    def _staged(self, hop: Hop, number: int) -> list[int]:
+        """Return the elements of scratch for each receive that does not stay where it lies, or lands in place."""
+        stages = self._meetings.within[number] is not None
+        return [padded(self._own(each).numel()) for each in hop.recvs if stages or self._is_far_sum(each)]
+
+    def _is_far_sum(self, transfer: Transfer) -> bool:
+        return transfer.peer not in self._near and transfer.combine != COPY
+
+    def _places(self, hop: Hop, *, stages: bool) -> list[Tensor]:
+        """Return where each receive is read: the peer's memory, its final place, or scratch memory."""
+        places, used = [], 0
+        for each in hop.recvs:
+            own = self._own(each)
+            if stages or self._is_far_sum(each):
+                places.append(self._scratch[used : used + own.numel()])
+                used += padded(own.numel())
+            else:
+                places.append(self._theirs(each) if each.peer in self._near else own)
+        return places
+
+    def _moves(self, hop: Hop, places: Sequence[Tensor]) -> tuple[Combination, ...]:
+        """Return what copies and combines the receives, which lie at `places`."""
+        copies = [
+            copying(own, place)
+            for each, place in zip(hop.recvs, places, strict=True)
+            if each.combine == COPY and (own := self._own(each)).numel() and own.data_ptr() != place.data_ptr()
+        ]
+        return (*copies, *combinations_of(hop, places, self._own))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for memory that GPUs of one host map, on host memory, between threads of one process.
+
+It keeps CUDA's rules, and is stricter where breaking them is undefined: a process does not open its own segment, a
+closed segment is not read, and a segment is not freed while it is open. A meeting waits on the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from itertools import count
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commrt.kernels.meeting import ABORT, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.testing.graphs import recording
+from commrt.threads.clock import now_s
+
+__all__ = ["HostPeerMemory"]
+
+WRAP = 1 << 32
+PAUSE_S = 0.0001
+
+
+class HostPeerMemory:
+    """A `PeerMemory` of one rank; all ranks of a process share `segments`."""
+
+    segments: ClassVar[dict[bytes, Any]] = {}
+    _numbers = count()
+
+    def __init__(self, device: str = "GPU") -> None:
+        self._device, self._own, self._open = device, set[bytes](), dict[int, bytes]()
+
+    def identity(self) -> str:
+        """See `PeerMemory.identity`."""
+        return self._device
+
+    def allocate(self, nbytes: int) -> Any:
+        """See `PeerMemory.allocate`; a segment begins at a multiple of 256 bytes, as on a GPU."""
+        memory = np.zeros(nbytes + 256, np.uint8)
+        begin = -memory.ctypes.data % 256
+        return memory[begin : begin + nbytes]
+
+    def again(self, segment: Any) -> Any:
+        """See `PeerMemory.again`."""
+        return segment[:]
+
+    def handle(self, segment: Any) -> bytes:
+        """See `PeerMemory.handle`."""
+        handle = b"%d" % next(self._numbers)
+        self.segments[handle] = segment
+        self._own.add(handle)
+        return handle
+
+    def open(self, handle: bytes, nbytes: int) -> Any:
+        """See `PeerMemory.open`."""
+        if handle in self._own:
+            raise RuntimeError("cudaErrorDeviceUninitialized: invalid device context")
+        segment = self.segments[handle]
+        if segment.nbytes != nbytes:
+            raise RuntimeError(f"the segment has {segment.nbytes} bytes, not {nbytes}")
+        return segment[:]
+
+    def close(self, segment: Any) -> None:
+        """See `PeerMemory.close`."""
+
+    def host_words(self, count: int) -> Tensor:
+        """See `PeerMemory.host_words`."""
+        return torch.zeros(count, dtype=torch.int64, device="cpu")
+
+    def meet(self, plan: MeetingPlan) -> Callable[[], None]:
+        """See `PeerMemory.meet`; a thread that records a graph meets in each replay."""
+
+        def meet() -> None:
+            if (graph := recording()) is None:
+                run(plan)
+            else:
+                graph.note(lambda: run(plan))
+
+        return meet
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is queued."""
+
+
+def run(plan: MeetingPlan) -> None:
+    """Meet on the calling thread; this defines what `meet_kernel` does."""
+    if plan.failed.item():
+        return
+    for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
+        _write(outbox, int(begin) + plan.position)
+    deadline_s = now_s() + plan.host[TIMEOUT_NS].item() * 1e-9
+    for place, (inbox, begin, need) in enumerate(zip(plan.inboxes, plan.counts, plan.needs, strict=True)):
+        goal = int(begin) + need
+        while need and _difference(int(inbox), goal) < 0:
+            if plan.host[ABORT] or now_s() > deadline_s:
+                plan.failed.fill_(1)
+                plan.host[FAILED] = plan.number * PLACES + place + 1
+                return
+            threading.Event().wait(PAUSE_S)
+    if plan.last:
+        for begin in plan.counts:
+            _write(begin, int(begin) + plan.last)
+
+
+def _write(word: Tensor, position: int) -> None:
+    word.fill_(ctypes.c_int32(position).value)
+
+
+def _difference(one: int, other: int) -> int:
+    return ctypes.c_int32(one - other).value

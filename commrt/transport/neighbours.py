@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that ranks of one host map of each other: pages of words, and segments for buffers.
+
+Each rank has a page with a word for every member, into which that member writes how far it has come. A rank reads a
+number that its peer has written to its page before it trusts the mapping: drivers have been wrong about what they can
+reach.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+from torch.utils.dlpack import from_dlpack
+
+from commrt.errors import SizeMismatch, TransportError
+from commrt.membership.agreement import gather
+from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse_int, parse_list, require
+from commrt.transport.peer_memory import PeerMemory
+
+__all__ = ["Neighbours", "Words"]
+
+T = TypeVar("T")
+
+WORD_NBYTES = 128
+"""A word has a cache line for itself."""
+LARGER = 2
+"""A freed segment serves again for a buffer at least this many times smaller than it."""
+
+
+class Words(NamedTuple):
+    """What a rank and one peer tell each other: int32 [1] each."""
+
+    outbox: Tensor
+    """In the peer's memory."""
+    inbox: Tensor
+
+
+class _Page(NamedTuple):
+    """What a rank tells the others of its page."""
+
+    host: str
+    device: str
+    handle: str
+    nonce: int
+
+
+class _Place(NamedTuple):
+    """Where a buffer lies, for peers."""
+
+    handle: str
+    segment_nbytes: int
+    nbytes: int
+
+
+class _Segment(NamedTuple):
+    """An allocation that peers can map."""
+
+    memory: Any
+    address: int
+    nbytes: int
+    handle: str
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """The segments of a rank."""
+
+    used: dict[int, _Segment] = field(default_factory=dict)
+    """By address."""
+    free: list[_Segment] = field(default_factory=list)
+    keeps: bool = True
+    """False once a segment that nobody uses any more is not kept for another buffer."""
+
+    def release(self, segment: _Segment) -> None:
+        """Take back a segment whose last array is gone."""
+        del self.used[segment.address]
+        if self.keeps:
+            self.free.append(segment)
+
+
+class Neighbours:
+    """The members of one rank's host that read each other's memory. Collective, through a store of its own.
+
+    `ranks` is empty on all members of a host if one of them cannot map another's memory; then `refusal` says why.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, members: Sequence[int], timeout_s: float, memory: PeerMemory, host: str
+    ) -> None:
+        self._store, self._rank, self._members, self._memory = store, rank, members, memory
+        self._pool = _Pool()
+        self._opened: dict[str, Any] = {}  # segments of peers, by handle
+        self._shares = 0
+        self._page = memory.allocate((len(members) + 1) * WORD_NBYTES)
+        self.ranks: Sequence[int] = ()
+        """The others, in ascending order."""
+        self.refusal = ""
+        self._pages: dict[int, Any] = {}
+        self._connect(host, timeout_s)
+
+    def _connect(self, host: str, timeout_s: float) -> None:
+        nonce = secrets.randbits(62)
+        _nonce_of(self._page).fill_(nonce)
+        self._memory.synchronize()
+        own = _Page(host, self._memory.identity(), self._memory.handle(self._page).hex(), nonce)
+        pages = self._gather("pages", own, timeout_s, _parse_page)
+        there = {peer: page for peer, page in pages.items() if page.host == host and peer != self._rank}
+        try:
+            self._pages = {peer: self._opened_page(page) for peer, page in there.items()}
+            verdict = ""
+        except RuntimeError as error:
+            verdict = f"rank {self._rank} cannot map the memory of another rank ({error})"
+        verdicts = self._gather("verdicts", verdict, timeout_s, _parse_verdict)
+        self.refusal = next((verdicts[peer] for peer in sorted([*there, self._rank]) if verdicts[peer]), "")
+        self.ranks = [] if self.refusal else sorted(there)
+
+    def _opened_page(self, page: _Page) -> Any:
+        opened = self._open(page.handle, (len(self._members) + 1) * WORD_NBYTES)
+        if int(_nonce_of(opened)) != page.nonce:
+            raise RuntimeError("its page shows other numbers than it has written")
+        return opened
+
+    def _gather(self, what: str, record: object, timeout_s: float, read: Callable[[bytes], T]) -> dict[int, T]:
+        return gather(PrefixStore(what, self._store), self._rank, self._members, record, timeout_s, read)
+
+    def words(self, peer: int) -> Words:
+        """Return what this rank and `peer` tell each other."""
+        return Words(self._word(self._pages[peer], self._rank), self._word(self._page, peer))
+
+    def _word(self, page: Any, rank: int) -> Tensor:
+        begin = self._members.index(rank) * WORD_NBYTES
+        return from_dlpack(page)[begin : begin + 4].view(torch.int32)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [numel] in a segment that peers can map; it is used again when nobody uses it any more.
+
+        Waits for the device, as ``cudaMalloc`` may.
+        """
+        nbytes = max(1, numel) * dtype.itemsize
+        free = self._pool.free
+        fits = [segment for segment in free if nbytes <= segment.nbytes <= LARGER * nbytes]
+        segment = min(fits, key=lambda segment: segment.nbytes) if fits else self._new_segment(nbytes)
+        if fits:
+            free.remove(segment)
+            self._memory.synchronize()  # peers, or this rank, may still read it
+        self._pool.used[segment.address] = segment
+        array = self._memory.again(segment.memory)
+        finalize(array, self._pool.release, segment)
+        return from_dlpack(array)[:nbytes].view(dtype)[:numel].zero_()
+
+    def _new_segment(self, nbytes: int) -> _Segment:
+        memory = self._memory.allocate(nbytes)
+        address = from_dlpack(memory).data_ptr()
+        return _Segment(memory, address, nbytes, self._memory.handle(memory).hex())
+
+    def share(self, buffers: Sequence[Tensor], timeout_s: float) -> list[dict[int, Tensor]]:
+        """Return for each of `buffers` that of each neighbour. Collective; all from `allocate`, in one order."""
+        self._shares += 1
+        segments = [self._pool.used[buffer.data_ptr()] for buffer in buffers]
+        own = [_Place(each.handle, each.nbytes, buffer.nbytes) for each, buffer in zip(segments, buffers, strict=True)]
+        shared = self._gather(f"share {self._shares}", own, timeout_s, _parse_places)
+        for peer in self.ranks:
+            if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
+                raise SizeMismatch(f"rank {peer} shares buffers of other sizes: start all ranks with the same code")
+        return [
+            {peer: self._theirs(shared[peer][number], buffer) for peer in self.ranks}
+            for number, buffer in enumerate(buffers)
+        ]
+
+    def _theirs(self, place: _Place, like: Tensor) -> Tensor:
+        segment = from_dlpack(self._open(place.handle, place.segment_nbytes))
+        return segment[: place.nbytes].view(like.dtype)
+
+    def _open(self, handle: str, nbytes: int) -> Any:
+        if handle not in self._opened:
+            self._opened[handle] = self._memory.open(bytes.fromhex(handle), nbytes)
+        return self._opened[handle]
+
+    def close(self, linger_s: float) -> None:
+        """Unmap all memory of peers, and wait for at most `linger_s` until they have unmapped this rank's."""
+        opened, self._opened, self._pages = self._opened, {}, {}
+        for segment in opened.values():
+            self._memory.close(segment)
+        if linger_s:
+            with suppress(RuntimeError, TransportError):  # the store is gone, and the others with it
+                call_store(lambda: self._wait_until_unmapped(linger_s), linger_s + STORE_ANSWER_S)
+        self._pool.keeps = False
+        self._pool.free.clear()
+
+    def _wait_until_unmapped(self, limit_s: float) -> None:
+        self._store.set(f"unmapped/{self._rank}", "")
+        self._store.wait([f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s))
+
+
+def _nonce_of(page: Any) -> Tensor:
+    return from_dlpack(page)[-8:].view(torch.int64)
+
+
+def _parse_page(said: bytes) -> _Page:
+    host, device, handle, nonce = parse_list(said, 4)
+    require(isinstance(host, str) and isinstance(device, str) and bytes.fromhex(handle) is not None)
+    return _Page(host, device, handle, parse_int(nonce))
+
+
+def _parse_verdict(said: bytes) -> str:
+    verdict = json.loads(said)
+    require(isinstance(verdict, str))
+    return str(verdict)
+
+
+def _parse_places(said: bytes) -> list[_Place]:
+    places = [_Place(handle, parse_int(segment), parse_int(nbytes)) for handle, segment, nbytes in parse_list(said)]
+    require(all(bytes.fromhex(place.handle) and place.nbytes <= place.segment_nbytes for place in places))
+    return places

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a GPU that other processes of its host map: by CuPy, with CUDA's handles for interprocess communication.
+
+A handle stands for a whole allocation of ``cudaMalloc``, so each segment is one. Neither torch's allocator nor CuPy's
+pool gives such memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from commrt.kernels.meeting import MeetingPlan
+
+__all__ = ["CudaPeerMemory", "PeerMemory"]
+
+
+class PeerMemory(Protocol):
+    """Memory that peers can map, and meetings in it."""
+
+    def identity(self) -> str:
+        """Return what tells this device apart from all others of this host."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a segment, a uint8 array [nbytes], of zeros."""
+
+    def again(self, segment: Any) -> Any:
+        """Return another array of the same memory, which keeps it alive."""
+
+    def handle(self, segment: Any) -> bytes:
+        """Return what another process needs to open `segment`."""
+
+    def open(self, handle: bytes, nbytes: int) -> Any:
+        """Return a peer's segment, a uint8 array [nbytes]; raises `RuntimeError` where that cannot be."""
+
+    def close(self, segment: Any) -> None:
+        """Unmap a peer's segment, which nobody may use any more."""
+
+    def host_words(self, count: int) -> Tensor:
+        """Return zeros int64 [count] in host memory that the device reads and writes."""
+
+    def meet(self, plan: MeetingPlan) -> Callable[[], None]:
+        """Return what queues a meeting each time it is called; its kernels are loaded by then."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+
+
+class CudaPeerMemory:
+    """A `PeerMemory` of the GPU `device`; `open` and `meet` need it as the thread's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        import cupy  # noqa: PLC0415  # slow to import, and absent without a GPU
+
+        self._cupy, self._runtime, self._device = cupy, cupy.cuda.runtime, device
+
+    def identity(self) -> str:
+        """See `PeerMemory.identity`."""
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    def allocate(self, nbytes: int) -> Any:
+        """See `PeerMemory.allocate`: one ``cudaMalloc``, which may wait for the GPU."""
+        with torch.cuda.device(self._device):
+            memory = self._cupy.cuda.Memory(nbytes)
+            self._runtime.memset(memory.ptr, 0, nbytes)
+        self.synchronize()  # torch queues on streams of its own
+        return self._array(memory, nbytes)
+
+    def _array(self, memory: Any, nbytes: int) -> Any:
+        return self._cupy.ndarray(nbytes, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def again(self, segment: Any) -> Any:
+        """See `PeerMemory.again`."""
+        return self._array(segment.data.mem, segment.nbytes)
+
+    def handle(self, segment: Any) -> bytes:
+        """See `PeerMemory.handle`."""
+        with torch.cuda.device(self._device):
+            return bytes(self._runtime.ipcGetMemHandle(segment.data.ptr))
+
+    def open(self, handle: bytes, nbytes: int) -> Any:
+        """See `PeerMemory.open`; the memory counts as this device's, wherever it is."""
+        address = self._runtime.ipcOpenMemHandle(handle)
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
+        return self._array(memory, nbytes)
+
+    def close(self, segment: Any) -> None:
+        """See `PeerMemory.close`."""
+        self._runtime.ipcCloseMemHandle(segment.data.ptr)
+
+    def host_words(self, count: int) -> Tensor:
+        """See `PeerMemory.host_words`."""
+        return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def meet(self, plan: MeetingPlan) -> Callable[[], None]:
+        """See `PeerMemory.meet`: one launch of one warp."""
+        from commrt.kernels.device.meet_launch import meet_launch  # noqa: PLC0415  # Triton is there only with a GPU
+
+        return meet_launch(plan)
+
+    def synchronize(self) -> None:
+        """See `PeerMemory.synchronize`."""
+        torch.cuda.synchronize(self._device)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers' memory: buffers of the GPUs of one host, which all its ranks map and read where they lie.
+
+A transport of windows beside another one, which carries all other groups. In a window a hop is a meeting and kernels
+that read (`commrt.runtime.reading`). In a meeting a rank tells its peers how far it has come, by a word in their
+memory, and waits for theirs, on the device. The counters lie on the device too, so a graph repeats what calls do. A
+meeting has a deadline. After one that failed, no kernel tells anything any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from time import sleep
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from commrt.errors import DeadlineExceeded, Place, TransportClosed, TransportError
+from commrt.kernels.meeting import ABORT, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.membership.store_client import start_call
+from commrt.program import Meeting
+from commrt.threads.clock import now_s
+from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.streams import streams_of
+from commrt.transport.nccl_communicator import Graphs, Watchdog
+from commrt.transport.neighbours import Neighbours
+from commrt.transport.peer_memory import PeerMemory
+from commrt.transport.protocol import Exchange, P2PGroup, QueueingTransport, Tag, Window
+
+__all__ = ["PeersTransport"]
+
+LINGER_S = 10.0
+"""Time for the peers to unmap the memory of this rank before it is freed."""
+SLACK_S = 20.0
+"""What the device may need besides the deadline of a meeting."""
+POLL_S = 0.0002
+CAPTURE = Tag(-1, "graph")
+"""In errors, for a meeting that has not run yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bound:
+    """A bound meeting."""
+
+    hop: int
+    ranks: Sequence[int]
+    tag: Tag
+    """Of its latest run."""
+
+
+class PeersTransport:
+    """One rank of a host whose ranks are `neighbours`; moves all other groups by `rest`, of the same members.
+
+    The error of a meeting is raised by the next exchange, by `wait` or by `close`; before, `on_failure` is called. All
+    exchanges come from one thread at a time, on one stream.
+    """
+
+    can_move_receives = False
+
+    def __init__(
+        self,
+        rest: QueueingTransport,
+        neighbours: Neighbours,
+        memory: PeerMemory,
+        device: torch.device,
+        on_failure: Callable[[TransportError], None] | None = None,
+    ) -> None:
+        self._rest, self._neighbours, self._memory, self.device = rest, neighbours, memory, device
+        self.rank, self.members = rest.rank, rest.members
+        self._streams, self._on_failure = streams_of(device), on_failure
+        self._numbers = count()
+        self._meetings: dict[int, _Bound] = {}  # by number, as long as it is bound
+        self._captured: list[_Bound] | None = None  # meetings of the graph that is being captured
+        self._graphs = Graphs()
+        self._host = memory.host_words(len(HOST_WORDS))
+        self._words = self._host.numpy()
+        self._failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self._counts = {peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in neighbours.ranks}
+        self._failure: TransportError | None = None
+        self._noting = threading.Lock()  # the watchdog looks too
+        self._raised = self._closed = self._is_unmapped = False
+        self.timeout_s = rest.timeout_s
+        self._watchdog = Watchdog(self._check, self._streams.use)
+        release_in_forked_child(self)
+
+    @property
+    def kind(self) -> str:
+        """See `Transport.kind`."""
+        return f"peers' memory and {self._rest.kind}"
+
+    @property
+    def timeout_s(self) -> float:
+        """See `Transport.timeout_s`: of a meeting too."""
+        return self._rest.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._rest.timeout_s = seconds
+        self._words[TIMEOUT_NS] = int(min(seconds, 1e9) * 1e9)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """See `Transport.allocate`: memory that can be shared; waits for the device."""
+        if device not in (None, self.device):
+            return self._rest.allocate(numel, dtype, device)
+        return self._neighbours.allocate(numel, dtype)
+
+    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
+        """Return windows of `buffers`, all from `allocate`. Collective, with the same sizes on all members."""
+        return [_Window(self, peers) for peers in self._neighbours.share(buffers, self.timeout_s)]
+
+    def bind(self, group: P2PGroup) -> Exchange:
+        """See `Transport.bind`: by the rest."""
+        return self._rest.bind(group)
+
+    def bind_meeting(self, meeting: Meeting, hop: int, ranks: Sequence[int], last: int) -> Exchange:
+        """See `Window.bind`."""
+        number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
+        bound = self._meetings[number] = _Bound(hop, ranks, CAPTURE)
+        plan = MeetingPlan(
+            [word.outbox for word in words],
+            [word.inbox for word in words],
+            [self._counts[peer] for peer in ranks],
+            [meeting.needs.get(peer, 0) for peer in ranks],
+            self._failed,
+            self._host,
+            meeting.position,
+            last,
+            number,
+        )
+        launch = self._memory.meet(plan)
+
+        def meet(tag: Tag) -> None:
+            self._require_open(tag, hop)
+            bound.tag = tag
+            if self._captured is not None:
+                self._captured.append(bound)
+            launch()
+
+        finalize(meet, self._meetings.pop, number)
+        return meet
+
+    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
+        """See `Transport.capture`: one CUDA graph, by the rest unless all messages of `group` are read."""
+        captured = self._captured = list[_Bound]()
+        try:
+            launch = self._capture_alone(work) if group.reads else self._rest.capture(work, group)
+        finally:
+            self._captured = None
+        return None if launch is None else self._replay_of(launch, captured)
+
+    def _capture_alone(self, work: Callable[[], None]) -> Exchange | None:
+        graph = self._streams.capture(work)
+        if graph is None:
+            return None
+
+        def launch(tag: Tag) -> None:  # noqa: ARG001  # an `Exchange`
+            graph.replay()
+
+        self._graphs.keep(graph, launch)
+        return launch
+
+    def _replay_of(self, launch: Exchange, captured: Sequence[_Bound]) -> Exchange:
+        def replay(tag: Tag) -> None:
+            self._require_open(tag, 0)
+            for bound in captured:
+                bound.tag = tag
+            launch(tag)
+
+        return replay
+
+    def _require_open(self, tag: Tag, hop: int) -> None:
+        if self._words[FAILED]:
+            self._check()
+        if self._failure is not None:
+            self._raised = True
+            raise self._failure
+        if self._closed:
+            raise TransportClosed("the transport was closed", tag.place(self.rank, hop))
+
+    def _check(self) -> None:
+        """Note the meeting that has failed, if one has; called by the watchdog too."""
+        with self._noting:
+            word = int(self._words[FAILED])
+            if not word or self._failure is not None or self._closed:
+                return
+            number, place = divmod(word, PLACES)
+            bound = self._meetings[number]
+            peer = bound.ranks[place - 1]
+            what = f"rank {peer} did not come within {self.timeout_s:g} s: slow, stopped, or running another program"
+            failure = self._failure = DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
+        if self._on_failure is not None:
+            self._on_failure(failure)
+
+    def wait(self) -> None:
+        """Wait until all that is queued is complete; raises an error that no call has raised yet."""
+        end, deadline_s = self._streams.record_event(), now_s() + self.timeout_s + SLACK_S
+        while not end.query():
+            if now_s() > deadline_s:
+                what = "the stream is held up by something else: is another library's collective waiting on this GPU"
+                raise DeadlineExceeded(what, Place(self.rank))
+            sleep(POLL_S)
+        self._check()
+        if self._failure is not None and not self._raised:
+            self._raised = True
+            raise self._failure
+        self._rest.wait()
+
+    def close(self) -> None:
+        """Wait until the device has done all work, then unmap the memory of peers, even after an error."""
+        if self._is_unmapped:
+            return
+        was_open, self._is_unmapped = not self._closed, True
+        try:
+            with suppress(TimeoutError):  # then kernels may still read what peers have mapped
+                start_call(self._memory.synchronize).result(self.timeout_s + SLACK_S)
+                self._check()
+                self._closed = True
+                self._graphs.drop_all()
+                self._neighbours.close(LINGER_S if was_open and self._failure is None else 0.0)
+        finally:
+            self._closed = True
+            self._watchdog.stop()
+            self._rest.close()
+        if was_open and self._failure is not None and not self._raised:
+            raise self._failure
+
+    def abort(self) -> None:
+        """End the meetings that wait, from any thread; memory stays mapped until `close`."""
+        self._words[ABORT] = 1
+        self._closed = True
+        self._watchdog.stop()
+        self._rest.abort()
+
+    def leave_to_parent(self) -> None:
+        """Do nothing with the device in a forked child: the parent uses it."""
+        self._closed = self._is_unmapped = True
+        self._watchdog.stop()
+
+
+class _Window:
+    """A `Window` of one buffer."""
+
+    def __init__(self, transport: PeersTransport, peers: Mapping[int, Tensor]) -> None:
+        self._transport, self.peers = transport, peers
+
+    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], last: int = 0) -> Exchange:
+        """See `Window.bind`."""
+        return self._transport.bind_meeting(meeting, hop, ranks, last)

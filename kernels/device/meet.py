@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meet: tell peers how far this rank has come, and wait until they are far enough; with a deadline.
+
+Peers tell by a release, and are heard by an acquire, at the scope of the whole system. So what a peer's kernels wrote
+before it told is there for this rank's next kernel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from commrt.kernels.meeting import ABORT, FAILED, PLACES, TIMEOUT_NS
+
+LOOK_NS = tl.constexpr(10_000)
+"""Between two looks at host memory, which is far away."""
+ABORT_WORD = tl.constexpr(ABORT)
+TIMEOUT_WORD = tl.constexpr(TIMEOUT_NS)
+FAILED_WORD = tl.constexpr(FAILED)
+MOST_PEERS = tl.constexpr(PLACES)
+
+
+@triton.jit
+def _tell(address, position):
+    """Write `position` to a peer's memory after all that this rank wrote before, by one thread."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %tid.x; setp.eq.u32 first, lane, 0;"
+        " @first st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, position],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _heard(address):
+    """Read what a peer has told, before all that this rank reads later; the same for all threads of the warp."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 there; ld.acquire.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0, 31, -1; }",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _seen(address):
+    """Read a word that the host may write at any time; the same for all threads of the warp."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u64 word; .reg .b32 low, high; ld.volatile.global.u64 word, [$1]; mov.b64 {low, high}, word;"
+        " shfl.sync.idx.b32 low, low, 0, 31, -1; shfl.sync.idx.b32 high, high, 0, 31, -1; mov.b64 $0, {low, high}; }",
+        "=l,l",
+        [address],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _now_ns():
+    """Read the clock of the device; the same for all threads of the warp."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u64 now; .reg .b32 low, high; mov.u64 now, %globaltimer; mov.b64 {low, high}, now;"
+        " shfl.sync.idx.b32 low, low, 0, 31, -1; shfl.sync.idx.b32 high, high, 0, 31, -1; mov.b64 $0, {low, high}; }",
+        "=l",
+        [],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def meet_kernel(outboxes, inboxes, counts, needs, failed, host, position, last, number, PEERS: tl.constexpr):
+    """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed.
+
+    `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer tells it. Both
+    count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [PEERS] is 0 for a peer that need not
+    be waited for.
+    """
+    if tl.load(failed) == 0:
+        for peer in tl.static_range(PEERS):
+            _tell(tl.load(outboxes + peer), tl.load(tl.load(counts + peer).to(tl.pointer_type(tl.int32))) + position)
+        begin = _now_ns()
+        look = begin + LOOK_NS
+        waits = 1
+        for peer in tl.static_range(PEERS):
+            need = tl.load(needs + peer)
+            if (need > 0) & (waits == 1):
+                goal = tl.load(tl.load(counts + peer).to(tl.pointer_type(tl.int32))) + need
+                inbox = tl.load(inboxes + peer)
+                while (_heard(inbox) - goal < 0) & (waits == 1):
+                    now = _now_ns()
+                    if now > look:
+                        look = now + LOOK_NS
+                        late = now - begin > _seen(host + TIMEOUT_WORD)
+                        if late | (_seen(host + ABORT_WORD) != 0):
+                            waits = 0
+                            tl.store(failed, 1)
+                            tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_PEERS + (peer + 1))
+        if (last > 0) & (waits == 1):
+            for peer in tl.static_range(PEERS):
+                count = tl.load(counts + peer).to(tl.pointer_type(tl.int32))
+                tl.store(count, tl.load(count) + last)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a meeting of ranks reads and writes, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["ABORT", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_NS", "MeetingPlan"]
+
+HOST_WORDS = ABORT, TIMEOUT_NS, FAILED = range(3)
+"""Words in host memory: not 0 to give up; the deadline; and what failed: a meeting's number times `PLACES`, plus 1 and
+the place of the peer that did not come."""
+PLACES = 1 << 20
+
+
+class MeetingPlan(NamedTuple):
+    """A rank tells each peer its position, then waits until each has told one that is far enough.
+
+    Positions are int32 and count on from program to program; they wrap, and are compared by their difference.
+    """
+
+    outboxes: Sequence[Tensor]
+    """By peer, int32 [1] in the peer's memory: what this rank tells."""
+    inboxes: Sequence[Tensor]
+    """By peer, int32 [1]: what the peer tells."""
+    counts: Sequence[Tensor]
+    """By peer, int32 [1]: from where both count."""
+    needs: Sequence[int]
+    """By peer, how far it must be, from `counts` on; 0 if it does not matter."""
+    failed: Tensor
+    """int32 [1]: not 0 once a meeting has failed. All later ones do nothing."""
+    host: Tensor
+    """int64 [3] in host memory, see `HOST_WORDS`."""
+    position: int
+    """What is told, from `counts` on."""
+    last: int
+    """How far `counts` move at the end of a program; 0 in all meetings but the last."""
+    number: int
+    """Tells meetings apart in errors."""
