@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ABORT", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_NS", "MeetingPlan"]
+__all__ = ["ABORT", "ENDED", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_NS", "MeetingPlan"]
 
-HOST_WORDS = ABORT, TIMEOUT_NS, FAILED = range(3)
-"""Words in host memory: not 0 to give up; the deadline; and what failed: a meeting's number times `PLACES`, plus 1 and
-the place of the peer that did not come."""
+HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
+"""Words in host memory: not 0 to give up; the deadline; what failed: a meeting's number times `PLACES`, plus 1 and the
+place of the peer that did not come; how many programs have ended."""
 PLACES = 1 << 20
 
 
@@ -30,10 +30,10 @@ class MeetingPlan(NamedTuple):
     """By peer, int32 [1]: from where both count."""
     needs: Sequence[int]
     """By peer, how far it must be, from `counts` on; 0 if it does not matter."""
-    failed: Tensor
-    """int32 [1]: not 0 once a meeting has failed. All later ones do nothing."""
+    state: Tensor
+    """int32 [2]: not 0 once a meeting has failed, and all later ones do nothing; how many programs have ended."""
     host: Tensor
-    """int64 [3] in host memory, see `HOST_WORDS`."""
+    """int64 [4] in host memory, see `HOST_WORDS`."""
     position: int
     """What is told, from `counts` on."""
     last: int

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from commrt.algorithms import halving_doubling
+from commrt.algorithms import halving_doubling, tree
 from commrt.algorithms.carrying import require_short_sums
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.coder import Coder
@@ -79,6 +79,8 @@ class Engine:
         self._uses_graphs = graphs
         self._proven = lru_cache(KEPT)(self._prove)
         self._digest = lru_cache(KEPT)(Schedule.digest)
+        self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
+        self._flat: tuple[Tensor, Window] | None = None
         self.replace_buckets(buckets)
 
     def schedule(self, step: int) -> Schedule:
@@ -134,6 +136,8 @@ class Engine:
         """Let go of all memory once nothing is in flight; nothing more can be carried."""
         self.replace_buckets(())
         self._proven.cache_clear()
+        self._broadcast.cache_clear()
+        self._flat = None
 
     def submit_preparation(self, step: int) -> Future[None]:
         """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
@@ -144,6 +148,16 @@ class Engine:
         bound = self._bound
         with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
             return self.world.comm_thread.submit(lambda: self._average(bucket, step, bound))
+
+    def submit_sharing(self, flat: Tensor) -> Future[None]:
+        """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
+
+        def share() -> None:
+            self._broadcast.cache_clear()
+            windows = self.world.transport.share([flat])
+            self._flat = (flat, windows[0]) if windows else None
+
+        return self.world.comm_thread.submit(share)
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
         """Overwrite `flat` with the first member's."""
@@ -256,9 +270,19 @@ class Engine:
 
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
-        begin_s = perf_counter()
-        nbytes_sent = self.world.broadcast_now(flat, self.members, Tag(step, "state"))
-        return Span("state", begin_s, perf_counter(), nbytes_sent)
+        begin_s, tag = perf_counter(), Tag(step, "state")
+        if self._flat is not None and flat is self._flat[0]:
+            bound = self._broadcast(self.members)
+            bound.run(tag, self.world.recorder)
+            return Span("state", begin_s, perf_counter(), bound.nbytes_sent)
+        return Span("state", begin_s, perf_counter(), self.world.broadcast_now(flat, self.members, tag))
+
+    def _bind_broadcast(self, members: tuple[int, ...]) -> BoundProgram:
+        if self._flat is None:
+            raise ValueError("no buffer was shared")
+        schedule = tree.broadcast(len(members))
+        mine = member_program(schedule, members, self.world.rank, self.world.size)
+        return bind_reading(mine, *self._flat, self.world.transport)
 
     def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         """Return those of the `asked` ranks that say yes."""

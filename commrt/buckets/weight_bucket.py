@@ -20,7 +20,7 @@ from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing
 from commrt.threads.future import Future
-from commrt.transport.protocol import Allocate
+from commrt.transport.protocol import Allocate, Window
 
 __all__ = ["Message", "TensorSlot", "WeightBucket", "build_weight_buckets", "exchanged_tensors", "watch_of"]
 
@@ -85,6 +85,8 @@ class Message:
     received: Tensor
     packing: Packing
     """Packs to and from `sent`."""
+    windows: Sequence[Window] = ()
+    """Of `sent` and `received`, where peers can read them."""
     room: int = 0
     """See `WeightBucket.send`."""
     answer: Future[Span] | None = None
@@ -117,12 +119,16 @@ class WeightBucket:
 
     def _message(self, like: Sequence[Tensor], allocate: Allocate, room: int = 0) -> Message:
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
-        return Message(sent, received, packing(sent, self._layout, like), room)
+        return Message(sent, received, packing(sent, self._layout, like), room=room)
 
     @property
     def rounds(self) -> bool:
         """True if the wire is narrower than the weights."""
         return self._wire != self._kinds[0].dtype
+
+    def messages(self) -> Sequence[Message]:
+        """Return all messages, before the first of them is sent."""
+        return tuple(self._free)
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""

@@ -162,7 +162,8 @@ def _beside_peers(
     required: bool,
 ) -> QueueingTransport:
     """Return windows in peers' memory beside `rest`, or `rest` where the ranks of a host cannot map it."""
-    from commrt.transport.neighbours import Neighbours  # noqa: PLC0415  # as above
+    from commrt.transport.nccl_communicator import ShutdownNotices  # noqa: PLC0415  # as above
+    from commrt.transport.neighbours import Neighbours  # noqa: PLC0415
     from commrt.transport.peer_memory import CudaPeerMemory  # noqa: PLC0415
     from commrt.transport.peers import PeersTransport  # noqa: PLC0415
 
@@ -170,7 +171,7 @@ def _beside_peers(
     own_store = PrefixStore("peers", clone_connection(store))
     neighbours = Neighbours(own_store, rest.rank, rest.members, rest.timeout_s, memory, host)
     if neighbours.ranks:
-        return PeersTransport(rest, neighbours, memory, device, on_failure)
+        return PeersTransport(rest, neighbours, ShutdownNotices(own_store, rest.rank), memory, device, on_failure)
     if required:
         why = neighbours.refusal or "each rank has a host of its own"
         raise UsageError(f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {why}. Unset it")

@@ -19,7 +19,7 @@ from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combina
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
 
-__all__ = ["bind_reading"]
+__all__ = ["bind_reading", "bind_receiving"]
 
 
 def bind_reading(program: Program, buffer: Tensor, window: Window, transport: Transport) -> BoundProgram:
@@ -35,13 +35,38 @@ def bind_reading(program: Program, buffer: Tensor, window: Window, transport: Tr
     return BoundProgram((*hops, reader.end()), nbytes, P2PGroup(reader.sends, reader.recvs, reads=only_near), None)
 
 
+def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exchange:
+    """Bind `group`, each of whose messages sends all of the buffer of `window`, or receives that of a peer.
+
+    Receives are copied from peers of this host, and the transport moves the other messages.
+    """
+    sends, recvs = ([m for m in side if m.peer in window.peers] for side in (group.sends, group.recvs))
+    ranks = sorted({message.peer for message in (*sends, *recvs)})
+    if not ranks:
+        return transport.bind(group)
+    ready = window.bind(Meeting(1, {message.peer: 1 for message in recvs}), group.hop, ranks, first=True)
+    copies = [copying(message.data, window.peers[message.peer]) for message in recvs]
+    done = window.bind(Meeting(3, {message.peer: 2 for message in sends}), group.hop, ranks, last=True)
+    far_sends, far_recvs = ([m for m in side if m.peer not in window.peers] for side in (group.sends, group.recvs))
+    rest = transport.bind(P2PGroup(far_sends, far_recvs, group.hop))
+
+    def run(tag: Tag) -> None:
+        ready(tag)
+        for copy in copies:
+            copy()
+        done(tag)
+        rest(tag)
+
+    return run
+
+
 class _Reader:
     def __init__(self, program: Program, buffer: Tensor, window: Window, transport: Transport) -> None:
         self._buffer, self._window, self._transport = buffer, window, transport
         self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
         self._near = sorted(program.peers & set(window.peers))
         self._meetings = meetings(program.hops, program.chunks, self._near)
-        self._last = len(program.hops)
+        self._is_first, self._last = True, len(program.hops)
         self._scratch = torch.empty(self._scratch_numel(program), dtype=buffer.dtype, device=buffer.device)
         self.sends: list[P2PMessage] = []
         self.recvs: list[P2PMessage] = []
@@ -82,8 +107,8 @@ class _Reader:
         """Return what meets the near peers, then exchanges the messages of `far`."""
         if meeting is None:
             raise ValueError(f"hop {number} is idle: it meets nobody")
-        last = meeting.position if number == self._last else 0
-        meet = self._window.bind(meeting, number, self._near, last)
+        first, self._is_first = self._is_first, False
+        meet = self._window.bind(meeting, number, self._near, first=first, last=number == self._last)
         if not far.peers:
             return meet
         exchange = self._transport.bind(far)

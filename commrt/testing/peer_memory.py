@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.meeting import ABORT, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.kernels.meeting import ABORT, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.testing.graphs import recording
 from commrt.threads.clock import now_s
 
@@ -90,7 +90,7 @@ class HostPeerMemory:
 
 def run(plan: MeetingPlan) -> None:
     """Meet on the calling thread; this defines what `meet_kernel` does."""
-    if plan.failed.item():
+    if plan.state[0]:
         return
     for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
         _write(outbox, int(begin) + plan.position)
@@ -99,13 +99,15 @@ def run(plan: MeetingPlan) -> None:
         goal = int(begin) + need
         while need and _difference(int(inbox), goal) < 0:
             if plan.host[ABORT] or now_s() > deadline_s:
-                plan.failed.fill_(1)
+                plan.state[0] = 1
                 plan.host[FAILED] = plan.number * PLACES + place + 1
                 return
             threading.Event().wait(PAUSE_S)
     if plan.last:
         for begin in plan.counts:
             _write(begin, int(begin) + plan.last)
+        plan.state[1] += 1
+        plan.host[ENDED] = plan.state[1]
 
 
 def _write(word: Tensor, position: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -94,10 +96,11 @@ def _context(start: Start) -> Any:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on now, below those that systems give to connections that go out."""
+    while True:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((LOOPBACK, port := 10_000 + secrets.randbelow(22_000)))
+            return port
 
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
 
@@ -18,9 +18,10 @@ from commrt.testing import nccl
 from commrt.testing.peer_memory import HostPeerMemory
 from commrt.transport.local import Fabric
 from commrt.transport.nccl import NcclTransport
+from commrt.transport.nccl_communicator import ShutdownNotices
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.peers import PeersTransport
-from commrt.transport.protocol import CPU, QueueingTransport, Transport
+from commrt.transport.protocol import CPU, Transport
 
 __all__ = ["Connect", "local_worlds", "over_nccl", "over_peers", "over_threads", "run_ranks"]
 
@@ -38,30 +39,31 @@ def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
 
 def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
     """Connect the ranks by `NcclTransport` over the stand-in for NCCL, which moves CPU tensors; a `Connect`."""
-    prefix = PrefixStore("nccl", store)
-
-    def connect(rank: int) -> Transport:
-        return NcclTransport(prefix, rank, range(ranks), timeout_s, CPU, nccl)
-
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(connect, range(ranks)))
+        return list(pool.map(lambda rank: _nccl(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
 def over_peers(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
     """Connect the ranks by `PeersTransport` over stand-ins for NCCL and for GPUs' memory; a `Connect`."""
-    rest = over_nccl(store, ranks, timeout_s)
-
-    def connect(nccl: Transport) -> Transport:
-        memory = HostPeerMemory()
-        prefix = PrefixStore("peers", store)
-        neighbours = Neighbours(prefix, nccl.rank, nccl.members, timeout_s, memory, "host")
-        return PeersTransport(cast("QueueingTransport", nccl), neighbours, memory, CPU)
-
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(connect, rest))
+        return list(pool.map(lambda rank: _beside_nccl(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
-RECONNECTING = (over_threads, over_nccl)
+def _nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> NcclTransport:
+    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, CPU, nccl)
+
+
+def _beside_nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> PeersTransport:
+    rest, memory = _nccl(store, rank, members, timeout_s), HostPeerMemory()
+    neighbours = Neighbours(PrefixStore("peers", store), rank, members, timeout_s, memory, "host")
+    return PeersTransport(rest, neighbours, ShutdownNotices(PrefixStore("peers", store), rank), memory, CPU)
+
+
+RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {
+    over_nccl: _nccl,
+    over_peers: _beside_nccl,
+}
+"""What connects one rank again."""
 
 
 def local_worlds(
@@ -69,18 +71,18 @@ def local_worlds(
 ) -> list[World]:
     """Return worlds of `size` threads that share a store; transports are passed to `wrap`.
 
-    Worlds connected by `over_threads` or `over_nccl` connect again without lost ranks.
+    Worlds connected by one of the functions above connect again without lost ranks.
     """
     store, fabrics, chosen = HashStore(), dict[int, Fabric](), connect or over_threads
 
     def reconnect(rank: int, generation: int, members: Sequence[int], timeout_s: float) -> Transport:
-        if chosen is over_nccl:
-            prefix = PrefixStore(f"nccl {generation}", store)
-            return wrap(NcclTransport(prefix, rank, members, timeout_s, CPU, nccl))
+        if again := RECONNECTING.get(chosen):
+            return wrap(again(PrefixStore(f"generation {generation}", store), rank, members, timeout_s))
         return wrap(fabrics.setdefault(generation, Fabric(size, timeout_s)).transport(rank))
 
     def open_one(rank: int, transport: Transport) -> World:
-        options = ReconnectOptions(partial(reconnect, rank), LOOPBACK) if chosen in RECONNECTING else None
+        again = chosen in (over_threads, *RECONNECTING)
+        options = ReconnectOptions(partial(reconnect, rank), LOOPBACK) if again else None
         return World(wrap(transport), store, rank, "threads", reconnect_options=options)
 
     return [open_one(*each) for each in enumerate(chosen(store, size, timeout_s))]

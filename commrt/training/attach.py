@@ -235,6 +235,8 @@ def _gossiping(request: _Request, algorithm: Gossip) -> Replica:
         )
     request.agree(request.claim(algorithm, rounds.schedule(0), buckets))
     alone = world.all_equal("gossiping models", "0" if not world.elastic.others() else f"more on rank {world.rank}")
+    if world.size > 1:
+        rounds.share(buckets)
     replica = GossipReplica(
         request.model, request.params, request.optimizers, rounds, buckets, world.attached, alone=alone
     )

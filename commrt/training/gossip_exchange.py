@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from time import perf_counter
 
@@ -11,7 +12,7 @@ import torch
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import explain_mismatch
-from commrt.buckets.weight_bucket import Message
+from commrt.buckets.weight_bucket import Message, WeightBucket
 from commrt.errors import DisagreementError
 from commrt.kernels.layout import HEADER_NUMEL
 from commrt.program import Program, member_program
@@ -19,6 +20,7 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import gossip_mean
 from commrt.runtime.elastic import LOST
 from commrt.runtime.executor import bind
+from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
@@ -56,6 +58,17 @@ class GossipExchange(WorldBroadcaster):
         schedule = self.algorithm.schedule(step, len(self.members))
         prove(schedule, gossip_mean(self.algorithm, schedule))
         return schedule
+
+    def share(self, buckets: Sequence[WeightBucket]) -> None:
+        """Let partners of this host read the messages of `buckets`, where they can; collective.
+
+        After a rank was lost the others allocate anew, and GPUs go on through NCCL.
+        """
+        messages = [message for bucket in buckets for message in bucket.messages()]
+        buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
+        windows = self.world.comm_thread.submit(lambda: self.world.transport.share(buffers)).result()
+        for number, message in enumerate(messages):
+            message.windows = windows[2 * number : 2 * number + 2]
 
     def submit(self, message: Message, bucket: int, step: int) -> Future[Span]:
         """Exchange `message`, the content of `bucket`, with the partners of `step`. On the training thread."""
@@ -112,8 +125,14 @@ class GossipExchange(WorldBroadcaster):
             sends = [P2PMessage(leg.peer, message.sent) for leg in hop.sends]
             recvs = [P2PMessage(leg.peer, message.received) for leg in hop.recvs]
             nbytes_sent = len(sends) * message.sent.nbytes
-            return transport.bind(P2PGroup(sends, recvs)), nbytes_sent, hop.recvs[0].weight
-        bound = bind(program, message.received, transport, None, self.world.comm_thread.streams)
+            group = P2PGroup(sends, recvs)
+            window = message.windows[0] if message.windows else None
+            exchange = transport.bind(group) if window is None else bind_receiving(group, window, transport)
+            return exchange, nbytes_sent, hop.recvs[0].weight
+        if message.windows:
+            bound = bind_reading(program, message.received, message.windows[1], transport)
+        else:
+            bound = bind(program, message.received, transport, None, self.world.comm_thread.streams)
 
         def run(tag: Tag) -> None:
             torch.mul(message.sent, 1 / within, out=message.received)

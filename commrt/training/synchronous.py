@@ -66,6 +66,8 @@ class SynchronousReplica(Replica):
         self._buffer_kinds = _kinds(buffers)
         carries = self._broadcasts_buffers and buffers
         self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate) if carries else None
+        if self._flat_buffers is not None:
+            engine.submit_sharing(self._flat_buffers.flat).result()
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._settings = 0  # of the optimizers, as ranks compare them
         self._has_data: Future[None] | None = None

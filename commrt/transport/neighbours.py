@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.utils.dlpack import from_dlpack
 
-from commrt.errors import SizeMismatch, TransportError
+from commrt.errors import SizeMismatch, TransportError, UsageError
 from commrt.membership.agreement import gather
 from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse_int, parse_list, require
 from commrt.transport.peer_memory import PeerMemory
@@ -33,6 +32,7 @@ T = TypeVar("T")
 
 WORD_NBYTES = 128
 """A word has a cache line for itself."""
+_mapped_by_peers: list[object] = []
 LARGER = 2
 """A freed segment serves again for a buffer at least this many times smaller than it."""
 
@@ -59,6 +59,7 @@ class _Place(NamedTuple):
 
     handle: str
     segment_nbytes: int
+    begin: int
     nbytes: int
 
 
@@ -80,6 +81,13 @@ class _Pool:
     free: list[_Segment] = field(default_factory=list)
     keeps: bool = True
     """False once a segment that nobody uses any more is not kept for another buffer."""
+
+    def place(self, buffer: Tensor) -> _Place:
+        """Return where `buffer` lies; it may be a part of what was allocated."""
+        for segment in self.used.values():
+            if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
+                return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
+        raise UsageError("this buffer is in no memory that peers can map: allocate it with the transport's allocate()")
 
     def release(self, segment: _Segment) -> None:
         """Take back a segment whose last array is gone."""
@@ -166,8 +174,7 @@ class Neighbours:
     def share(self, buffers: Sequence[Tensor], timeout_s: float) -> list[dict[int, Tensor]]:
         """Return for each of `buffers` that of each neighbour. Collective; all from `allocate`, in one order."""
         self._shares += 1
-        segments = [self._pool.used[buffer.data_ptr()] for buffer in buffers]
-        own = [_Place(each.handle, each.nbytes, buffer.nbytes) for each, buffer in zip(segments, buffers, strict=True)]
+        own = [self._pool.place(buffer) for buffer in buffers]
         shared = self._gather(f"share {self._shares}", own, timeout_s, _parse_places)
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
@@ -179,7 +186,7 @@ class Neighbours:
 
     def _theirs(self, place: _Place, like: Tensor) -> Tensor:
         segment = from_dlpack(self._open(place.handle, place.segment_nbytes))
-        return segment[: place.nbytes].view(like.dtype)
+        return segment[place.begin : place.begin + place.nbytes].view(like.dtype)
 
     def _open(self, handle: str, nbytes: int) -> Any:
         if handle not in self._opened:
@@ -187,19 +194,25 @@ class Neighbours:
         return self._opened[handle]
 
     def close(self, linger_s: float) -> None:
-        """Unmap all memory of peers, and wait for at most `linger_s` until they have unmapped this rank's."""
+        """Unmap all memory of peers, and give up this rank's.
+
+        What a peer has not unmapped within `linger_s` is not freed before this process ends. With 0, after a failure,
+        nobody is waited for: a lost rank never unmaps, and the driver keeps what others have mapped.
+        """
         opened, self._opened, self._pages = self._opened, {}, {}
         for segment in opened.values():
             self._memory.close(segment)
-        if linger_s:
-            with suppress(RuntimeError, TransportError):  # the store is gone, and the others with it
-                call_store(lambda: self._wait_until_unmapped(linger_s), linger_s + STORE_ANSWER_S)
+        try:
+            call_store(lambda: self._wait_until_unmapped(linger_s), linger_s + STORE_ANSWER_S)
+        except (RuntimeError, TransportError):  # a peer goes on, or the store is gone
+            _mapped_by_peers.append((self._page, [*self._pool.used.values(), *self._pool.free]))
         self._pool.keeps = False
         self._pool.free.clear()
 
     def _wait_until_unmapped(self, limit_s: float) -> None:
         self._store.set(f"unmapped/{self._rank}", "")
-        self._store.wait([f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s))
+        if limit_s:
+            self._store.wait([f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s))
 
 
 def _nonce_of(page: Any) -> Tensor:
@@ -219,6 +232,6 @@ def _parse_verdict(said: bytes) -> str:
 
 
 def _parse_places(said: bytes) -> list[_Place]:
-    places = [_Place(handle, parse_int(segment), parse_int(nbytes)) for handle, segment, nbytes in parse_list(said)]
-    require(all(bytes.fromhex(place.handle) and place.nbytes <= place.segment_nbytes for place in places))
+    places = [_Place(handle, *map(parse_int, numbers)) for handle, *numbers in parse_list(said)]
+    require(all(bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes for each in places))
     return places

@@ -20,25 +20,27 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from commrt.errors import DeadlineExceeded, Place, TransportClosed, TransportError
-from commrt.kernels.meeting import ABORT, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.membership.store_client import start_call
 from commrt.program import Meeting
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import streams_of
-from commrt.transport.nccl_communicator import Graphs, Watchdog
+from commrt.transport.nccl_communicator import Graphs, ShutdownNotices, Watchdog
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.peer_memory import PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, QueueingTransport, Tag, Window
 
 __all__ = ["PeersTransport"]
 
-LINGER_S = 10.0
+LINGER_S = 1.0
 """Time for the peers to unmap the memory of this rank before it is freed."""
 SLACK_S = 20.0
 """What the device may need besides the deadline of a meeting."""
 POLL_S = 0.0002
+READ_NOTICES_S = 0.1
+"""Time without progress after which the store is read for ranks that have left."""
 CAPTURE = Tag(-1, "graph")
 """In errors, for a meeting that has not run yet."""
 
@@ -49,7 +51,9 @@ class _Bound:
 
     hop: int
     ranks: Sequence[int]
-    tag: Tag
+    begins: bool
+    """True if a program begins with it."""
+    tag: Tag = CAPTURE
     """Of its latest run."""
 
 
@@ -66,11 +70,13 @@ class PeersTransport:
         self,
         rest: QueueingTransport,
         neighbours: Neighbours,
+        notices: ShutdownNotices,
         memory: PeerMemory,
         device: torch.device,
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
-        self._rest, self._neighbours, self._memory, self.device = rest, neighbours, memory, device
+        self._rest, self._neighbours, self._notices = rest, neighbours, notices
+        self._memory, self.device = memory, device
         self.rank, self.members = rest.rank, rest.members
         self._streams, self._on_failure = streams_of(device), on_failure
         self._numbers = count()
@@ -79,7 +85,12 @@ class PeersTransport:
         self._graphs = Graphs()
         self._host = memory.host_words(len(HOST_WORDS))
         self._words = self._host.numpy()
-        self._failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self._state = torch.zeros(2, dtype=torch.int32, device=device)
+        self._begun = dict.fromkeys(neighbours.ranks, 0)
+        """Programs begun with each peer."""
+        self._queued = 0  # programs
+        self._latest = CAPTURE
+        self._stalled: tuple[int, float] = 0, 0.0  # how many had ended, and since when no other has
         self._counts = {peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in neighbours.ranks}
         self._failure: TransportError | None = None
         self._noting = threading.Lock()  # the watchdog looks too
@@ -117,27 +128,28 @@ class PeersTransport:
         """See `Transport.bind`: by the rest."""
         return self._rest.bind(group)
 
-    def bind_meeting(self, meeting: Meeting, hop: int, ranks: Sequence[int], last: int) -> Exchange:
+    def bind_meeting(self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool, last: bool) -> Exchange:
         """See `Window.bind`."""
         number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
-        bound = self._meetings[number] = _Bound(hop, ranks, CAPTURE)
+        bound = self._meetings[number] = _Bound(hop, ranks, first)
         plan = MeetingPlan(
             [word.outbox for word in words],
             [word.inbox for word in words],
             [self._counts[peer] for peer in ranks],
             [meeting.needs.get(peer, 0) for peer in ranks],
-            self._failed,
+            self._state,
             self._host,
             meeting.position,
-            last,
+            meeting.position if last else 0,
             number,
         )
         launch = self._memory.meet(plan)
 
         def meet(tag: Tag) -> None:
             self._require_open(tag, hop)
-            bound.tag = tag
-            if self._captured is not None:
+            if self._captured is None:
+                self._note(bound, tag)
+            else:
                 self._captured.append(bound)
             launch()
 
@@ -168,10 +180,17 @@ class PeersTransport:
         def replay(tag: Tag) -> None:
             self._require_open(tag, 0)
             for bound in captured:
-                bound.tag = tag
+                self._note(bound, tag)
             launch(tag)
 
         return replay
+
+    def _note(self, bound: _Bound, tag: Tag) -> None:
+        bound.tag = self._latest = tag
+        if bound.begins:
+            self._queued += 1
+            for peer in bound.ranks:
+                self._begun[peer] += 1
 
     def _require_open(self, tag: Tag, hop: int) -> None:
         if self._words[FAILED]:
@@ -183,18 +202,38 @@ class PeersTransport:
             raise TransportClosed("the transport was closed", tag.place(self.rank, hop))
 
     def _check(self) -> None:
-        """Note the meeting that has failed, if one has; called by the watchdog too."""
+        """Note what has failed, if something has; called by the watchdog too."""
         with self._noting:
-            word = int(self._words[FAILED])
-            if not word or self._failure is not None or self._closed:
+            if self._failure is not None or self._closed:
                 return
-            number, place = divmod(word, PLACES)
-            bound = self._meetings[number]
-            peer = bound.ranks[place - 1]
-            what = f"rank {peer} did not come within {self.timeout_s:g} s: slow, stopped, or running another program"
-            failure = self._failure = DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
-        if self._on_failure is not None:
-            self._on_failure(failure)
+            failure = self._failure = self._failed_meeting() or self._lost_peer()
+        if failure is not None:
+            self._words[ABORT] = 1
+            self._notices.announce(None)
+            if self._on_failure is not None:
+                self._on_failure(failure)
+
+    def _failed_meeting(self) -> TransportError | None:
+        """Return the error of the meeting that has failed, or None."""
+        if not (word := int(self._words[FAILED])):
+            return None
+        number, place = divmod(word, PLACES)
+        bound = self._meetings[number]
+        peer = bound.ranks[place - 1]
+        what = f"rank {peer} did not come within {self.timeout_s:g} s: slow, stopped, or running another program"
+        return DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
+
+    def _lost_peer(self) -> TransportError | None:
+        """Return the error for a peer that left without its part in what is queued; looked up if nothing moves."""
+        ended, since_s = self._stalled
+        if ended != self._words[ENDED] or ended == self._queued:
+            self._stalled = int(self._words[ENDED]), now_s()
+        elif now_s() - since_s > READ_NOTICES_S:
+            for peer, counts in self._notices.known(self._begun).items():
+                if counts is None or counts.get(self.rank, 0) < self._begun[peer]:
+                    what = "the peer left before this exchange: look at its own error"
+                    return PeerLost(what, self._latest.place(self.rank, 0, peer))
+        return None
 
     def wait(self) -> None:
         """Wait until all that is queued is complete; raises an error that no call has raised yet."""
@@ -221,6 +260,8 @@ class PeersTransport:
                 self._check()
                 self._closed = True
                 self._graphs.drop_all()
+                if was_open and self._failure is None:
+                    self._notices.announce(self._begun)
                 self._neighbours.close(LINGER_S if was_open and self._failure is None else 0.0)
         finally:
             self._closed = True
@@ -232,8 +273,10 @@ class PeersTransport:
     def abort(self) -> None:
         """End the meetings that wait, from any thread; memory stays mapped until `close`."""
         self._words[ABORT] = 1
-        self._closed = True
+        was_open, self._closed = not self._closed, True
         self._watchdog.stop()
+        if was_open and self._failure is None:
+            self._notices.announce(None)
         self._rest.abort()
 
     def leave_to_parent(self) -> None:
@@ -248,6 +291,8 @@ class _Window:
     def __init__(self, transport: PeersTransport, peers: Mapping[int, Tensor]) -> None:
         self._transport, self.peers = transport, peers
 
-    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], last: int = 0) -> Exchange:
+    def bind(
+        self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool = False, last: bool = False
+    ) -> Exchange:
         """See `Window.bind`."""
-        return self._transport.bind_meeting(meeting, hop, ranks, last)
+        return self._transport.bind_meeting(meeting, hop, ranks, first=first, last=last)

@@ -181,10 +181,12 @@ class Window(Protocol):
     def peers(self) -> Mapping[int, Tensor]:
         """By rank, its buffer, of the shape and dtype of this rank's; for ranks of this host. Never write to it."""
 
-    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], last: int = 0) -> Exchange:
+    def bind(
+        self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool = False, last: bool = False
+    ) -> Exchange:
         """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
 
-        A program whose ranks meet ends with a meeting whose position is `last`: positions begin anew after it.
+        A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
         """
 
 

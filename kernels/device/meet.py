@@ -10,13 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.meeting import ABORT, FAILED, PLACES, TIMEOUT_NS
+from commrt.kernels.meeting import ABORT, ENDED, FAILED, PLACES, TIMEOUT_NS
 
 LOOK_NS = tl.constexpr(10_000)
 """Between two looks at host memory, which is far away."""
 ABORT_WORD = tl.constexpr(ABORT)
 TIMEOUT_WORD = tl.constexpr(TIMEOUT_NS)
 FAILED_WORD = tl.constexpr(FAILED)
+ENDED_WORD = tl.constexpr(ENDED)
 MOST_PEERS = tl.constexpr(PLACES)
 
 
@@ -76,14 +77,14 @@ def _now_ns():
 
 
 @triton.jit
-def meet_kernel(outboxes, inboxes, counts, needs, failed, host, position, last, number, PEERS: tl.constexpr):
+def meet_kernel(outboxes, inboxes, counts, needs, state, host, position, last, number, PEERS: tl.constexpr):
     """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed.
 
     `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer tells it. Both
     count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [PEERS] is 0 for a peer that need not
     be waited for.
     """
-    if tl.load(failed) == 0:
+    if tl.load(state) == 0:
         for peer in tl.static_range(PEERS):
             _tell(tl.load(outboxes + peer), tl.load(tl.load(counts + peer).to(tl.pointer_type(tl.int32))) + position)
         begin = _now_ns()
@@ -101,9 +102,12 @@ def meet_kernel(outboxes, inboxes, counts, needs, failed, host, position, last, 
                         late = now - begin > _seen(host + TIMEOUT_WORD)
                         if late | (_seen(host + ABORT_WORD) != 0):
                             waits = 0
-                            tl.store(failed, 1)
+                            tl.store(state, 1)
                             tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_PEERS + (peer + 1))
         if (last > 0) & (waits == 1):
             for peer in tl.static_range(PEERS):
                 count = tl.load(counts + peer).to(tl.pointer_type(tl.int32))
                 tl.store(count, tl.load(count) + last)
+            ended = tl.load(state + 1) + 1
+            tl.store(state + 1, ended)
+            tl.store(host + ENDED_WORD, ended.to(tl.int64))

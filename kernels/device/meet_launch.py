@@ -14,10 +14,10 @@ __all__ = ["meet_launch"]
 
 def meet_launch(plan: MeetingPlan) -> Bound:
     """Return a launch of the meeting of `plan`; see `meet_kernel`."""
-    device, peers = plan.failed.device, len(plan.needs)
+    device, peers = plan.state.device, len(plan.needs)
     rows = (plan.outboxes, plan.inboxes, plan.counts)
     tables = [torch.tensor([word.data_ptr() for word in row], device=device) for row in rows]
     needs = torch.tensor(plan.needs, dtype=torch.int32, device=device)
-    memory = (*tables, needs, plan.failed, plan.host)
+    memory = (*tables, needs, plan.state, plan.host)
     arguments = (*(part.data_ptr() for part in memory), plan.position, plan.last, plan.number)
     return Bound(launch_of(variants.meet(peers), device), 1, arguments, (*memory, *rows))
