@@ -35,7 +35,7 @@ def pack(
             torch.mul(_wide(source, target), scale, out=target)
     if sums is not None:
         _square_sums(sources, scale, scale, sums)
-    if nonfinite is not None and not (_all_finite(sums) or all(_is_finite(one, scale) for one in sources)):
+    if nonfinite is not None and not all(_is_finite(one, scale) for one in sources):
         nonfinite.fill_(1)
 
 
@@ -61,11 +61,6 @@ def _square_sum(piece: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     if factor == 1.0:
         return piece.to(dtype).square().sum()
     return _scaled(piece, factor).to(dtype).square_().sum()
-
-
-def _all_finite(sums: Tensor | None) -> bool:
-    """Return True if `sums` of squares prove that all values are finite."""
-    return sums is not None and bool(sums.isfinite().all())
 
 
 def _is_finite(source: Tensor | None, scale: float) -> bool:

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import for_each, on_ranks
 from small_models import backward, data, gradients, halving, net, sgd
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import DisagreementError, ScheduleError, UsageError
+from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 
 
@@ -83,6 +87,35 @@ def test_what_cannot_be_averaged_is_refused_with_a_sentence(world, make, options
         commrt.attach(make(), world=world, **options)
 
 
+def broken(kind, **settings):
+    """Return an algorithm of a `kind` whose last rank sends nothing."""
+
+    class Broken(kind):
+        def schedule(self, step, ranks):
+            whole = super().schedule(step, ranks)
+            return replace(whole, steps=lambda: (hop.rows(hop.src < ranks - 1) for hop in whole.steps()))
+
+    return Broken(**settings)
+
+
+@for_each(
+    "algorithm",
+    [
+        broken(commrt.Ring),
+        broken(commrt.Gossip),
+        broken(commrt.Gossip, payload="gradients"),
+        commrt.LocalSGD(2, inner=broken(commrt.Ring)),
+        commrt.LocalSGD(2, inner=broken(commrt.Gossip)),
+        commrt.BackupWorkers(1, broken(commrt.Ring)),
+    ],
+)
+@on_ranks(3)
+def test_an_algorithm_that_does_not_keep_its_promise_is_refused(world, algorithm):
+    model = net()
+    with pytest.raises(ScheduleError, match="is not a correct"):
+        commrt.attach(model, sgd(model), algorithm, world=world)
+
+
 @for_each(
     ("given", "says"),
     [
@@ -121,6 +154,21 @@ def test_a_parameter_is_attached_once_alone_or_inside_another_module(world, agai
 def test_attach_without_a_world_says_so():
     with pytest.raises(UsageError, match=r"call commrt\.init\(\) first"):
         commrt.attach(net())
+
+
+def test_a_model_on_a_gpu_connects_the_gpus_before_anything_is_allocated(monkeypatch):
+    def connect(world, device):
+        raise ConnectionError(device)
+
+    def body(world):
+        with FakeTensorMode():  # as if on a GPU
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.empty(2, device="cuda:1"))
+        with pytest.raises(ConnectionError, match="cuda:1"):
+            commrt.attach(model, world=world)
+
+    monkeypatch.setattr(World, "connect", connect)
+    run_ranks(2, body)
 
 
 @on_ranks(2)

@@ -271,21 +271,27 @@ class Parts(nn.ModuleList):
         self.call = [nn.Sequential(*self)]
 
 
+def without_hooks(loop, world, replica, optimizer):
+    """Train a model of `Parts`, where one rank is late in the first step; yield after each step."""
+    while replica.step < loop.steps:
+        if world.rank == LATE and replica.step == 0:  # later another may be late too, and wait for these to train
+            loop.late_is_there.set()
+            loop.progress.wait_for(loop.late_by)
+        elif replica.step == 0:
+            assert loop.late_is_there.wait(LIMIT_S)
+        optimizer.zero_grad()
+        replica.model.call[0](batch(world.rank, replica.step)).square().mean().backward()
+        optimizer.step()
+        yield
+
+
 def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_once():
     def body(loop, world):
         model = Parts()
         optimizer = sgd(model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
-        while replica.step < loop.steps:
-            if world.rank == LATE and replica.step == 0:  # later another may be late too, and wait for these to train
-                loop.late_is_there.set()
-                loop.progress.wait_for(loop.late_by)
-            elif replica.step == 0:
-                assert loop.late_is_there.wait(LIMIT_S)
-            model.zero_grad()
-            model.call[0](batch(world.rank, replica.step)).square().mean().backward()
-            optimizer.step()
+        for _ in without_hooks(loop, world, replica, optimizer):
             scheduler.step()
             loop.progress.tell(replica._backup_step.version)
         replica.consolidate()
@@ -295,6 +301,24 @@ def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_onc
     assert {epoch for epoch, _, _ in ends} == {ends[0][0]}
     assert {rate for _, rate, _ in ends} == {ends[0][1]}
     assert all_are_equal([found for _, _, found in ends])
+
+
+def test_a_gradient_of_weights_that_others_have_replaced_is_dropped_at_no_cost():
+    def body(loop, world):
+        model = Parts()
+        optimizer = sgd(model)
+        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
+        reports = []
+        for _ in without_hooks(loop, world, replica, optimizer):
+            reports.append(replica.last)
+            loop.progress.tell(replica._backup_step.version)
+        return reports, replica.stats()
+
+    reports, stats = Loop(3, late_by=2).run(body)[LATE]
+    late, older = reports[:2]
+    assert (late.counted, late.step, late.members) == (False, 0, (0, 1))
+    assert older == commrt.StepReport(older.step, (), 0.0, (), counted=False)
+    assert stats.exposed_s == pytest.approx(sum(report.exposed_s for report in reports))
 
 
 def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():

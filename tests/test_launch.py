@@ -14,7 +14,15 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.launcher import LAUNCHERS, Launch, chosen_transport, default_timeout_s, launched
+from commrt.membership.launcher import (
+    LAUNCHERS,
+    Launch,
+    chosen_cluster,
+    chosen_schedules,
+    chosen_transport,
+    default_timeout_s,
+    launched,
+)
 
 AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
 OPEN_MPI = {
@@ -163,9 +171,21 @@ def test_a_transport_is_one_that_there_is(kind):
         chosen_transport({"COMMRT_TRANSPORT": kind})
 
 
-def test_nothing_is_asked_for_unless_it_is():
-    assert chosen_transport({}) is None
-    assert chosen_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
+@for_each(
+    ("read", "name", "text", "unset"),
+    [
+        (chosen_transport, "COMMRT_TRANSPORT", "gloo", None),
+        (chosen_cluster, "COMMRT_CLUSTER", "cluster.toml", None),
+        (chosen_schedules, "COMMRT_SCHEDULES", "all_reduce=ring", ""),
+    ],
+)
+def test_nothing_is_asked_for_unless_it_is(read, name, text, unset):
+    assert read({name: text}) == text
+    assert read({}) == unset
+
+
+def test_an_empty_variable_names_no_cluster():
+    assert chosen_cluster({"COMMRT_CLUSTER": ""}) is None
 
 
 variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size")]

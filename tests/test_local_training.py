@@ -91,9 +91,19 @@ def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
         assert equal
 
 
-def test_consolidate_loses_nothing_that_ranks_have_learned():
+@for_each(
+    ("algorithm", "steps"),
+    [
+        (LocalSGD(100), 7),
+        (LocalSGD(4, 3), 8),  # an average has just left
+        (LocalSGD(4, 3), 10),  # and here steps ago
+        (LocalSGD(6, 5, fragments=2), 9),
+        (LocalSGD(4, 4), 8),
+    ],
+)
+def test_consolidate_loses_nothing_that_ranks_have_learned(algorithm, steps):
     def body(world):
-        loop = Loop(world, LocalSGD(100), make=torch.optim.SGD).run(7)
+        loop = Loop(world, algorithm, make=torch.optim.SGD).run(steps)
         before = params(loop.model)
         loop.replica.consolidate()
         return before, params(loop.model)

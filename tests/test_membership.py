@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from time import monotonic
 
 import pytest
@@ -16,6 +17,7 @@ from commrt.membership.barrier import Barrier
 from commrt.membership.generations import GATHERING, OPEN, Generation, Generations, Head, Loss
 from commrt.membership.membership import Membership
 from commrt.testing.moved_clock import moved_clock
+from commrt.threads.deadline import Deadline
 
 LONG_S = 20.0
 
@@ -155,7 +157,8 @@ def test_a_member_that_lives_is_waited_for_up_to_the_deadline():
     with moved_clock() as clock, ThreadPoolExecutor(1) as pool:
         others = pool.submit(roll_call, found[::2], [4, 4])
         clock.wait_for_readers(2)
-        clock.advance_until(lambda: clock.now_s() >= LONG_S - 1.0)
+        end_s = clock.now_s() + LONG_S - 2.0
+        clock.advance_until(lambda: clock.now_s() >= end_s)
         found[1].roll_call(6, int)
         assert {(each.ranks, each.start) for each in others.result(LONG_S)} == {((0, 1, 2), 6)}
     end(found)
@@ -189,6 +192,27 @@ def test_waiting_ends_when_the_world_does():
     with pytest.raises(TransportClosed):
         found[0].roll_call(0, refuse)
     end(found)
+
+
+@pytest.mark.parametrize(("rank", "longest_s"), [(0, 0.05), (1, 0.1), (9, 0.5), (19, 1.0), (29, 1.0)])
+def test_the_k_th_rank_reads_the_store_up_to_k_times_less_often_but_once_a_second(rank, longest_s):
+    member = Membership(HashStore(), rank, Generation(0, dict.fromkeys(range(30), 0)), lambda: LONG_S)
+    pauses = list(islice(member.pauses(Deadline(LONG_S)), 12))
+    assert pauses[0] < 0.01
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(longest_s)
+
+
+def test_a_process_that_is_no_member_yet_reads_the_store_as_often_as_the_first_rank():
+    new = Membership(HashStore(), 3, Generation(0, dict.fromkeys(range(3), 0)), lambda: LONG_S)
+    first = Membership(HashStore(), 0, Generation(0, dict.fromkeys(range(3), 0)), lambda: LONG_S)
+    pauses = [list(islice(member.pauses(Deadline(LONG_S)), 12)) for member in (new, first)]
+    assert pauses[0] == pauses[1]
+
+
+def test_a_short_deadline_is_polled_in_time():
+    member = Membership(HashStore(), 9, Generation(0, dict.fromkeys(range(30), 0)), lambda: LONG_S)
+    assert max(islice(member.pauses(Deadline(0.2)), 12)) == pytest.approx(0.05)
 
 
 # collectives

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.membership.liveness import LivenessListener, probe
-from commrt.membership.store_client import delete_once, set_once
+from commrt.membership.store_client import delete_once, parse_dict, parse_list, set_once
 from commrt.testing.processes import run_processes
 
 LIMIT_S = 20.0
@@ -108,3 +108,19 @@ def test_a_deleted_key_may_be_set_again_and_leaves_nothing():
     delete_once(store, "word")
     assert store.num_keys() == 0
     assert set_once(store, "word", "second") == "second"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"), [(parse_list, b'[[1, "a"]]', [[1, "a"]]), (parse_dict, b'{"1": "a"}', {"1": "a"})]
+)
+def test_a_record_reads_as_it_was_written(read, text, value):
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "other"),
+    [(parse_list, b'{"1": "a"}'), (parse_list, b'"ab"'), (parse_dict, b'[["1", "a"]]'), (parse_dict, b"[]")],
+)
+def test_a_record_of_another_kind_is_refused(read, other):
+    with pytest.raises(ValueError, match="not as expected"):
+        read(other)

@@ -207,9 +207,9 @@ class Requests:
         if len(rows) != 1:
             return [Placed(slot, row, 0) for slot, row in enumerate(rows)]
         (row,) = rows
-        if slots > 1 and row.numel() == slots * size:
+        if row.numel() == slots * size:
             return [Placed(slot, row, slot * size) for slot in range(slots)]
-        return [Placed(0 if slots == 1 else self.rank, row, 0)]
+        return [Placed(self.rank, row, 0)]
 
     def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
         """Return the tensors that hold a piece like `like` for each rank; raise `UsageError` for other sizes."""

@@ -133,8 +133,8 @@ def gather_with(kind: type[ProcessGroup]) -> Any:
     return library
 
 
-def _resolved(group: Any) -> ProcessGroup:
+def _resolved(group: str | ProcessGroup) -> ProcessGroup:
     """Return the group of a name; torch 2.13 may give the group itself."""
     if isinstance(group, str):
         return torch._C._distributed_c10d._resolve_process_group(cast("Any", group))  # noqa: SLF001
-    return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
+    return group

@@ -38,6 +38,11 @@ def at_root(tensors):
     return [tensors] if dist.get_rank() == 1 else []
 
 
+def named():
+    """The group in both forms in which torch gives it to an op: by its name, and itself."""
+    return dist.group.WORLD.group_name, dist.group.WORLD
+
+
 def functional(name):
     """What the op `name` returns when it is waited for."""
     ops, group, size = torch.ops._c10d_functional, dist.group.WORLD.group_name, dist.get_world_size()
@@ -45,7 +50,7 @@ def functional(name):
     calls = {
         "all_gather_into_tensor": lambda op: op(row(), size, group),
         "all_gather_into_tensor_coalesced": lambda op: op([row(), row(2)], size, group),
-        "all_gather_into_tensor_out": lambda op: op(row(), size, group, out=torch.zeros(8)),
+        "all_gather_into_tensor_out": lambda op: [op(row(), size, one, out=torch.zeros(8)) for one in named()],
         "all_reduce": lambda op: op(row(), "sum", group),
         "all_reduce_": lambda op: op(row(), "max", group),
         "all_reduce_coalesced": lambda op: op([row(), row(2)], "sum", group),

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quorum protocol on a store: members that wait for a lost one end the attempt, and old steps leave no keys."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+from torch.distributed import HashStore
+
+from commrt.membership import quorum_vote
+from commrt.membership.generations import Generation, Loss
+from commrt.membership.membership import Membership
+from commrt.membership.quorum import DONE, FAILED, Outcome, Reduce, quorum_key, quorum_step
+from commrt.membership.quorum_vote import QuorumVote, VoteSettings
+from commrt.membership.store_client import set_once, start_call
+from commrt.testing.moved_clock import moved_clock
+
+LONG_S, PATIENT_S = 20.0, 10.0
+OUTCOME = quorum_key(0, 0, "outcome")
+
+
+def members(ranks, store):
+    founders = Generation(0, dict.fromkeys(range(ranks), 0))
+    found = [Membership(store, rank, founders, lambda: LONG_S, host="127.0.0.1") for rank in range(ranks)]
+    for member in found:
+        member.join_first_generation()
+    return found
+
+
+def vote_of(member, needed, is_called=lambda: False):
+    return QuorumVote(member.store, VoteSettings(member.rank, needed, lambda: LONG_S, int, is_called, member))
+
+
+def end(found, vote):
+    vote.close()
+    for member in found:
+        member.depart("the test is over")
+        member.close()
+
+
+# a member that has the sum waits for the first member, who says when all have it
+
+
+def waiting_for_the_first(vote, store):
+    """Return the future of what a step comes to in which rank 0 counts, and does not say what it came to."""
+
+    def execute(operation):
+        return True if isinstance(operation, Reduce) else None  # None: there is no other attempt
+
+    store.append(quorum_key(0, 0, "announced"), "0@0@ ")
+    return start_call(lambda: vote.run(quorum_step(1, 0, 2, 0), 0, execute))
+
+
+def goes_on_without(found):
+    found[1].generation = found[1].generation.without([Loss(0, 0, "it was silent")], 0)
+
+
+LOSSES = {
+    "its process is gone": lambda found: found[0].processes.close(),
+    "the others went on without it": goes_on_without,
+    "the others form a new generation": None,
+    "it is silent up to the deadline": None,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(loss):
+    found = members(2, store := HashStore())
+    vote = vote_of(found[1], 2, lambda: loss == "the others form a new generation")
+    if (lose := LOSSES[loss]) is not None:
+        lose(found)
+    with moved_clock() if loss == "it is silent up to the deadline" else nullcontext() as clock:
+        ended = waiting_for_the_first(vote, store)
+        if clock is not None:
+            clock.advance_until(ended.done)
+        assert ended.result(PATIENT_S) == Outcome((), counts=False, attempt=1, is_over=False)
+    assert store.get(OUTCOME).decode() == FAILED
+    end(found, vote)
+
+
+def test_a_member_waits_for_one_that_lives_up_to_the_deadline():
+    found = members(2, store := HashStore())
+    vote = vote_of(found[1], 2)
+    with moved_clock() as clock:
+        end_s = clock.now_s() + 0.8 * LONG_S
+        ended = waiting_for_the_first(vote, store)
+        clock.advance_until(lambda: clock.now_s() >= end_s)
+        assert not ended.done()
+        set_once(store, OUTCOME, DONE)
+        assert ended.result(PATIENT_S).counts
+    end(found, vote)
+
+
+# keys of old steps
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The vote of one rank that is enough for a step, on a store that keeps few steps."""
+    monkeypatch.setattr(quorum_vote, "KEPT_STEPS", 4)
+    monkeypatch.setattr(quorum_vote, "DELETED_STEPS", 2)
+    found = members(1, HashStore())
+    vote = vote_of(found[0], 1)
+    yield vote
+    end(found, vote)
+
+
+def step(vote, number, failing=0):
+    """Make a step in which so many attempts fail."""
+    sums = iter([*[False] * failing, True])
+    outcome = vote.run(
+        quorum_step(0, 0, 1, number), 0, lambda each: next(sums) if isinstance(each, Reduce) else each.generation
+    )
+    vote.delete_old_steps(number, outcome.attempt + 1, is_first=True)
+    return outcome
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_store_holds_no_more_keys_the_more_steps_there_are(alone, failing):
+    counts = []
+    for number in range(24):
+        assert step(alone, number, failing).counts
+        counts.append(alone._store.num_keys())
+    assert len({*counts[9::2]}) == 1  # even steps delete, on another thread
+
+
+def test_a_rank_that_comes_to_a_deleted_step_is_told_at_once(alone):
+    for number in range(16):
+        step(alone, number)
+    assert step(alone, 0) == Outcome((), counts=False, attempt=0)
