@@ -94,6 +94,9 @@ class Repeatable(Packing, Protocol):
     def unpack_aimed(self) -> None:
         """As `unpack` without a scale, with one launch whose arguments never change, so a graph can record it."""
 
+    def compare_aimed(self) -> None:
+        """As `compare`, with one launch whose arguments never change, so a graph can record it."""
+
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
         """Tell autograd that a replayed `unpack_aimed` wrote to `tensors`, the ones given to `aim`."""
 

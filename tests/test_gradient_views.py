@@ -329,7 +329,6 @@ def test_a_graph_of_gradients_is_refused(world):
         ({"algorithm": commrt.Gossip()}, "with Gossip"),
         ({"algorithm": commrt.BackupWorkers(1)}, "with BackupWorkers"),
         ({"algorithm": commrt.LocalSGD(4)}, "with LocalSGD"),
-        ({"graphs": True}, "with graphs=True"),
         ({"gradients": "copies"}, 'give "own", or "views"'),
     ],
 )

@@ -106,10 +106,11 @@ def plain_backward(world, step, model, loss):
     loss.backward()
 
 
-def trained(world, graphs, wire=None, backward=plain_backward, algorithm=RING):
+def trained(world, graphs, wire=None, backward=plain_backward, algorithm=RING, **options):
     model = deepcopy(UNTRAINED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    replica = commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=1e-5, graphs=graphs)
+    options |= {"wire": wire, "bucket_cap_mb": 1e-5, "graphs": graphs}
+    replica = commrt.attach(model, optimizer, algorithm, world=world, **options)
     reasons, kept = [], []
     for step in range(STEPS):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + world.rank))
@@ -137,6 +138,10 @@ def require_same(ranks, **options):
 @pytest.mark.parametrize(("ranks", "wire"), [(2, torch.bfloat16), (4, None)])
 def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, ranks, wire):
     require_same(ranks, wire=wire)
+
+
+def test_gradients_that_live_on_the_wire_have_graphs_too(gpu):
+    require_same(2, gradients="views")
 
 
 def without_some(world, step, model, loss):

@@ -180,6 +180,10 @@ class GradientBucket:
         self._require_unchanged()
         launches.aim(self._grads, scale, self._word)
 
+    def queue_unpack(self, launches: Repeatable) -> None:
+        """Queue what a device graph does in place of `unpack`."""
+        launches.unpack_aimed()
+
     def finish_replay(self, launches: Repeatable) -> None:
         """Do what the replayed `launches` left to `unpack`: gradients that only other ranks had."""
         launches.repeated(self._grads)

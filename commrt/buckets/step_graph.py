@@ -115,6 +115,6 @@ def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
     def work() -> None:
         launches.pack_aimed()
         program.run(Tag(-1, bucket.index))
-        launches.unpack_aimed()
+        bucket.queue_unpack(launches)
 
     return work

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, require_fit
 from commrt.errors import UsageError
-from commrt.kernels.packing import TorchPacking, views_of
+from commrt.kernels.packing import Repeatable, TorchPacking, views_of
 
 __all__ = ["ViewBucket"]
 
@@ -101,6 +101,18 @@ class ViewBucket(GradientBucket):
         """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
         self._require_unchanged()
         self._packing.compare(self._word)
+        self._settle()
+
+    def queue_unpack(self, launches: Repeatable) -> None:
+        """See `GradientBucket.queue_unpack`: compare the headers."""
+        launches.compare_aimed()
+
+    def finish_replay(self, launches: Repeatable) -> None:
+        """See `GradientBucket.finish_replay`."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let all gradients be at home."""
         self._require_agreement()
         self._make_missing()
         self._made |= {

@@ -69,7 +69,7 @@ def check_attach(
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
         raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool) and (name, flag) != ("graphs", None):
             raise UsageError(f"{name}={flag!r:.80}: give True or False")
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     _check_model(model, params)
@@ -108,8 +108,6 @@ def wants_views(
     params: Sequence[Named],
     algorithm: object,
     wire: torch.dtype | Coding | Adaptive | None,
-    *,
-    graphs: bool,
 ) -> bool:
     """Return True for ``gradients="views"``; raises `UsageError` where they cannot be views of what travels."""
     if gradients not in ("own", "views"):
@@ -120,8 +118,6 @@ def wants_views(
     if weights or isinstance(algorithm, BackupWorkers | LocalSGD):
         name = type(algorithm).__name__
         raise UsageError(f'gradients="views" with {name}, where gradients do not travel as they are: leave it out')
-    if graphs:
-        raise UsageError('gradients="views" with graphs=True: a graph packs and unpacks; choose one of them')
     for name, param in params:
         own, travels = gradient_dtype(param), wire_dtype(gradient_dtype(param), wire)
         if own != travels:

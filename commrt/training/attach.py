@@ -83,7 +83,7 @@ def attach(  # noqa: PLR0913  # each has its default
     bucket_cap_mb: float = 25.0,
     gradients: Literal["own", "views"] = "own",
     broadcast_buffers: bool = True,
-    graphs: bool = False,
+    graphs: bool | None = None,
     also: Sequence[Stateful] = (),
 ) -> Replica:
     """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over all ranks.
@@ -106,7 +106,8 @@ def attach(  # noqa: PLR0913  # each has its default
       other values and has not run backward yet then ends in torch's own error. BatchNorm in training does not read its
       buffers, so this does not concern it.
     - `graphs`: after two steps with a schedule, a GPU captures what it does for a bucket, and replays it by one launch
-      (docs/nccl.md). `Replica.why_not_graphs` says where it does not.
+      (docs/nccl.md). `Replica.why_not_graphs` says where it does not. False turns it off; True refuses what graphs
+      cannot do.
     - `also`: with `BackupWorkers` a late rank takes the state of another. Name here what goes along with the
       optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
 
@@ -119,7 +120,7 @@ def attach(  # noqa: PLR0913  # each has its default
     params, optimizers = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, **flags)
     if world.size > 1:
         require_read_only_forward(model)
-    views = wants_views(gradients, params, algorithm, wire, graphs=graphs)
+    views = wants_views(gradients, params, algorithm, wire)
     for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
         if taken:
             raise UsageError(f"{name} is attached already: detach() the first replica before attaching again")
@@ -141,7 +142,8 @@ def attach(  # noqa: PLR0913  # each has its default
     _require_nobody_lost(world)
     if isinstance(algorithm, LocalSGD):
         return _locally(request, algorithm)
-    return _synchronous(request, algorithm, broadcast_buffers and not isinstance(algorithm, Gossip), graphs)
+    by_graphs = graphs is not False and not isinstance(wire, Coding | Adaptive)
+    return _synchronous(request, algorithm, broadcast_buffers and not isinstance(algorithm, Gossip), by_graphs)
 
 
 def _checked(world: World | None) -> World:

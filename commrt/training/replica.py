@@ -214,7 +214,7 @@ class Replica(ABC):
         return self._stats
 
     def why_not_graphs(self) -> dict[int, str]:
-        """Return why buckets were not carried by a graph in the latest step; empty without ``graphs=True``."""
+        """Return why buckets were not carried by a graph in the latest step; empty where none are tried."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

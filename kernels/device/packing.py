@@ -151,6 +151,12 @@ class TritonPacking:
         kernel = self._held_kernels()[1]
         kernel.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._mark, 0, 0)
 
+    def compare_aimed(self) -> None:
+        """See `Repeatable.compare_aimed`: one launch of one program."""
+        columns = [self._nothing.data_ptr()] * len(self.tables.columns)
+        kernel = self._held_kernels()[1]
+        kernel.launch(1, *columns, self._wire.data_ptr(), self._held.data_ptr(), self._mark, 0, 0)
+
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: one launch."""
         require_aligned(received, *(() if sent is None else (sent,)))
