@@ -196,3 +196,48 @@ PUBLISHED = {
 def test_every_gradient_set_has_as_many_tensors_and_elements_as_the_model():
     sizes = {name: [prod(shape) for shape in shapes().values()] for name, shapes in gradient_sets.SETS.items()}
     assert {name: (len(each), sum(each), max(each)) for name, each in sizes.items()} == PUBLISHED
+
+
+def kernel(name, begin, correlation, stream=7):
+    args = {"stream": stream, "correlation": correlation}
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": 10.0, "args": args}
+
+
+def of_the_host(category, name, begin, duration, **args):
+    return {"cat": category, "name": name, "ts": begin, "dur": duration, "args": args}
+
+
+def made_up_step(begin, number):
+    yield of_the_host("user_annotation", "training step", begin, 90.0)
+    for place, part in enumerate(("forward", "backward", "optimizer")):
+        at = begin + 30.0 * place
+        yield of_the_host("user_annotation", part, at, 30.0)
+        yield of_the_host("cuda_runtime", "cudaLaunchKernel", at + 1.0, 2.0, correlation=10 * number + place)
+        yield kernel("at::native::reduce_kernel<512>", at + 5.0, 10 * number + place)
+    yield of_the_host("cuda_runtime", "cudaLaunchKernel", begin + 40.0, 2.0, correlation=10 * number + 5)
+    yield kernel("meet_kernel", begin + 45.0, None, stream=20)
+    yield kernel("copy", begin + 55.0, 10 * number + 5, stream=20)
+    yield of_the_host("cpu_op", "commrt::bucket: number 0, algorithm direct", begin + 35.0, 20.0)
+
+
+def test_a_profile_has_the_kernels_of_one_step_by_class_and_stream(bench_folder):
+    import profiled_step  # noqa: PLC0415
+
+    events = [event for number in range(3) for event in made_up_step(100.0 * number, number)]
+    profile = profiled_step.read_trace(events)
+    kernels = [(profiled_step.CLASSES[kind], *rest) for kind, *rest in profile.kernels]
+    assert kernels == [
+        ("forward", 0, 0.0, 10.0),
+        ("backward", 0, 30.0, 10.0),
+        ("meet", 1, 40.0, 10.0),
+        ("copy", 1, 50.0, 10.0),
+        ("optimizer", 0, 60.0, 10.0),
+    ]
+    assert (profile.us, profile.host) == (100.0, [("bucket: number 0, algorithm direct", 30.0, 20.0)])
+
+
+def test_a_profile_without_a_gpu_is_empty(bench_folder):
+    import profiled_step  # noqa: PLC0415
+
+    events = [event for event in made_up_step(0.0, 0) if event["cat"] != "kernel"]
+    assert profiled_step.read_trace(events) == (0.0, [], [])
