@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """
     parser.addoption("--records", type=Path)
     parser.addoption("--outcomes", type=Path)
-    parser.addoption("--profile", type=Path)
+    parser.addoption("--step-profile", type=Path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -241,3 +241,57 @@ def test_a_profile_without_a_gpu_is_empty(bench_folder):
 
     events = [event for event in made_up_step(0.0, 0) if event["cat"] != "kernel"]
     assert profiled_step.read_trace(events) == (0.0, [], [])
+
+
+CONTROL = """#!/bin/sh
+echo "$@ $(test $# = 0 && cat) in $CUDA_MPS_PIPE_DIRECTORY" >> $TOLD
+exit $FAILS
+"""
+
+
+@pytest.fixture
+def served(bench_folder, tmp_path, monkeypatch):
+    """Return a function that enters a stage's service; returns its variables, the outcome's words, what was told."""
+    import gpu_check  # noqa: PLC0415
+
+    program, told = tmp_path / gpu_check.MPS_CONTROL, tmp_path / "told"
+    monkeypatch.delenv(gpu_check.MPS_FOLDER, raising=False)
+    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.setenv("FAILS", "0")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def enter(*, mps=True, installed=True, fails="0"):
+        monkeypatch.setenv("FAILS", fails)
+        if installed:
+            program.write_text(CONTROL)
+            program.chmod(0o755)
+        outcome = gpu_check.Outcome("a stage")
+        with gpu_check.served(gpu_check.Stage("a stage", [], 1.0, mps=mps), outcome) as variables:
+            pass
+        return variables, outcome.mps, told.read_text().splitlines() if told.exists() else []
+
+    return enter
+
+
+def test_a_stage_that_needs_mps_has_a_daemon_of_its_own_and_ends_it(served):
+    variables, mps, told = served()
+    folder = variables["CUDA_MPS_PIPE_DIRECTORY"]
+    assert (mps, told) == ("own daemon", [f"-d  in {folder}", f" quit in {folder}"])
+
+
+def test_a_stage_that_needs_no_mps_has_none(served):
+    assert served(mps=False) == ({}, "not used", [])
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [({"installed": False}, "nvidia-cuda-mps-control is not installed"), ({"fails": "1"}, "the daemon did not begin")],
+)
+def test_a_stage_that_gets_no_daemon_says_why(case, said, served):
+    variables, mps, _ = served(**case)
+    assert (variables, mps) == ({}, said)
+
+
+def test_a_stage_leaves_a_daemon_that_was_there_before_alone(served, monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
+    assert served() == ({}, "by CUDA_MPS_PIPE_DIRECTORY, which was set before", [])
