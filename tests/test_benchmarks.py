@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from math import prod
 from pathlib import Path
 
@@ -295,3 +296,35 @@ def test_a_stage_that_gets_no_daemon_says_why(case, said, served):
 def test_a_stage_leaves_a_daemon_that_was_there_before_alone(served, monkeypatch):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
     assert served() == ({}, "by CUDA_MPS_PIPE_DIRECTORY, which was set before", [])
+
+
+@pytest.fixture
+def step_picture(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH.parent / "docs" / "site"))
+    return import_module("step_picture")
+
+
+def test_a_profile_becomes_a_picture(step_picture, bench_folder, tmp_path, monkeypatch):
+    import profiled_step  # noqa: PLC0415
+
+    events = [event for number in range(3) for event in made_up_step(100.0 * number, number)]
+    profiles = {"direct": profiled_step.read_trace(events)._asdict()}
+    record = {"about": {"workload": "m", "gpu": "g"}, "classes": profiled_step.CLASSES, "profiles": profiles}
+    profiled_step.write(tmp_path / "record.json", record)
+    picture = tmp_path / "step.svg"
+    monkeypatch.setattr(sys, "argv", ["step_picture", str(tmp_path / "record.json"), "--out", str(picture)])
+    assert step_picture.main() == 0
+    assert "exchange, stream 1" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("record", "said"), [(None, "no record"), ({"profiles": {"DDP": {"kernels": []}}}, "holds no kernels")]
+)
+def test_a_picture_without_kernels_says_what_to_run(record, said, step_picture, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "record.json"
+    if record is not None:
+        path.write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", ["step_picture", str(path)])
+    assert step_picture.main() == 1
+    assert said in (printed := capsys.readouterr().out)
+    assert "make gpu-link" in printed
