@@ -33,7 +33,10 @@ from commrt.training.replica import Replica
 from commrt.transport.nccl_communicator import load
 from commrt.transport.shared import SharedTransport
 
-__all__ = ["DDP", "FEW", "FSDP", "PLAIN", "WAYS", "Built", "Raced", "Way", "Worlds", "built", "grouped", "race"]
+__all__ = [
+    "DDP", "FEW", "FSDP", "NCCL", "PLAIN", "TORUS", "WAYS", "Built", "Raced", "Way", "Worlds",
+    "about", "built", "detach", "grouped", "race",
+]  # fmt: skip
 
 PLAIN, DDP, FSDP = "plain loop, no exchange", "DDP", "FSDP2"
 PEERS, NCCL = "peers", "nccl"
@@ -102,11 +105,12 @@ class Built:
             self.host_s += [span.end_s - span.begin_s for span in self.replica.last.spans]
 
     def settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is under way, and free the gradients, which no way needs between two steps."""
         if self.world is not None:
             self.world.comm_thread.submit(int).result()
             self.world.wait()
         waited(self.workload.inputs.device)
+        self.optimizer.zero_grad()
 
     def turn(self) -> float:
         """Return the seconds of a step, as a mean of `STEPS` from a common start."""
