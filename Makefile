@@ -81,11 +81,11 @@ bench: venv
 netlab: venv
 	$(BIN)/python bench/netlab.py --records build/bench/netlab.jsonl
 
-# All that needs a GPU, in three commands of under eight minutes, each with its record in bench/results. Takes any
-# Python with torch, Triton, CuPy, pytest and pytest-benchmark; needs no network:
+# All that needs a GPU, in four commands of under eight minutes, each with its record in bench/results. Takes any
+# Python with torch, torchvision, Triton, CuPy, pytest and pytest-benchmark; needs no network:
 #   make gpu PY=python3
 PY ?= $(BIN)/python
-GPU_PARTS = gpu-correctness gpu-kernels gpu-steps
+GPU_PARTS = gpu-correctness gpu-deaths gpu-kernels gpu-link
 .PHONY: $(GPU_PARTS)
 gpu:
 	for part in $(GPU_PARTS); do $(MAKE) $$part || failed=1; done; test -z "$$failed"

@@ -16,9 +16,13 @@ Keep = Callable[[Sequence[Record]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add options for files with a JSON line per measurement and per test, complete even if the run is cut short."""
+    """Add options for files with a JSON line per measurement and per test, complete even if the run is cut short.
+
+    A third one is for the profile of a step.
+    """
     parser.addoption("--records", type=Path)
     parser.addoption("--outcomes", type=Path)
+    parser.addoption("--step-profile", type=Path)
 
 
 @pytest.hookimpl(wrapper=True)

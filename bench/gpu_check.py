@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the checks that need a GPU, one part of three, and write its record: ``python bench/gpu_check.py correctness``.
+"""Run the checks that need a GPU, one part of four, and write its record: ``python bench/gpu_check.py correctness``.
 
-The parts are correctness, kernels and steps; ``make gpu`` runs them one after the other, each below eight minutes.
-Needs torch, Triton, CuPy, pytest and pytest-benchmark, but no network and no installed commrt. The most important
-checks run first. The record is written after each of them, and says what did not fit in ``--limit`` seconds, and what
-the machine cannot do. The exit code is 1 if anything failed. Without a GPU the same checks run on the CPU, and the
-record says so.
+The parts are correctness, deaths, kernels and link; ``make gpu`` runs them one after the other, each below eight
+minutes. Needs torch, Triton, CuPy, pytest and pytest-benchmark, and torchvision for steps of ResNet-50, but no network
+and no installed commrt. The most important checks run first. The record is written after each of them, and says what
+did not fit in ``--limit`` seconds, and what the machine cannot do. The exit code is 1 if anything failed. Without a GPU
+the same checks run on the CPU, and the record says so.
+
+Ranks that share a GPU work at the same time under MPS only. Each stage that measures the link starts a daemon of its
+own, if the machine has one, and ends it when the ranks have left. If you have set CUDA_MPS_PIPE_DIRECTORY, all stages
+run under your daemon. No stage of the others kills a rank under MPS, which would leave the rest undefined.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -49,11 +53,15 @@ class Stage:
     is_pytest: bool = True
     under: Sequence[str] = ()
     """The program that runs the stage, with its options."""
+    mps: bool = False
+    """True if its ranks must work on a GPU at the same time."""
 
 
 SHARING = "can two ranks exchange here"
+ALL_REDUCES = "all_reduces and ranks2"
 FOUR, EIGHT = "ranks4 and not all_reduces", "ranks8 and not all_reduces"
 TWO = "not mebibyte and not ranks4 and not ranks8 and not memory and not all_reduces"
+PEERS, STEPS = "test_peers.py", "test_training_steps.py"
 PARTS = {
     "correctness": (
         Stage(SHARING, ["test_ranks.py", "-k", "mebibyte"], 90),
@@ -64,21 +72,32 @@ PARTS = {
         Stage("memory, codes", ["test_codes_on_gpu.py"], 90, under=MEMCHECK),
         Stage("memory, two ranks", ["test_ranks.py", "-k", "memory"], 90, under=MEMCHECK),
     ),
+    "deaths": (
+        Stage("deaths among four ranks that read each other's memory", [PEERS, "-k", "gone"], 300),
+        Stage("four ranks", ["test_ranks.py", "-k", FOUR], 140),
+        Stage("eight ranks", ["test_ranks.py", "-k", EIGHT], 160),
+    ),
     "kernels": (
         Stage("what a copy and a launch cost", ["machine_limits.py"], 60, is_pytest=False),
         Stage("a backward pass and packing", ["test_overlap.py", "--benchmark-only"], 90),
+        Stage("the host's time on two ranks", ["test_systems.py", "-k", "host"], 90),
+        Stage("sizes of tiles", ["tune_kernels.py", "--variants"], 150, is_pytest=False),
         Stage("kernels against torch's", ["test_kernels.py", "--benchmark-only"], 400),
     ),
-    "steps": (
-        Stage(SHARING, ["test_ranks.py", "-k", "mebibyte"], 90),
-        Stage("the host's time on two ranks", ["test_systems.py", "-k", "host"], 90),
-        Stage("all-reduces of two ranks", ["test_ranks.py", "-k", "all_reduces and ranks2"], 120),
-        Stage("sizes of tiles", ["tune_kernels.py", "--variants"], 150, is_pytest=False),
-        Stage("four ranks", ["test_ranks.py", "-k", FOUR], 140),
-        Stage("eight ranks", ["test_ranks.py", "-k", EIGHT], 160),
-        Stage("all-reduces of four and eight ranks", ["test_ranks.py", "-k", "all_reduces and not ranks2"], 150),
+    "link": (
+        Stage("sums in peers' memory on ranks", [PEERS, "-k", "round or graphs"], 150, mps=True),
+        Stage("all-reduces of ranks, kernels on peers' memory", [PEERS, "-k", "race or kernels"], 150, mps=True),
+        Stage("steps of ResNet-50 on two ranks", [STEPS, "-k", "two_ranks and resnet50"], 110, mps=True),
+        Stage("steps of a GPT on two ranks", [STEPS, "-k", "two_ranks and gpt"], 110, mps=True),
+        Stage("profile of a step on two ranks", [STEPS, "-k", "profile"], 80, mps=True),
+        Stage("steps of ResNet-50 on four and eight ranks", [STEPS, "-k", "several"], 200, mps=True),
+        Stage("every algorithm's all-reduces of two ranks", ["test_ranks.py", "-k", ALL_REDUCES], 90, mps=True),
     ),
 }
+MPS_CONTROL = "nvidia-cuda-mps-control"
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
+MPS_S = 30.0
+"""Seconds until the daemon has begun or ended."""
 
 
 class InterruptedStage(Exception):
@@ -95,6 +114,8 @@ class Outcome:
     failed: list[dict[str, str]] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     figures: list[Any] = field(default_factory=list)
+    mps: str = "not used"
+    """Whether the ranks worked on a GPU at the same time."""
     trouble: str | None = None
     """Why the outcome is missing or incomplete."""
 
@@ -123,7 +144,9 @@ def main() -> int:
     with suppress(InterruptedStage):  # between two stages
         for stage in stages:
             alone = any(outcome.stage == SHARING and not outcome.passed for outcome in outcomes)
-            outcomes.append(left_out(stage) if alone and "ranks" in stage.name else run(stage, end_s - monotonic()))
+            outcomes.append(
+                left_out(stage) if alone and "ranks" in stage.name else run(stage, end_s - monotonic(), path)
+            )
             print(summary(outcomes[-1]), flush=True)
             write(path, about, outcomes)
             if outcomes[-1].trouble == INTERRUPTED:
@@ -206,8 +229,8 @@ def left_out(stage: Stage) -> Outcome:
     return Outcome(stage.name, skipped=[{"test": stage.name, "why": "ranks cannot exchange here, see the first stage"}])
 
 
-def run(stage: Stage, left_s: float) -> Outcome:
-    """Run `stage` if there is time left."""
+def run(stage: Stage, left_s: float, record: Path) -> Outcome:
+    """Run `stage` if there is time left. A profile goes beside the `record`."""
     outcome = Outcome(stage.name)
     if left_s < 5:
         outcome.trouble = "not run: no time was left"
@@ -216,9 +239,10 @@ def run(stage: Stage, left_s: float) -> Outcome:
         outcome.skipped.append({"test": stage.name, "why": f"{stage.under[0]} is not installed"})
         return outcome
     begin_s, limit_s = monotonic(), min(stage.limit_s, left_s)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, served(stage, outcome) as variables:
         outcomes, records = Path(folder, "outcomes.jsonl"), Path(folder, "records.jsonl")
-        printed = output_of(outcome, command_of(stage, outcomes, records), limit_s, checked=bool(stage.under))
+        command = command_of(stage, outcomes, records, record.with_name(f"{record.stem}-profile.json"))
+        printed = output_of(outcome, command, limit_s, environment(checked=bool(stage.under)) | variables)
         for line in lines_of(outcomes):
             sort(outcome, line)
         outcome.figures += lines_of(records)
@@ -228,17 +252,50 @@ def run(stage: Stage, left_s: float) -> Outcome:
     return outcome
 
 
-def command_of(stage: Stage, outcomes: Path, records: Path) -> list[str]:
+@contextmanager
+def served(stage: Stage, outcome: Outcome) -> Iterator[dict[str, str]]:
+    """Run a daemon of MPS meanwhile, if `stage` wants one; yield the variables of its clients."""
+    program = shutil.which(MPS_CONTROL) or shutil.which(MPS_CONTROL, path="/usr/local/nvidia/bin")
+    if MPS_FOLDER in os.environ:
+        outcome.mps = f"by {MPS_FOLDER}, which was set before"
+    elif stage.mps and program is None:
+        outcome.mps = f"{MPS_CONTROL} is not installed"
+    if not stage.mps or program is None or MPS_FOLDER in os.environ:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="mps", ignore_cleanup_errors=True) as folder:
+        variables = {MPS_FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        began = told([program, "-d"], "", variables)
+        outcome.mps = "own daemon" if began else "the daemon did not begin"
+        yield variables if began else {}
+        if began and not told([program], "quit\n", variables):  # waits until all clients have left
+            outcome.mps = "own daemon, which did not end when told to"
+
+
+def told(command: Sequence[str], words: str, variables: dict[str, str]) -> bool:
+    """Tell MPS's control program `words`; return True if it succeeded in time."""
+    nothing, env = subprocess.DEVNULL, os.environ | variables
+    try:
+        subprocess.run(
+            command, input=words, text=True, env=env, check=True, timeout=MPS_S, stdout=nothing, stderr=nothing
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def command_of(stage: Stage, outcomes: Path, records: Path, profile: Path) -> list[str]:
     """Return the command of `stage`."""
-    options = [f"--outcomes={outcomes}", f"--records={records}", "-q", "-p", "no:cacheprovider"]
+    files = [f"--outcomes={outcomes}", f"--records={records}", f"--step-profile={profile}"]
+    options = [*files, "-q", "-p", "no:cacheprovider"]
     program = ["-m", "pytest", *options] if stage.is_pytest else []
     arguments = [str(BENCH / argument) if argument.endswith(".py") else argument for argument in stage.arguments]
     return [*stage.under, sys.executable, *program, *arguments]
 
 
-def output_of(outcome: Outcome, command: list[str], limit_s: float, *, checked: bool) -> str | None:
+def output_of(outcome: Outcome, command: list[str], limit_s: float, env: dict[str, str]) -> str | None:
     """Return the command's output if it succeeds; otherwise note the trouble in `outcome`."""
-    pipe, env = subprocess.PIPE, environment(checked=checked)
+    pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT, start_new_session=True
     ) as process:

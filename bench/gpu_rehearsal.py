@@ -76,14 +76,14 @@ PARTS_HERE = (
     ),
     Part("make gpu-correctness, dry", [str(CHECK), "correctness", *RECORD]),
     Part(
-        "make gpu-kernels, dry: ceilings, a backward pass",
-        [str(CHECK), "kernels", *RECORD, "--only", "copy", "backward"],
+        "make gpu-kernels, dry: ceilings, a backward pass, the host",
+        [str(CHECK), "kernels", *RECORD, "--only", "copy", "backward", "host"],
     ),
     Part(
         "make gpu-kernels, dry: two of its tasks",
         pytest_of(str(BENCH / "test_kernels.py"), "--benchmark-disable", "-k", "GoogLeNet and mix"),
     ),
-    Part("make gpu-steps, dry", [str(CHECK), "steps", *RECORD, "--only", "host", "of two ranks"]),
+    Part("make gpu-link, dry: steps and a profile", [str(CHECK), "link", *RECORD, "--only", "on two ranks", "every"]),
 )
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from math import prod
 from pathlib import Path
 
@@ -196,3 +197,134 @@ PUBLISHED = {
 def test_every_gradient_set_has_as_many_tensors_and_elements_as_the_model():
     sizes = {name: [prod(shape) for shape in shapes().values()] for name, shapes in gradient_sets.SETS.items()}
     assert {name: (len(each), sum(each), max(each)) for name, each in sizes.items()} == PUBLISHED
+
+
+def kernel(name, begin, correlation, stream=7):
+    args = {"stream": stream, "correlation": correlation}
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": 10.0, "args": args}
+
+
+def of_the_host(category, name, begin, duration, **args):
+    return {"cat": category, "name": name, "ts": begin, "dur": duration, "args": args}
+
+
+def made_up_step(begin, number):
+    yield of_the_host("user_annotation", "training step", begin, 90.0)
+    for place, part in enumerate(("forward", "backward", "optimizer")):
+        at = begin + 30.0 * place
+        yield of_the_host("user_annotation", part, at, 30.0)
+        yield of_the_host("cuda_runtime", "cudaLaunchKernel", at + 1.0, 2.0, correlation=10 * number + place)
+        yield kernel("at::native::reduce_kernel<512>", at + 5.0, 10 * number + place)
+    yield of_the_host("cuda_runtime", "cudaLaunchKernel", begin + 40.0, 2.0, correlation=10 * number + 5)
+    yield kernel("meet_kernel", begin + 45.0, None, stream=20)
+    yield kernel("copy", begin + 55.0, 10 * number + 5, stream=20)
+    yield of_the_host("cpu_op", "commrt::bucket: number 0, algorithm direct", begin + 35.0, 20.0)
+
+
+def test_a_profile_has_the_kernels_of_one_step_by_class_and_stream(bench_folder):
+    import profiled_step  # noqa: PLC0415
+
+    events = [event for number in range(3) for event in made_up_step(100.0 * number, number)]
+    profile = profiled_step.read_trace(events)
+    kernels = [(profiled_step.CLASSES[kind], *rest) for kind, *rest in profile.kernels]
+    assert kernels == [
+        ("forward", 0, 0.0, 10.0),
+        ("backward", 0, 30.0, 10.0),
+        ("meet", 1, 40.0, 10.0),
+        ("copy", 1, 50.0, 10.0),
+        ("optimizer", 0, 60.0, 10.0),
+    ]
+    assert (profile.us, profile.host) == (100.0, [("bucket: number 0, algorithm direct", 30.0, 20.0)])
+
+
+def test_a_profile_without_a_gpu_is_empty(bench_folder):
+    import profiled_step  # noqa: PLC0415
+
+    events = [event for event in made_up_step(0.0, 0) if event["cat"] != "kernel"]
+    assert profiled_step.read_trace(events) == (0.0, [], [])
+
+
+CONTROL = """#!/bin/sh
+echo "$@ $(test $# = 0 && cat) in $CUDA_MPS_PIPE_DIRECTORY" >> $TOLD
+exit $FAILS
+"""
+
+
+@pytest.fixture
+def served(bench_folder, tmp_path, monkeypatch):
+    """Return a function that enters a stage's service; returns its variables, the outcome's words, what was told."""
+    import gpu_check  # noqa: PLC0415
+
+    program, told = tmp_path / gpu_check.MPS_CONTROL, tmp_path / "told"
+    monkeypatch.delenv(gpu_check.MPS_FOLDER, raising=False)
+    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.setenv("FAILS", "0")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def enter(*, mps=True, installed=True, fails="0"):
+        monkeypatch.setenv("FAILS", fails)
+        if installed:
+            program.write_text(CONTROL)
+            program.chmod(0o755)
+        outcome = gpu_check.Outcome("a stage")
+        with gpu_check.served(gpu_check.Stage("a stage", [], 1.0, mps=mps), outcome) as variables:
+            pass
+        return variables, outcome.mps, told.read_text().splitlines() if told.exists() else []
+
+    return enter
+
+
+def test_a_stage_that_needs_mps_has_a_daemon_of_its_own_and_ends_it(served):
+    variables, mps, told = served()
+    folder = variables["CUDA_MPS_PIPE_DIRECTORY"]
+    assert (mps, told) == ("own daemon", [f"-d  in {folder}", f" quit in {folder}"])
+
+
+def test_a_stage_that_needs_no_mps_has_none(served):
+    assert served(mps=False) == ({}, "not used", [])
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [({"installed": False}, "nvidia-cuda-mps-control is not installed"), ({"fails": "1"}, "the daemon did not begin")],
+)
+def test_a_stage_that_gets_no_daemon_says_why(case, said, served):
+    variables, mps, _ = served(**case)
+    assert (variables, mps) == ({}, said)
+
+
+def test_a_stage_leaves_a_daemon_that_was_there_before_alone(served, monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
+    assert served() == ({}, "by CUDA_MPS_PIPE_DIRECTORY, which was set before", [])
+
+
+@pytest.fixture
+def step_picture(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH.parent / "docs" / "site"))
+    return import_module("step_picture")
+
+
+def test_a_profile_becomes_a_picture(step_picture, bench_folder, tmp_path, monkeypatch):
+    import profiled_step  # noqa: PLC0415
+
+    events = [event for number in range(3) for event in made_up_step(100.0 * number, number)]
+    profiles = {"direct": profiled_step.read_trace(events)._asdict()}
+    record = {"about": {"workload": "m", "gpu": "g"}, "classes": profiled_step.CLASSES, "profiles": profiles}
+    profiled_step.write(tmp_path / "record.json", record)
+    picture = tmp_path / "step.svg"
+    monkeypatch.setattr(sys, "argv", ["step_picture", str(tmp_path / "record.json"), "--out", str(picture)])
+    assert step_picture.main() == 0
+    assert "exchange, stream 1" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("record", "said"), [(None, "no record"), ({"profiles": {"DDP": {"kernels": []}}}, "holds no kernels")]
+)
+def test_a_picture_without_kernels_says_what_to_run(record, said, step_picture, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "record.json"
+    if record is not None:
+        path.write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", ["step_picture", str(path)])
+    assert step_picture.main() == 1
+    assert said in (printed := capsys.readouterr().out)
+    assert "make gpu-link" in printed
