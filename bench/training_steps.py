@@ -60,7 +60,7 @@ class Way:
 def _ways(name: str, algorithm: Algorithm, medium: str = PEERS) -> dict[str, Way]:
     over = ", over NCCL" if medium == NCCL else ""
     return {
-        f"{name}, by calls{over}": Way(algorithm, {}, medium),
+        f"{name}, by calls{over}": Way(algorithm, {"graphs": False}, medium),
         f"{name}, by graphs{over}": Way(algorithm, {"graphs": True}, medium),
     }
 
@@ -74,10 +74,11 @@ WAYS = {
     "DDP, bf16 hook": Way(),
     FSDP: Way(),
     **_ways("direct", DIRECT),
-    "direct, views": Way(DIRECT, {"gradients": "views"}),
+    "direct, views, by calls": Way(DIRECT, {"gradients": "views", "graphs": False}),
+    "direct, views, by graphs": Way(DIRECT, {"gradients": "views", "graphs": True}),
     "direct, bf16 wire, by graphs": Way(DIRECT, BF16),
     **_ways("torus2d", TORUS),
-    "torus2d, views": Way(TORUS, {"gradients": "views"}),
+    "torus2d, views, by graphs": Way(TORUS, {"gradients": "views", "graphs": True}),
     "torus2d, bf16 wire, by graphs": Way(TORUS, BF16),
     "gossip": Way(commrt.Gossip()),
     f"local SGD, {PERIOD} steps, delay 2": Way(commrt.LocalSGD(PERIOD, delay=2)),
