@@ -63,7 +63,8 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-class _Segment(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segment:
     """An allocation that peers can map."""
 
     memory: Any
