@@ -14,7 +14,10 @@ from torch import Tensor
 from commrt.kernels.layout import Layout, require_as_many
 from commrt.kernels.reference import mix, norm_of, pack, unpack
 
-__all__ = ["Findings", "Packing", "Repeatable", "TorchPacking", "bits", "views_of"]
+__all__ = ["Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
+
+Parts = Sequence[tuple[Tensor, int, int]]
+"""(memory, begin, end): elements [begin, end) of a wire that lie in `memory`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +66,12 @@ class Packing(Protocol):
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
+        parts: Parts = (),
     ) -> None:
         """Write places times `scale` to tensors, or add them; compare the wire's header with `header`.
 
+        Of each of `parts`, (memory, begin, end), elements [begin, end) of the wire lie in `memory`. Only a `Repeatable`
+        takes parts, and the same object again costs nothing. The header is always the wire's own.
         After a mismatch, plain torch writes nothing; a GPU notices it only while it writes.
         """
 
@@ -85,13 +91,16 @@ class Repeatable(Packing, Protocol):
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """Set the tensors, scale and header for `pack_aimed` and `unpack_aimed`; absent tensors travel as zeros."""
 
-    def load(self) -> None:
-        """Compile and load the kernels of the next two, which cannot be done during a capture."""
+    def load(self, parts: Parts = ()) -> None:
+        """Compile and load what the next three need, which cannot be done during a capture."""
+
+    def cut(self, chunks: int) -> list[int]:
+        """Return the bounds [chunks + 1] of an even cut of the wire, between tiles: parts may begin and end there."""
 
     def pack_aimed(self) -> None:
         """As `pack`, with one launch whose arguments never change, so a graph can record it."""
 
-    def unpack_aimed(self) -> None:
+    def unpack_aimed(self, parts: Parts = ()) -> None:
         """As `unpack` without a scale, with one launch whose arguments never change, so a graph can record it."""
 
     def compare_aimed(self) -> None:
@@ -147,8 +156,11 @@ class TorchPacking:
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
+        parts: Parts = (),
     ) -> None:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
+        if parts:
+            raise ValueError("plain torch unpacks from the wire only")
         require_as_many(tensors, len(self._like))
         self.compare(header)
         if not self.disputed:

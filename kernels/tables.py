@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from commrt.kernels.layout import GRANULE, Layout, require_as_many
+
+IntArray = NDArray[np.integer[Any]]
 
 __all__ = ["WIDEST_NBYTES", "Tables", "alignment"]
 
@@ -42,11 +46,12 @@ class Tables:
         numbers = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
         counts = np.minimum(sizes[owners] - numbers * tile, tile)
         places = (np.array(layout.places, np.int64)[owners] + numbers * tile) // GRANULE
-        of_tiles = (torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts, places))
+        of_tiles = [torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts)]
+        self._places = places
         self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         """[tensors] 0 for an absent tensor."""
-        self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
-        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, place on the wire in granules."""
+        self.columns = (self.addresses, *(column.to(device) for column in of_tiles), self._column(places))
+        """Addresses; then int32 [tiles]: tensor, tile number in it, elements; int64: place on the wire in granules."""
         self.tiles = int(tiles.sum())
         """Number of programs of a kernel."""
         self.align = WIDEST_NBYTES
@@ -55,6 +60,29 @@ class Tables:
         """Number of times that the addresses were copied to the device."""
         self._known = [0] * len(sizes)
         self._staging: deque[Staging] = deque()
+
+    def _column(self, places: IntArray) -> Tensor:
+        return torch.from_numpy(places.astype(np.int64)).to(self.addresses.device)
+
+    def cut(self, chunks: int, numel: int) -> list[int]:
+        """Return the bounds [chunks + 1] that cut a wire of `numel` elements about evenly, each where a tile begins."""
+        starts = np.sort(self._places) * GRANULE
+        nearest = np.searchsorted(starts, [numel * chunk // chunks for chunk in range(1, chunks)])
+        return [0, *np.append(starts, numel)[nearest].tolist(), numel]
+
+    def places_in(self, wire: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
+        """Return a column of places of which some are in other memory than `wire`.
+
+        Of each of `parts`, (memory, begin, end), elements [begin, end) lie in `memory`, and begin and end at tiles.
+        """
+        places, granule = self._places.copy(), GRANULE * wire.element_size()
+        for memory, begin, end in parts:
+            inside = (begin <= self._places * GRANULE) & (self._places * GRANULE < end)
+            distance = memory.data_ptr() - begin * wire.element_size() - wire.data_ptr()
+            if distance % granule:
+                raise ValueError(f"memory at {memory.data_ptr():#x} is not a multiple of {granule} bytes from the wire")
+            places[inside] += distance // granule
+        return self._column(places)
 
     def point_at(self, tensors: Sequence[Tensor | None]) -> None:
         """Update the addresses to those of `tensors`.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Window
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport, Window
 
 __all__ = ["BuildBuckets", "Engine", "Span"]
 
@@ -55,6 +55,15 @@ class Span:
     nbytes_sent: int
 
 
+class _Shared(NamedTuple):
+    """What peers read of a list of buckets."""
+
+    windows: dict[int, Window]
+    """By bucket; filled on the communication thread."""
+    unpacks: bool
+    """True if buckets are unpacked as soon as they have come."""
+
+
 class Engine:
     """Averages buckets over the members of a step, in order of submission.
 
@@ -70,13 +79,14 @@ class Engine:
         buckets: Sequence[GradientBucket],
         *,
         graphs: bool = False,
+        unpacks: bool = False,
         players: int | None = None,
     ) -> None:
         self.world, self.algorithm = world, algorithm
         self.members = tuple(range(world.size))
         """The ranks that take part in the step; inside ``join()`` those that still have data."""
         self._players = world.size if players is None else players  # in a step without late or lost ranks
-        self._uses_graphs = graphs
+        self._uses_graphs, self._unpacks = graphs, unpacks
         self._proven = lru_cache(KEPT)(self._prove)
         self._digest = lru_cache(KEPT)(Schedule.digest)
         self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
@@ -112,15 +122,14 @@ class Engine:
     def replace_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
-        self._windows: dict[int, Window] = {}
-        """By bucket, what peers read; filled on the communication thread."""
+        self._shared = _Shared({}, self._unpacks)
         self.forget()
 
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
         self._compared: set[tuple[str, tuple[int, ...]]] = set()
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
-        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, self._windows, {}))
+        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, self._shared, {}))
         self.coder = Coder(self.buckets[0].coding if self.buckets else None)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -183,7 +192,7 @@ class Engine:
         takes_all = self._players == self.world.size
         wires = [bucket.wire for bucket in self.buckets if bucket.coding is None and takes_all]
         windows = self.world.transport.share(wires)
-        self._windows.update(zip((bucket.index for bucket in self.buckets), windows, strict=False))
+        self._shared.windows.update(zip((bucket.index for bucket in self.buckets), windows, strict=False))
 
     def _connect_peers(self, mine: Program, step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -208,7 +217,8 @@ class Engine:
             if not self._replay(bucket, programs, step):
                 self._pack_and_run(bucket, own, step)
                 with within_range(recorder, "unpack"):
-                    bucket.unpack()
+                    bucket.unpack(own.elsewhere)
+                own.finish(Tag(step, bucket.index))
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
@@ -295,7 +305,7 @@ class Engine:
 def _bind(
     world: World,
     buckets: Sequence[GradientBucket],
-    windows: Mapping[int, Window],
+    shared: _Shared,
     scratch: dict[torch.dtype, Tensor],
     schedule: Schedule,
     members: tuple[int, ...],
@@ -303,8 +313,8 @@ def _bind(
 ) -> Sequence[AnyProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
     mine = member_program(schedule, members, world.rank, world.size)
-    if windows:
-        return [bind_reading(mine, bucket.wire, windows[bucket.index], world.transport) for bucket in buckets]
+    if shared.windows:
+        return [_reading(mine, bucket, shared, world.transport) for bucket in buckets]
     heads = [bucket.wire[: bucket.head_numel] if bucket.coding else bucket.wire for bucket in buckets]
     for wire in heads:
         need = scratch_numel(mine, wire.numel())
@@ -313,6 +323,16 @@ def _bind(
     transport, streams = world.transport, world.comm_thread.streams
     programs = [bind(mine, wire, transport, scratch[wire.dtype], streams) for wire in heads]
     return programs if coding is None else [*_coded(world, buckets, mine, programs, coding)]
+
+
+def _reading(mine: Program, bucket: GradientBucket, shared: _Shared, transport: Transport) -> BoundProgram:
+    """Return the program in peers' memory, from which kernels unpack where they can."""
+    launches, window = bucket.repeatable, shared.windows[bucket.index]
+    bounds = None if launches is None else launches.cut(mine.chunks)
+    all_near = mine.peers <= window.peers.keys()
+    straight = launches is not None and shared.unpacks and bucket.unpacks_wire and all_near
+    copied = bucket.head_numel if straight else None
+    return bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied)
 
 
 def _coded(

@@ -31,7 +31,7 @@ from commrt.coding import Coding
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of, overlap
-from commrt.kernels.packing import Repeatable
+from commrt.kernels.packing import Parts, Repeatable
 from commrt.transport.protocol import Allocate, zeros
 
 __all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets", "require_fit"]
@@ -92,6 +92,9 @@ class GradientBucket:
     thread calls `pack` and `unpack`, or a device graph does their work between `prepare_replay` and `finish_replay`.
     Nobody else may touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
     """
+
+    unpacks_wire = True
+    """False if gradients stay on the wire."""
 
     def __init__(
         self,
@@ -165,24 +168,30 @@ class GradientBucket:
         self._scale = scale
         self._packing.pack(self._grads, scale, self._word)
 
-    def unpack(self) -> None:
-        """Write the wire to the gradients; one that no rank had stays None.
+    def unpack(self, parts: Parts = ()) -> None:
+        """Write the wire, of which `parts` lie elsewhere, to the gradients; one that no rank had stays None.
 
         Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in the next step.
         """
         self._require_unchanged()
         self._make_missing()
-        self._packing.unpack([self._made.get(i, grad) for i, grad in enumerate(self._grads)], self._word)
+        grads = [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
+        self._packing.unpack(grads, self._word, parts=parts)
         self._end_unpack()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank has all gradients of the step."""
+        return all(grad is not None for grad in self._grads)
 
     def prepare_replay(self, launches: Repeatable, scale: float) -> None:
         """Do what `pack` does, for `launches` that a device graph replays."""
         self._require_unchanged()
         launches.aim(self._grads, scale, self._word)
 
-    def queue_unpack(self, launches: Repeatable) -> None:
+    def queue_unpack(self, launches: Repeatable, parts: Parts = ()) -> None:
         """Queue what a device graph does in place of `unpack`."""
-        launches.unpack_aimed()
+        launches.unpack_aimed(parts)
 
     def finish_replay(self, launches: Repeatable) -> None:
         """Do what the replayed `launches` left to `unpack`: gradients that only other ranks had."""

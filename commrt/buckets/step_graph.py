@@ -2,7 +2,8 @@
 """Carry a bucket's whole step by one launch of a device graph; where that cannot be, say why.
 
 NCCL wants all ranks of a transfer to capture it together, and to replay it together. So whether a step is replayed
-must not depend on what one rank has alone: neither on where its gradients lie nor on which it has.
+must not depend on what one rank has alone: neither on where its gradients lie nor on which it has. In peers' memory a
+rank may do by calls what others do by graphs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ BY_CALLS = 2
 """Steps before a schedule is captured: peers connect in them, and a schedule that never comes back costs nothing."""
 FIRST = f"the first {BY_CALLS} steps with a schedule are carried call by call"
 NO_KERNEL = "plain torch packs the gradients, on a CPU or of a dtype without a Triton kernel: no graph can do that"
+NOT_WHOLE = "this rank lacks gradients of this step: what others have is unpacked from their memory before they go on"
 NOTHING_QUEUED = "the transport waits for its transfers, so there is nothing to repeat"
 
 Agree = Callable[[bool], Sequence[int]]
@@ -62,6 +64,9 @@ class StepGraphs:
             schedule.steps += schedule.latest != tag.step
             schedule.latest = tag.step
             self.reasons[bucket.index] = reason or NO_KERNEL
+            return False
+        if programs[bucket.index].elsewhere and not bucket.is_whole:
+            self.reasons[bucket.index] = NOT_WHOLE
             return False
         self.reasons.pop(bucket.index, None)
         bucket.prepare_replay(bucket.repeatable, scale)
@@ -110,11 +115,13 @@ def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
     launches = bucket.repeatable
     if launches is None:
         raise ValueError(NO_KERNEL)
-    launches.load()
+    tag, parts = Tag(-1, bucket.index), program.elsewhere
+    launches.load(parts)
 
     def work() -> None:
         launches.pack_aimed()
-        program.run(Tag(-1, bucket.index))
-        bucket.queue_unpack(launches)
+        program.run(tag)
+        bucket.queue_unpack(launches, parts)
+        program.finish(tag)
 
     return work

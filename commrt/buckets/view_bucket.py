@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, require_fit
 from commrt.errors import UsageError
-from commrt.kernels.packing import Repeatable, TorchPacking, views_of
+from commrt.kernels.packing import Parts, Repeatable, TorchPacking, views_of
 
 __all__ = ["ViewBucket"]
 
@@ -28,6 +28,8 @@ class ViewBucket(GradientBucket):
     Plain torch, as on a CPU, does that in `move_in` as soon as the gradient is there, while it is in the processor's
     cache. Where Triton packs, one launch does it for the whole bucket.
     """
+
+    unpacks_wire = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -97,13 +99,13 @@ class ViewBucket(GradientBucket):
                 self._torch.pack_one(place, grad, scale)
         self._torch.seal(self._grads, self._word)
 
-    def unpack(self) -> None:
+    def unpack(self, parts: Parts = ()) -> None:  # gradients live on the wire, so nothing is elsewhere
         """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
         self._require_unchanged()
         self._packing.compare(self._word)
         self._settle()
 
-    def queue_unpack(self, launches: Repeatable) -> None:
+    def queue_unpack(self, launches: Repeatable, parts: Parts = ()) -> None:  # as above
         """See `GradientBucket.queue_unpack`: compare the headers."""
         launches.compare_aimed()
 

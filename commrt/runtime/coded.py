@@ -29,7 +29,7 @@ from commrt.errors import UsageError
 from commrt.kernels.codes import key_of
 from commrt.kernels.dispatch import adding_codes, decoding, encoding
 from commrt.program import Hop, Program, Transfer, chunk_bounds
-from commrt.runtime.executor import BoundProgram, only_reads
+from commrt.runtime.executor import BoundProgram, Landing, only_reads
 from commrt.runtime.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
@@ -95,6 +95,11 @@ class CodedProgram:
     rank: int
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
+    elsewhere: Sequence[Landing] = ()
+    """Nothing: all values are decoded to the buffer."""
+
+    def finish(self, tag: Tag) -> None:
+        """Do nothing; see `BoundProgram.finish`."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None, call: int = 0) -> None:
         """Run all hops in order on the calling thread; see `BoundProgram.run`.

@@ -81,6 +81,8 @@ class BoundProgram:
     """The streams to combine on while the next exchange runs; None to do one after the other."""
     landings: Sequence[Landing] = ()
     """Receives that no later hop depends on."""
+    end: BoundHop | None = None
+    """What `run` leaves to `finish`, if landings are in peers' memory: they may be read in between, and only then."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
@@ -93,6 +95,16 @@ class BoundProgram:
                 combine()
             if end_loan is not None:
                 end_loan()
+
+    def finish(self, tag: Tag) -> None:
+        """Tell peers that this rank has read its landings; does nothing if they are in its own memory."""
+        if self.end is not None:
+            self.end.exchange(tag)
+
+    @property
+    def elsewhere(self) -> Sequence[Landing]:
+        """The landings in peers' memory, which are not in the buffer after `run`."""
+        return self.landings if self.end is not None else ()
 
     def _run_on_streams(self, tag: Tag, streams: Streams, recorder: Recorder | None) -> None:
         combined: dict[int, StreamEvent] = {}

@@ -15,24 +15,40 @@ from torch import Tensor
 from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import GRANULE, padded
 from commrt.program import Hop, Meeting, Program, Transfer, chunk_bounds, meetings
-from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combinations_of, facts_of
+from commrt.runtime.executor import BoundHop, BoundProgram, Combination, Landing, combinations_of, facts_of
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
 
 __all__ = ["bind_reading", "bind_receiving"]
 
 
-def bind_reading(program: Program, buffer: Tensor, window: Window, transport: Transport) -> BoundProgram:
+def bind_reading(
+    program: Program,
+    buffer: Tensor,
+    window: Window,
+    transport: Transport,
+    *,
+    bounds: Sequence[int] | None = None,
+    copied: int | None = None,
+) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
 
-    The peers' programs must be bound in the same way. As with `bind`, the buffer may change as soon as the program has
-    run. Allocates memory for what comes from other hosts, and for hops that overwrite what they send.
+    The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the buffer may change as
+    soon as the program has run. Allocates memory for what comes from other hosts, and for hops that overwrite what they
+    send.
+
+    With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
+    `BoundProgram.landings`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport)
+    reader = _Reader(program, buffer, window, transport, bounds, copied)
     hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
     nbytes = sum(message.data.nbytes for message in reader.sends)
     only_near = program.peers <= set(window.peers)
-    return BoundProgram((*hops, reader.end()), nbytes, P2PGroup(reader.sends, reader.recvs, reads=only_near), None)
+    group = P2PGroup(reader.sends, reader.recvs, reads=only_near)
+    end = reader.end()
+    if not reader.landings:
+        return BoundProgram((*hops, end), nbytes, group, None)
+    return BoundProgram(tuple(hops), nbytes, group, None, tuple(reader.landings), end)
 
 
 def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exchange:
@@ -61,13 +77,24 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
 
 class _Reader:
-    def __init__(self, program: Program, buffer: Tensor, window: Window, transport: Transport) -> None:
+    def __init__(
+        self,
+        program: Program,
+        buffer: Tensor,
+        window: Window,
+        transport: Transport,
+        bounds: Sequence[int] | None,
+        copied: int | None,
+    ) -> None:
         self._buffer, self._window, self._transport = buffer, window, transport
-        self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
+        self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
+        self._copied = buffer.numel() if copied is None else copied
+        self._latest = max((number for number, hop in enumerate(program.hops) if not hop.idle), default=-1)
         self._near = sorted(program.peers & set(window.peers))
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
         self._scratch = torch.empty(self._scratch_numel(program), dtype=buffer.dtype, device=buffer.device)
+        self.landings: list[Landing] = []
         self.sends: list[P2PMessage] = []
         self.recvs: list[P2PMessage] = []
         """What all hops bound so far exchange."""
@@ -82,7 +109,8 @@ class _Reader:
         self.recvs += recvs
         far_sends, far_recvs = ([m for m in side if m.peer not in self._near] for side in (sends, recvs))
         far = P2PGroup(far_sends, far_recvs, number)
-        come, moves = self._exchange(before, number, far), self._moves(hop, places)
+        come = self._exchange(before, number, far)
+        moves = self._moves(hop, places, lands=number == self._latest and within is None)
         facts = facts_of(number, sends, recvs)
         if within is None:
             return [BoundHop(come, moves, number, None, facts)]
@@ -149,11 +177,16 @@ class _Reader:
                 places.append(self._theirs(each) if each.peer in self._near else own)
         return places
 
-    def _moves(self, hop: Hop, places: Sequence[Tensor]) -> tuple[Combination, ...]:
-        """Return what copies and combines the receives, which lie at `places`."""
-        copies = [
-            copying(own, place)
-            for each, place in zip(hop.recvs, places, strict=True)
-            if each.combine == COPY and (own := self._own(each)).numel() and own.data_ptr() != place.data_ptr()
-        ]
+    def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
+        """Return what copies and combines the receives, which lie at `places`; `lands` where nothing reads copies."""
+        copies = []
+        for each, place in zip(hop.recvs, places, strict=True):
+            own, begin = self._own(each), self._bounds[each.lo]
+            if each.combine != COPY or not own.numel() or own.data_ptr() == place.data_ptr():
+                continue
+            here = min(max(self._copied - begin, 0), own.numel()) if lands else own.numel()
+            if here:
+                copies.append(copying(own[:here], place[:here]))
+            if here < own.numel():
+                self.landings.append(Landing(place[here:], begin + here, begin + own.numel()))
         return (*copies, *combinations_of(hop, places, self._own))

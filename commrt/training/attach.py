@@ -216,7 +216,7 @@ class _Request:
 
 
 def _synchronous(request: _Request, algorithm: Algorithm, broadcast_buffers: bool, graphs: bool) -> Replica:
-    engine = Engine(request.world, algorithm, request.build_buckets(request.params[::-1]), graphs=graphs)
+    engine = Engine(request.world, algorithm, request.build_buckets(request.params[::-1]), graphs=graphs, unpacks=True)
     claim = request.claim(algorithm, engine.schedule(0), engine.buckets)
     request.agree({**claim, "broadcast_buffers": str(broadcast_buffers)})
     replica = SynchronousReplica(

@@ -31,7 +31,7 @@ __all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "meet", "mix"
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
+TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i64"}
 
 HEADER_TYPES = {False: "u64", True: "*u64"}
 """Type of the header: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
