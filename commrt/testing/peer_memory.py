@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, ClassVar
 
@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.meeting import ABORT, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.kernels.meeting import ABORT, BACK, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.testing.graphs import recording
 from commrt.threads.clock import now_s
 
 __all__ = ["HostPeerMemory"]
 
-WRAP = 1 << 32
 PAUSE_S = 0.0001
 
 
@@ -89,23 +88,47 @@ class HostPeerMemory:
 
 
 def run(plan: MeetingPlan) -> None:
-    """Meet on the calling thread; this defines what `meet_kernel` does."""
+    """Meet on the calling thread."""
+    for waits in meeting(plan):
+        if waits:
+            threading.Event().wait(PAUSE_S)
+
+
+def meeting(plan: MeetingPlan) -> Iterator[bool]:
+    """Meet in steps, each of which looks at one word of a peer or writes one; yields True while it waits for a peer.
+
+    This defines what `meet_kernel` does.
+    """
     if plan.failed.item():
         return
-    for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
-        _write(outbox, int(begin) + plan.position)
+    peers = range(len(plan.needs))
+    for place in peers:
+        if _difference(int(plan.inboxes[place]), int(plan.counts[place])) < -BACK // 2:
+            yield from _fail(plan, place)
+            return
+        yield False
+    for place in peers:
+        _write(plan.outboxes[place], int(plan.counts[place]) + plan.position)
+        yield False
     deadline_s = now_s() + plan.host[TIMEOUT_NS].item() * 1e-9
-    for place, (inbox, begin, need) in enumerate(zip(plan.inboxes, plan.counts, plan.needs, strict=True)):
-        goal = int(begin) + need
-        while need and _difference(int(inbox), goal) < 0:
+    for place, need in enumerate(plan.needs):
+        while need and _difference(int(plan.inboxes[place]), int(plan.counts[place]) + need) < 0:
             if plan.host[ABORT] or now_s() > deadline_s:
-                plan.failed.fill_(1)
-                plan.host[FAILED] = plan.number * PLACES + place + 1
+                yield from _fail(plan, place)
                 return
-            threading.Event().wait(PAUSE_S)
+            yield True
+        yield False
     if plan.last:
         for begin in plan.counts:
             _write(begin, int(begin) + plan.last)
+
+
+def _fail(plan: MeetingPlan, place: int) -> Iterator[bool]:
+    plan.failed.fill_(1)
+    plan.host[FAILED] = plan.number * PLACES + place + 1
+    for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
+        _write(outbox, int(begin) - BACK)
+        yield False
 
 
 def _write(word: Tensor, position: int) -> None:
