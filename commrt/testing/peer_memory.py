@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for memory that GPUs of one host map, on host memory, between threads of one process.
 
-It keeps CUDA's rules, and is stricter where breaking them is undefined: a process does not open its own segment, a
-closed segment is not read, and a segment is not freed while it is open. A meeting waits on the calling thread.
+It keeps CUDA's rules: a process does not open its own segment, nor one that is freed, and closes what it has opened
+once. A meeting waits on the calling thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -29,11 +30,21 @@ PAUSE_S = 0.0001
 class HostPeerMemory:
     """A `PeerMemory` of one rank; all ranks of a process share `segments`."""
 
-    segments: ClassVar[dict[bytes, Any]] = {}
+    segments: ClassVar[WeakValueDictionary[bytes, Any]] = WeakValueDictionary()
     _numbers = count()
 
     def __init__(self, device: str = "GPU") -> None:
-        self._device, self._own, self._open = device, set[bytes](), dict[int, bytes]()
+        self._device, self._own, self._opened = device, set[bytes](), dict[int, bytes]()
+
+    @property
+    def mapped(self) -> int:
+        """Segments of peers that this rank has opened and not closed."""
+        return len(self._opened)
+
+    @property
+    def allocated(self) -> int:
+        """Segments of this rank that have a handle and are not freed."""
+        return sum(handle in self.segments for handle in self._own)
 
     def identity(self) -> str:
         """See `PeerMemory.identity`."""
@@ -60,13 +71,18 @@ class HostPeerMemory:
         """See `PeerMemory.open`."""
         if handle in self._own:
             raise RuntimeError("cudaErrorDeviceUninitialized: invalid device context")
-        segment = self.segments[handle]
+        segment = self.segments.get(handle)
+        if segment is None:
+            raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
         if segment.nbytes != nbytes:
             raise RuntimeError(f"the segment has {segment.nbytes} bytes, not {nbytes}")
-        return segment[:]
+        mapping = segment[:]
+        self._opened[id(mapping)] = handle
+        return mapping
 
     def close(self, segment: Any) -> None:
-        """See `PeerMemory.close`."""
+        """See `PeerMemory.close`; raises `KeyError` for one that is not open."""
+        del self._opened[id(segment)]
 
     def host_words(self, count: int) -> Tensor:
         """See `PeerMemory.host_words`."""
