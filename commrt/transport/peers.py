@@ -53,6 +53,11 @@ class _Bound:
     """Of its latest run."""
 
 
+FORGOTTEN = _Bound(0, (), CAPTURE)
+"""In errors, for a meeting whose program is not used any more."""
+WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
+
+
 class PeersTransport:
     """One rank of a host whose ranks are `neighbours`; moves all other groups by `rest`, of the same members.
 
@@ -189,9 +194,10 @@ class PeersTransport:
             if not word or self._failure is not None or self._closed:
                 return
             number, place = divmod(word, PLACES)
-            bound = self._meetings[number]
-            peer = bound.ranks[place - 1]
-            what = f"rank {peer} did not come within {self.timeout_s:g} s: slow, stopped, or running another program"
+            bound = self._meetings.get(number, FORGOTTEN)
+            peer = bound.ranks[place - 1] if bound.ranks else None
+            who = "a rank" if peer is None else f"rank {peer}"
+            what = f"{who} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
             failure = self._failure = DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
         if self._on_failure is not None:
             self._on_failure(failure)
