@@ -4,7 +4,8 @@
 A transport of windows beside another one, which carries all other groups. In a window a hop is a meeting and kernels
 that read (`commrt.runtime.reading`). In a meeting a rank tells its peers how far it has come, by a word in their
 memory, and waits for theirs, on the device. The counters lie on the device too, so a graph repeats what calls do. A
-meeting has a deadline. After one that failed, no kernel tells anything any more.
+meeting has a deadline. One that fails takes back what the rank told, so that no peer reads what later kernels
+overwrite; after it, no kernel tells anything any more.
 """
 
 from __future__ import annotations
