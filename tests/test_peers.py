@@ -125,6 +125,17 @@ def test_a_thousand_replays_with_calls_between_give_the_sums_of_what_they_find(g
         assert group.on_all(run) == [0, 0]
 
 
+def test_a_replay_that_waits_in_vain_says_which_step_it_was(graphs_of_kernels):
+    with connected("aa") as group, moved_clock() as clock:
+        buffers, transport = group.buffers(ODD), group.transports[0]
+        bound = group.bound(direct.all_reduce(2), buffers, 0)
+        replay = transport.capture(lambda: bound.run(NOW), bound.group)
+        future = group.pool.submit(replay, Tag(42, 5))
+        clock.advance_until(future.done)
+        with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come .*step 42, bucket 5, hop 0"):
+            transport.wait()
+
+
 UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
@@ -206,14 +217,14 @@ def test_a_failure_of_a_program_that_nobody_uses_any_more_is_raised_all_the_same
 
 
 def test_abort_from_another_thread_ends_a_meeting():
-    with connected("aa") as group:
+    with connected("aa") as group, moved_clock():  # no deadline passes
         buffers = group.buffers(ODD)
         bound, first = group.bound(direct.all_reduce(2), buffers, 0), group.transports[0]
         future = group.pool.submit(bound.run, NOW)
         wait_until(lambda: int(group.transports[1]._neighbours.words(0).inbox) == 1)
         first.abort()
         with pytest.raises(TransportClosed):
-            future.result(60)
+            future.result(10)
         first.close()
         with pytest.raises(TransportClosed):
             bound.run(NOW)
