@@ -8,18 +8,24 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ABORT", "ENDED", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_NS", "MeetingPlan"]
+__all__ = ["ABORT", "BACK", "ENDED", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_NS", "MeetingPlan"]
 
 HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
 """Words in host memory: not 0 to give up; the deadline; what failed: a meeting's number times `PLACES`, plus 1 and the
 place of the peer that did not come; how many programs have ended."""
 PLACES = 1 << 20
+BACK = 1 << 30
+"""How far back a rank goes for its peers when a meeting of it fails: then they read nothing of it any more."""
 
 
 class MeetingPlan(NamedTuple):
     """A rank tells each peer its position, then waits until each has told one that is far enough.
 
     Positions are int32 and count on from program to program; they wrap, and are compared by their difference.
+
+    A meeting that fails tells all peers a position `BACK` behind, because the kernels after it overwrite what the rank
+    said was ready. A meeting fails before it tells anything if a peer has gone back: the kernels before it may have
+    read what that peer overwrote. So data of a rank whose meetings all went well is right.
     """
 
     outboxes: Sequence[Tensor]

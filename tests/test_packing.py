@@ -393,8 +393,9 @@ def test_training_with_the_kernels_is_training_with_their_definitions_bit_by_bit
     assert torch.equal(first, want)
     assert torch.equal(second, want)
     assert buckets > 1
-    for kernel in ("pack_kernel", "unpack_kernel", "reduce_kernel"):
-        assert launches.names.count(kernel) == 2 * 3 * buckets  # ranks, steps; a ring of two adds once
+    for kernel in ("pack_kernel", "unpack_kernel"):
+        assert launches.names.count(kernel) == 2 * 3 * buckets  # ranks, steps
+    assert 0 < launches.names.count("reduce_kernel") <= 2 * 3 * buckets  # a rank without a tile of a wire adds nothing
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=9))

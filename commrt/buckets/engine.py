@@ -316,23 +316,31 @@ def _bind(
     if shared.windows:
         return [_reading(mine, bucket, shared, world.transport) for bucket in buckets]
     heads = [bucket.wire[: bucket.head_numel] if bucket.coding else bucket.wire for bucket in buckets]
-    for wire in heads:
-        need = scratch_numel(mine, wire.numel())
+    cuts = [_cut(bucket, mine) for bucket in buckets]
+    for wire, cut in zip(heads, cuts, strict=True):
+        need = scratch_numel(mine, wire.numel(), cut)
         if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:
             scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
     transport, streams = world.transport, world.comm_thread.streams
-    programs = [bind(mine, wire, transport, scratch[wire.dtype], streams) for wire in heads]
+    programs = [
+        bind(mine, wire, transport, scratch[wire.dtype], streams, bounds=cut)
+        for wire, cut in zip(heads, cuts, strict=True)
+    ]
     return programs if coding is None else [*_coded(world, buckets, mine, programs, coding)]
 
 
 def _reading(mine: Program, bucket: GradientBucket, shared: _Shared, transport: Transport) -> BoundProgram:
     """Return the program in peers' memory, from which kernels unpack where they can."""
-    launches, window = bucket.repeatable, shared.windows[bucket.index]
-    bounds = None if launches is None else launches.cut(mine.chunks)
+    window = shared.windows[bucket.index]
     all_near = mine.peers <= window.peers.keys()
-    straight = launches is not None and shared.unpacks and bucket.unpacks_wire and all_near
+    straight = bucket.repeatable is not None and shared.unpacks and bucket.unpacks_wire and all_near
     copied = bucket.head_numel if straight else None
-    return bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied)
+    return bind_reading(mine, bucket.wire, window, transport, bounds=_cut(bucket, mine), copied=copied)
+
+
+def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:
+    """Return the bounds of the chunks of `bucket`: between tiles where kernels unpack, with windows or without."""
+    return None if bucket.repeatable is None or bucket.coding is not None else bucket.repeatable.cut(mine.chunks)
 
 
 def _coded(

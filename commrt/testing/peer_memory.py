@@ -1,40 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for memory that GPUs of one host map, on host memory, between threads of one process.
 
-It keeps CUDA's rules, and is stricter where breaking them is undefined: a process does not open its own segment, a
-closed segment is not read, and a segment is not freed while it is open. A meeting waits on the calling thread.
+It keeps CUDA's rules: a process does not open its own segment, nor one that is freed, and closes what it has opened
+once. A meeting waits on the calling thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.meeting import ABORT, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.testing.graphs import recording
 from commrt.threads.clock import now_s
 
 __all__ = ["HostPeerMemory"]
 
-WRAP = 1 << 32
 PAUSE_S = 0.0001
 
 
 class HostPeerMemory:
     """A `PeerMemory` of one rank; all ranks of a process share `segments`."""
 
-    segments: ClassVar[dict[bytes, Any]] = {}
+    segments: ClassVar[WeakValueDictionary[bytes, Any]] = WeakValueDictionary()
     _numbers = count()
 
     def __init__(self, device: str = "GPU") -> None:
-        self._device, self._own, self._open = device, set[bytes](), dict[int, bytes]()
+        self._device, self._own, self._opened = device, set[bytes](), dict[int, bytes]()
+
+    @property
+    def mapped(self) -> int:
+        """Segments of peers that this rank has opened and not closed."""
+        return len(self._opened)
+
+    @property
+    def allocated(self) -> int:
+        """Segments of this rank that have a handle and are not freed."""
+        return sum(handle in self.segments for handle in self._own)
 
     def identity(self) -> str:
         """See `PeerMemory.identity`."""
@@ -61,13 +71,18 @@ class HostPeerMemory:
         """See `PeerMemory.open`."""
         if handle in self._own:
             raise RuntimeError("cudaErrorDeviceUninitialized: invalid device context")
-        segment = self.segments[handle]
+        segment = self.segments.get(handle)
+        if segment is None:
+            raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
         if segment.nbytes != nbytes:
             raise RuntimeError(f"the segment has {segment.nbytes} bytes, not {nbytes}")
-        return segment[:]
+        mapping = segment[:]
+        self._opened[id(mapping)] = handle
+        return mapping
 
     def close(self, segment: Any) -> None:
-        """See `PeerMemory.close`."""
+        """See `PeerMemory.close`; raises `KeyError` for one that is not open."""
+        del self._opened[id(segment)]
 
     def host_words(self, count: int) -> Tensor:
         """See `PeerMemory.host_words`."""
@@ -89,25 +104,49 @@ class HostPeerMemory:
 
 
 def run(plan: MeetingPlan) -> None:
-    """Meet on the calling thread; this defines what `meet_kernel` does."""
+    """Meet on the calling thread."""
+    for waits in meeting(plan):
+        if waits:
+            threading.Event().wait(PAUSE_S)
+
+
+def meeting(plan: MeetingPlan) -> Iterator[bool]:
+    """Meet in steps, each of which looks at one word of a peer or writes one; yields True while it waits for a peer.
+
+    This defines what `meet_kernel` does.
+    """
     if plan.state[0]:
         return
-    for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
-        _write(outbox, int(begin) + plan.position)
+    peers = range(len(plan.needs))
+    for place in peers:
+        if _difference(int(plan.inboxes[place]), int(plan.counts[place])) < -BACK // 2:
+            yield from _fail(plan, place)
+            return
+        yield False
+    for place in peers:
+        _write(plan.outboxes[place], int(plan.counts[place]) + plan.position)
+        yield False
     deadline_s = now_s() + plan.host[TIMEOUT_NS].item() * 1e-9
-    for place, (inbox, begin, need) in enumerate(zip(plan.inboxes, plan.counts, plan.needs, strict=True)):
-        goal = int(begin) + need
-        while need and _difference(int(inbox), goal) < 0:
+    for place, need in enumerate(plan.needs):
+        while need and _difference(int(plan.inboxes[place]), int(plan.counts[place]) + need) < 0:
             if plan.host[ABORT] or now_s() > deadline_s:
-                plan.state[0] = 1
-                plan.host[FAILED] = plan.number * PLACES + place + 1
+                yield from _fail(plan, place)
                 return
-            threading.Event().wait(PAUSE_S)
+            yield True
+        yield False
     if plan.last:
         for begin in plan.counts:
             _write(begin, int(begin) + plan.last)
         plan.state[1] += 1
         plan.host[ENDED] = plan.state[1]
+
+
+def _fail(plan: MeetingPlan, place: int) -> Iterator[bool]:
+    plan.state[0] = 1
+    plan.host[FAILED] = plan.number * PLACES + place + 1
+    for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
+        _write(outbox, int(begin) - BACK)
+        yield False
 
 
 def _write(word: Tensor, position: int) -> None:

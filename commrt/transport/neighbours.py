@@ -121,17 +121,24 @@ class Neighbours:
         nonce = secrets.randbits(62)
         _nonce_of(self._page).fill_(nonce)
         self._memory.synchronize()
-        own = _Page(host, self._memory.identity(), self._memory.handle(self._page).hex(), nonce)
-        pages = self._gather("pages", own, timeout_s, _parse_page)
+        handle, verdict = "", ""
+        try:
+            handle = self._memory.handle(self._page).hex()
+        except RuntimeError as error:
+            verdict = f"the memory of rank {self._rank} cannot be mapped ({error})"
+        own = _Page(host, self._memory.identity(), handle, nonce)
+        pages = self._gather("pages", self._members, own, timeout_s, _parse_page)
         there = {peer: page for peer, page in pages.items() if page.host == host and peer != self._rank}
         try:
-            self._pages = {peer: self._opened_page(page) for peer, page in there.items()}
-            verdict = ""
+            self._pages = {peer: self._opened_page(page) for peer, page in there.items() if page.handle}
         except RuntimeError as error:
             verdict = f"rank {self._rank} cannot map the memory of another rank ({error})"
-        verdicts = self._gather("verdicts", verdict, timeout_s, _parse_verdict)
+        verdicts = self._gather("verdicts", self._members, verdict, timeout_s, _parse_verdict)
         self.refusal = next((verdicts[peer] for peer in sorted([*there, self._rank]) if verdicts[peer]), "")
-        self.ranks = [] if self.refusal else sorted(there)
+        self.ranks = sorted(there)
+        if self.refusal:
+            self.close(timeout_s)
+            self.ranks = []
 
     def _opened_page(self, page: _Page) -> Any:
         opened = self._open(page.handle, (len(self._members) + 1) * WORD_NBYTES)
@@ -139,8 +146,10 @@ class Neighbours:
             raise RuntimeError("its page shows other numbers than it has written")
         return opened
 
-    def _gather(self, what: str, record: object, timeout_s: float, read: Callable[[bytes], T]) -> dict[int, T]:
-        return gather(PrefixStore(what, self._store), self._rank, self._members, record, timeout_s, read)
+    def _gather(
+        self, what: str, members: Sequence[int], record: object, timeout_s: float, read: Callable[[bytes], T]
+    ) -> dict[int, T]:
+        return gather(PrefixStore(what, self._store), self._rank, members, record, timeout_s, read)
 
     def words(self, peer: int) -> Words:
         """Return what this rank and `peer` tell each other."""
@@ -176,7 +185,8 @@ class Neighbours:
         """Return for each of `buffers` that of each neighbour. Collective; all from `allocate`, in one order."""
         self._shares += 1
         own = [self._pool.place(buffer) for buffer in buffers]
-        shared = self._gather(f"share {self._shares}", own, timeout_s, _parse_places)
+        here = sorted([self._rank, *self.ranks])  # a rank that is alone on its host shares nothing
+        shared = self._gather(f"share {self._shares}", here, own, timeout_s, _parse_places)
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
                 raise SizeMismatch(f"rank {peer} shares buffers of other sizes: start all ranks with the same code")

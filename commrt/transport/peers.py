@@ -4,7 +4,8 @@
 A transport of windows beside another one, which carries all other groups. In a window a hop is a meeting and kernels
 that read (`commrt.runtime.reading`). In a meeting a rank tells its peers how far it has come, by a word in their
 memory, and waits for theirs, on the device. The counters lie on the device too, so a graph repeats what calls do. A
-meeting has a deadline. After one that failed, no kernel tells anything any more.
+meeting has a deadline. One that fails takes back what the rank told, so that no peer reads what later kernels
+overwrite; after it, no kernel tells anything any more.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class _Bound:
     """True if a program begins with it."""
     tag: Tag = CAPTURE
     """Of its latest run."""
+
+
+FORGOTTEN = _Bound(0, (), begins=False)
+"""In errors, for a meeting whose program is not used any more."""
+WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
 
 
 class PeersTransport:
@@ -218,9 +224,10 @@ class PeersTransport:
         if not (word := int(self._words[FAILED])):
             return None
         number, place = divmod(word, PLACES)
-        bound = self._meetings[number]
-        peer = bound.ranks[place - 1]
-        what = f"rank {peer} did not come within {self.timeout_s:g} s: slow, stopped, or running another program"
+        bound = self._meetings.get(number, FORGOTTEN)
+        peer = bound.ranks[place - 1] if bound.ranks else None
+        who = "a rank" if peer is None else f"rank {peer}"
+        what = f"{who} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
         return DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
 
     def _lost_peer(self) -> TransportError | None:

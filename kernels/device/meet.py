@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.meeting import ABORT, ENDED, FAILED, PLACES, TIMEOUT_NS
+from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS
 
 LOOK_NS = tl.constexpr(10_000)
 """Between two looks at host memory, which is far away."""
@@ -19,6 +19,7 @@ TIMEOUT_WORD = tl.constexpr(TIMEOUT_NS)
 FAILED_WORD = tl.constexpr(FAILED)
 ENDED_WORD = tl.constexpr(ENDED)
 MOST_PEERS = tl.constexpr(PLACES)
+FAR_BACK = tl.constexpr(BACK)
 
 
 @triton.jit
@@ -40,6 +41,19 @@ def _heard(address):
     """Read what a peer has told, before all that this rank reads later; the same for all threads of the warp."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 there; ld.acquire.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0, 31, -1; }",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _glimpsed(address):
+    """Read what a peer has told, before or after other reads; the same for all threads of the warp."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 there; ld.relaxed.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0, 31, -1; }",
         "=r,l",
         [address],
         dtype=tl.int32,
@@ -77,37 +91,70 @@ def _now_ns():
 
 
 @triton.jit
+def _word(addresses, peer):
+    """Return the word of `peer` whose address is in a table."""
+    return tl.load(addresses + peer).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _tell_all(outboxes, counts, position, PEERS: tl.constexpr):
+    """Tell all peers `position`, from their counts on."""
+    for peer in tl.static_range(PEERS):
+        _tell(tl.load(outboxes + peer), tl.load(_word(counts, peer)) + position)
+
+
+@triton.jit
+def _first_gone_back(inboxes, counts, PEERS: tl.constexpr):
+    """Return 1 and the place of the first peer that has gone back; 0 if none has."""
+    gone = 0
+    for peer in tl.static_range(PEERS):
+        ahead = _glimpsed(tl.load(inboxes + peer)) - tl.load(_word(counts, peer))
+        if (ahead < -(FAR_BACK // 2)) & (gone == 0):
+            gone = peer + 1
+    return gone
+
+
+@triton.jit
+def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
+    """Wait for all peers; return 1 and the place of the first that did not come in time, 0 if all came."""
+    begin = _now_ns()
+    look = begin + LOOK_NS
+    missing = 0
+    for peer in tl.static_range(PEERS):
+        need = tl.load(needs + peer)
+        if (need > 0) & (missing == 0):
+            goal = tl.load(_word(counts, peer)) + need
+            inbox = tl.load(inboxes + peer)
+            while (_heard(inbox) - goal < 0) & (missing == 0):
+                now = _now_ns()
+                if now > look:
+                    look = now + LOOK_NS
+                    late = now - begin > _seen(host + TIMEOUT_WORD)
+                    if late | (_seen(host + ABORT_WORD) != 0):
+                        missing = peer + 1
+    return missing
+
+
+@triton.jit
 def meet_kernel(outboxes, inboxes, counts, needs, state, host, position, last, number, PEERS: tl.constexpr):
-    """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed.
+    """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed. See `MeetingPlan`.
 
     `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer tells it. Both
     count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [PEERS] is 0 for a peer that need not
     be waited for.
     """
     if tl.load(state) == 0:
-        for peer in tl.static_range(PEERS):
-            _tell(tl.load(outboxes + peer), tl.load(tl.load(counts + peer).to(tl.pointer_type(tl.int32))) + position)
-        begin = _now_ns()
-        look = begin + LOOK_NS
-        waits = 1
-        for peer in tl.static_range(PEERS):
-            need = tl.load(needs + peer)
-            if (need > 0) & (waits == 1):
-                goal = tl.load(tl.load(counts + peer).to(tl.pointer_type(tl.int32))) + need
-                inbox = tl.load(inboxes + peer)
-                while (_heard(inbox) - goal < 0) & (waits == 1):
-                    now = _now_ns()
-                    if now > look:
-                        look = now + LOOK_NS
-                        late = now - begin > _seen(host + TIMEOUT_WORD)
-                        if late | (_seen(host + ABORT_WORD) != 0):
-                            waits = 0
-                            tl.store(state, 1)
-                            tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_PEERS + (peer + 1))
-        if (last > 0) & (waits == 1):
+        missing = _first_gone_back(inboxes, counts, PEERS)
+        if missing == 0:
+            _tell_all(outboxes, counts, position, PEERS)
+            missing = _first_missing(inboxes, counts, needs, host, PEERS)
+        if missing > 0:
+            tl.store(state, 1)
+            tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_PEERS + missing)
+            _tell_all(outboxes, counts, -FAR_BACK, PEERS)
+        elif last > 0:
             for peer in tl.static_range(PEERS):
-                count = tl.load(counts + peer).to(tl.pointer_type(tl.int32))
-                tl.store(count, tl.load(count) + last)
+                tl.store(_word(counts, peer), tl.load(_word(counts, peer)) + last)
             ended = tl.load(state + 1) + 1
             tl.store(state + 1, ended)
             tl.store(host + ENDED_WORD, ended.to(tl.int64))

@@ -10,6 +10,12 @@ NORM = """total = tl.zeros([TILE], tl.float64)
         index = first + tl.arange(0, TILE)
         total += tl.load(sums + index, mask=index < count, other=0.0).to(tl.float64)
 """
+WAIT = """        need = tl.load(needs + peer)
+"""
+TELL = "            _tell_all(outboxes, counts, position, PEERS)\n"
+TOLD = """    for peer in tl.static_range(PEERS):
+        _tell("""
+WAITED = "            missing = _first_missing(inboxes, counts, needs, host, PEERS)\n"
 BUGS = {
     "tail off by one": ("pack", "left = whole + tl.arange(0, 8)", "left = whole + 1 + tl.arange(0, 8)"),
     "tail too long": ("pack", "mask=left < count)", "mask=left <= count)"),
@@ -17,7 +23,7 @@ BUGS = {
     "places written twice": ("tiles", "tl.load(counts + tile)\n", "tl.load(counts + tile) + 16\n"),
     "flag of an absent tensor": ("tiles", "tl.where(address != 0, 1.0, 0.0)", "tl.where(address == address, 1.0, 0.0)"),
     "header shifted": ("tiles", "tl.store(wire + bit,", "tl.store(wire + (bit ^ 1),"),
-    "wrong place of a tensor": ("tiles", ".to(tl.int64) * GRAIN, GRAIN)", ".to(tl.int64) * 15, 1)"),
+    "wrong place of a tensor": ("tiles", "tl.load(places + tl.program_id(0)) * GRAIN, GRAIN)", "tl.load(places + tl.program_id(0)) * 15, 1)"),
     "place of another tile": ("tiles", "tl.load(places + tl.program_id(0))", "tl.load(places)"),
     "tile forgotten in the source": ("tiles", "start = address + first *", "start = address + 0 * first *"),
     "overlapping tiles": ("tiles", "tl.load(numbers + tile).to(tl.int64) * TILE", "tl.load(numbers + tile).to(tl.int64) * (TILE - 16)"),
@@ -44,6 +50,29 @@ BUGS = {
     "unpack: sums after the cast": ("unpack", "total = square_sums(values, VECTOR, WARPS)", "total = square_sums(values.to(DTYPE).to(tl.float32), VECTOR, WARPS)"),
     "norm: in fp32": ("norm", NORM, NORM.replace("tl.float64", "tl.float32")),
     "tiles: tile counted in int32": ("tiles", "tl.load(numbers + tile).to(tl.int64) * TILE", "tl.load(numbers + tile) * TILE"),
-    "tiles: place counted in int32": ("tiles", "tl.load(places + tl.program_id(0)).to(tl.int64) * GRAIN", "tl.load(places + tl.program_id(0)) * GRAIN"),
+    "tiles: place counted in int32": ("tiles", "tl.load(places + tl.program_id(0)) * GRAIN", "tl.load(places + tl.program_id(0)).to(tl.int32) * GRAIN"),
     "reduce: tile counted in int32": ("reduce", "tl.program_id(0).to(tl.int64) * TILE", "tl.program_id(0) * TILE"),
+    "meet: nothing told": ("meet", TELL, ""),
+    "meet: told after waiting": ("meet", TELL + WAITED, WAITED + TELL),
+    "meet: the last peer is not told": ("meet", TOLD, TOLD.replace("PEERS", "PEERS - 1")),
+    "meet: told from nowhere on": ("meet", "tl.load(_word(counts, peer)) + position", "position"),
+    "meet: told with a release on this GPU only": ("meet", "st.release.sys", "st.release.gpu"),
+    "meet: told by a plain store": ("meet", "st.release.sys.global", "st.volatile.global"),
+    "meet: heard without an acquire": ("meet", "ld.acquire.sys", "ld.relaxed.sys"),
+    "meet: failure not looked at": ("meet", "if tl.load(state) == 0:", "if tl.load(state) >= 0:"),
+    "meet: no wait for the first peer": ("meet", WAIT, WAIT.replace("peer)", "peer) * (peer > 0)")),
+    "meet: no wait for the last peer": ("meet", WAIT, WAIT.replace("peer)", "peer) * (peer < PEERS - 1)")),
+    "meet: waits for one position more": ("meet", "- goal < 0)", "- goal <= 0)"),
+    "meet: positions compared without wrap": ("meet", "(_heard(inbox) - goal < 0)", "(_heard(inbox) < goal)"),
+    "meet: no deadline": ("meet", "late | (_seen(host + ABORT_WORD) != 0)", "_seen(host + ABORT_WORD) != 0"),
+    "meet: the host cannot give up": ("meet", "late | (_seen(host + ABORT_WORD) != 0)", "late"),
+    "meet: a wait ends as if all had come": ("meet", "    return missing\n", "    return 0\n"),
+    "meet: another peer is named": ("meet", "MOST_PEERS + missing)", "MOST_PEERS + missing - 1)"),
+    "meet: failure not kept": ("meet", "            tl.store(state, 1)\n", ""),
+    "meet: counters move though it failed": ("meet", "elif last > 0:", "if last > 0:"),
+    "meet: counters do not move": ("meet", "tl.load(_word(counts, peer)) + last)", "tl.load(_word(counts, peer)))"),
+    "meet: nothing taken back": ("meet", "            _tell_all(outboxes, counts, -FAR_BACK, PEERS)\n", ""),
+    "meet: a peer that went back not seen": ("meet", "    return gone\n", "    return 0\n"),
+    "meet: a peer that is behind taken for one that went back": ("meet", "ahead < -(FAR_BACK // 2)", "ahead < 0"),
+    "meet: the last peer that went back is named": ("meet", "(ahead < -(FAR_BACK // 2)) & (gone == 0)", "ahead < -(FAR_BACK // 2)"),
 }  # fmt: skip

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler makes of meetings, as JSON; tests/test_meet_kernel.py says what must be in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from commrt.kernels.device.variants import compiled, meet
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from inspect_kernels import ARCHS, disassembled
+
+PEERS = (1, 7)
+ORDERS = ("st.release.sys.global", "ld.acquire.sys.global", "ld.relaxed.sys.global", "ld.volatile.global")
+FORBIDDEN = ("trap", ".local", "bar.sync", "red.", "atom.")
+
+
+def code_of(peers: int, arch: int) -> dict[str, object]:
+    """Return how often a meeting's code says what orders memory, and what it must not hold."""
+    text = compiled(meet(peers), arch).asm["ptx"]
+    instructions, used = disassembled(meet(peers), arch)
+    return {
+        "peers": peers,
+        "arch": ARCHS[arch],
+        "orders": {order: text.count(order) for order in ORDERS},
+        "forbidden": [word for word in FORBIDDEN if word in text],
+        "local_bytes": used["STACK"] + used["LOCAL"],
+        "registers": used["REG"],
+        "traps": Counter(instructions)["BPT"],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([code_of(peers, arch) for peers in PEERS for arch in ARCHS]))  # noqa: T201  # a command

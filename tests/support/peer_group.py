@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one or several hosts, with a thread each, over stand-ins for GPUs' memory and for NCCL."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from commrt.program import member_program
+from commrt.runtime.executor import bind
+from commrt.runtime.reading import bind_reading
+from commrt.testing.peer_memory import HostPeerMemory
+from commrt.testing.ranks import over_nccl
+from commrt.transport.nccl_communicator import ShutdownNotices
+from commrt.transport.neighbours import Neighbours
+from commrt.transport.peers import PeersTransport
+from commrt.transport.protocol import CPU, Tag
+
+NOW = Tag(7, 3)
+TIMEOUT_S = 20.0
+ODD = 1003
+"""No multiple of anything that chunks are cut at."""
+
+
+class Group:
+    """The ranks of some hosts, each with a thread; rank r is on ``hosts[r]``."""
+
+    def __init__(self, hosts):
+        self.size, self.store = len(hosts), HashStore()
+        self.pool = ThreadPoolExecutor(self.size)
+        self.memories = [HostPeerMemory() for _ in hosts]
+        self.rest = over_nccl(self.store, self.size, TIMEOUT_S)
+        self.transports = self.on_all(lambda rank: self.connected(rank, hosts[rank]))
+
+    def connected(self, rank, host):
+        rest, memory = self.rest[rank], self.memories[rank]
+        neighbours = Neighbours(PrefixStore("peers", self.store), rank, rest.members, TIMEOUT_S, memory, host)
+        notices = ShutdownNotices(PrefixStore("peers", self.store), rank)
+        return PeersTransport(rest, neighbours, notices, memory, CPU) if neighbours.ranks else rest
+
+    def on_all(self, work):
+        return list(self.pool.map(work, range(self.size)))
+
+    def buffers(self, numel, dtype=torch.float32):
+        """A buffer of each rank, and its window; None for a rank that is alone on its host."""
+
+        def shared(rank):
+            buffer = self.transports[rank].allocate(numel, dtype)
+            return buffer, next(iter(self.transports[rank].share([buffer])), None)
+
+        return self.on_all(shared)
+
+    def bound(self, schedule, buffers, rank, members=None):
+        members = range(self.size) if members is None else members
+        mine = member_program(schedule, tuple(members), rank, self.size)
+        buffer, window = buffers[rank]
+        if window is None:
+            return bind(mine, buffer, self.transports[rank])
+        return bind_reading(mine, buffer, window, self.transports[rank])
+
+    def run(self, schedule, buffers, values):
+        """What a schedule makes of `values` on each rank."""
+
+        def run(rank):
+            buffers[rank][0].copy_(values[rank])
+            self.bound(schedule, buffers, rank).run(NOW)
+            self.transports[rank].wait()
+            return buffers[rank][0].clone()
+
+        return torch.stack(self.on_all(run))
+
+
+@contextmanager
+def connected(hosts):
+    group = Group(hosts)
+    try:
+        yield group
+    finally:
+        for transport in group.transports:
+            transport.abort()
+        group.pool.shutdown()
+        for transport in group.transports:
+            transport.close()
+
+
+def values_of(size, numel, dtype):
+    """Of many magnitudes, so that sums in another order have other bits."""
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(size, numel, generator=generator) * 10 ** torch.empty(size, numel).uniform_(
+        -3, 3, generator=generator
+    )
+    return values.to(dtype)

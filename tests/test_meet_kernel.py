@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of meetings against its definition, in Triton's interpreter; and what the compiler makes of it.
+
+The interpreter has no inline assembly, so functions in Python stand for the helpers that use it. They note what is
+done in which order, and move the clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+from interpreter import BadAccess, complaint, interpret, watched
+from kernel_bugs import BUGS
+from triton.runtime.interpreter import TensorHandle
+
+from commrt.kernels.device import meet, variants
+from commrt.kernels.meeting import BACK, FAILED, PLACES, MeetingPlan
+from commrt.testing.moved_clock import moved_clock
+from commrt.testing.peer_memory import meeting
+
+SUPPORT = Path(__file__).parent / "support"
+TICK_NS = 7_000
+"""The clock moves on by that much each time the kernel reads it."""
+TIMEOUT = 1_000_000
+MOST_READS = 600
+"""Of the clock: more than any deadline needs."""
+
+
+def int32(value):
+    return ctypes.c_int32(value).value
+
+
+@dataclass
+class Scene:
+    """What a meeting finds: words relative to `counts`, and what comes while it waits."""
+
+    counts: list
+    needs: list
+    told: list
+    """By the peers, before."""
+    comes: list
+    """What each peer tells once somebody waits, or None."""
+    position: int = 5
+    last: int = 0
+    failed: bool = False
+    aborted: bool = False
+
+    def plan(self):
+        def words(values):
+            return [torch.tensor([int32(value)], dtype=torch.int32) for value in values]
+
+        inboxes = words(count + told for count, told in zip(self.counts, self.told, strict=True))
+        host = torch.tensor([int(self.aborted), TIMEOUT, 0, 0])
+        failed = torch.tensor([int(self.failed), 0], dtype=torch.int32)
+        return MeetingPlan(
+            words([99] * len(inboxes)),
+            inboxes,
+            words(self.counts),
+            self.needs,
+            failed,
+            host,
+            self.position,
+            self.last,
+            3,
+        )
+
+    def come(self, plan):
+        """Let the peers tell what they tell while this rank waits."""
+        for inbox, count, told in zip(plan.inboxes, self.counts, self.comes, strict=True):
+            if told is not None:
+                inbox.fill_(int32(count + told))
+
+
+def state_of(plan):
+    """All that a meeting writes."""
+    words = (*plan.outboxes, *plan.counts, plan.state, plan.host)
+    return [word.tolist() for word in words]
+
+
+def by_definition(scene):
+    plan = scene.plan()
+    with moved_clock() as clock:
+        for waits in meeting(plan):
+            if waits:
+                scene.come(plan)
+                clock.advance(TIMEOUT * 1e-9 / 2)
+    return state_of(plan)
+
+
+@dataclass
+class Helpers:
+    """In place of the helpers of the kernel."""
+
+    scene: Scene
+    plan: MeetingPlan
+    now_ns: int = 2**62
+    calls: list = field(default_factory=list)
+    """(what, which word), in order."""
+
+    def tell(self, address, position):
+        word = self.word("tell", address, self.plan.outboxes)
+        word.fill_(int(position.handle.data[0]))
+
+    def heard(self, address):
+        value = int(self.word("heard", address, self.plan.inboxes))
+        if self.calls.count(self.calls[-1]) > 1:
+            self.scene.come(self.plan)
+        return number(value, tl.int32)
+
+    def glimpsed(self, address):
+        return number(int(self.word("glimpsed", address, self.plan.inboxes)), tl.int32)
+
+    def seen(self, address):
+        place = (int(address.handle.data[0]) - self.plan.host.data_ptr()) // 8
+        return number(int(self.plan.host[place]), tl.int64)
+
+    def clock(self):
+        self.now_ns += TICK_NS
+        if self.now_ns - 2**62 > MOST_READS * TICK_NS:
+            raise BadAccess("it waits for ever")
+        return number(self.now_ns, tl.int64)
+
+    def word(self, what, address, words):
+        addresses = [word.data_ptr() for word in words]
+        if address.handle.data[0] not in addresses:
+            raise BadAccess(f"{what} at another place")
+        place = addresses.index(address.handle.data[0])
+        self.calls.append((what, place))
+        return words[place]
+
+
+def number(value, dtype):
+    kind = np.int32 if dtype == tl.int32 else np.int64
+    return tl.tensor(TensorHandle(np.array([value], kind), dtype), dtype)
+
+
+def by_kernel(scene, module):
+    """What the kernel of `module` does, and in which order."""
+    plan = scene.plan()
+    rows = [torch.tensor([word.data_ptr() for word in row]) for row in (plan.outboxes, plan.inboxes, plan.counts)]
+    memory = [*rows, torch.tensor(plan.needs, dtype=torch.int32), plan.state, plan.host]
+    variant = replace(variants.meet(len(plan.needs)), kernel=module.meet_kernel)
+    helpers = Helpers(scene, plan)
+    names = {"_tell": helpers.tell, "_heard": helpers.heard, "_glimpsed": helpers.glimpsed}
+    names |= {"_seen": helpers.seen, "_now_ns": helpers.clock}
+    with watched([*memory, *plan.counts]), patch.multiple(module, **names):
+        interpret(variant, [0], *(part.data_ptr() for part in memory), plan.position, plan.last, plan.number)
+    assert not scene.aborted or helpers.now_ns - 2**62 < TIMEOUT, "it waits though the host has given up"
+    return state_of(plan), helpers.calls
+
+
+NEAR_WRAP = st.integers(-20, 20).map(lambda count: 2**31 - 1 + count) | st.integers(-(2**31), 2**31 - 1)
+POSITIONS = st.integers(0, 9) | st.sampled_from([-BACK, -BACK // 2, -BACK // 2 - 1, -BACK + 9])
+
+
+@st.composite
+def scenes(draw):
+    peers = draw(st.integers(1, 4))
+
+    def each(values):
+        return draw(st.lists(values, min_size=peers, max_size=peers))
+
+    aborted = draw(st.booleans())
+    return Scene(
+        counts=each(NEAR_WRAP),
+        needs=each(st.integers(0, 9)),
+        told=each(st.integers(0, 9) | POSITIONS),
+        comes=[None] * peers if aborted else each(st.none() | st.integers(0, 9)),
+        position=draw(st.integers(1, 9)),
+        last=draw(st.sampled_from([0, 0, 9])),
+        failed=draw(st.sampled_from([False, False, False, True])),
+        aborted=aborted,
+    )
+
+
+def require_alike(scene, module=meet):
+    found, calls = by_kernel(scene, module)
+    assert found == by_definition(scene)
+    order = [what for what, _ in calls]
+    tells = order.index("tell") if "tell" in order else len(order)
+    assert "glimpsed" not in order[tells:], "it tells before it has looked at all peers"
+    assert "heard" not in order[:tells], "it waits before it tells"
+
+
+@cases(60)
+@given(scenes())
+def test_the_kernel_does_what_the_definition_does(scene):
+    require_alike(scene)
+
+
+WRAPS = 2**31 - 2
+"""The position 5 after it is negative."""
+SCENES = {
+    "all are there": Scene([0, WRAPS], [3, 5], [3, 7], [None, None]),
+    "one comes later": Scene([0, WRAPS, 0], [3, 5, 9], [0, 2, 9], [3, 5, None], last=9),
+    "one does not come": Scene([0, 0, 0], [0, 3, 9], [0, 3, 0], [None, None, 8], last=9),
+    "the last does not come": Scene([WRAPS, 0], [3, 3], [3, 2], [None, None]),
+    "one does not come beyond the wrap": Scene([WRAPS], [5], [0], [None]),
+    "a peer has gone back": Scene([0, WRAPS], [0, 0], [5, 5 - BACK], [None, None], last=9),
+    "two have gone back": Scene([0, 0, 0], [0, 0, 0], [5, -BACK, -BACK], [None, None, None]),
+    "a peer is a program behind": Scene([20, 20], [0, 0], [-9, 0], [None, None]),
+    "the host gives up": Scene([0, 0], [3, 0], [0, 0], [None, None], aborted=True),
+    "one has failed before": Scene([0, 0], [3, 0], [3, 0], [None, None], last=9, failed=True),
+    "the program ends": Scene([7, WRAPS], [3, 0], [3, 0], [None, None], last=9),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_the_kernel_does_what_the_definition_does_if(scene):
+    require_alike(scene)
+
+
+def outcome(scene):
+    """(failed, what the host is told)."""
+    *_, failed, host = by_kernel(scene, meet)[0]
+    return failed[0], host[FAILED]
+
+
+def test_a_meeting_that_fails_says_who_is_missing_and_which_meeting_it_is():
+    assert outcome(SCENES["one does not come"]) == (1, 3 * PLACES + 3)
+    assert outcome(SCENES["a peer has gone back"]) == (1, 3 * PLACES + 2)
+    assert outcome(SCENES["all are there"]) == (0, 0)
+
+
+def test_a_meeting_that_fails_goes_back_for_all_peers():
+    outboxes = by_kernel(SCENES["one does not come"], meet)[0][:3]
+    assert outboxes == [[-BACK]] * 3
+
+
+def looked_over(module):
+    """The text of the helpers, which the interpreter does not run, says what orders memory."""
+    text = Path(module.__file__).read_text()
+    for order in ("@first st.release.sys.global.u32", "ld.acquire.sys.global.u32", "ld.relaxed.sys.global.u32"):
+        assert text.count(order) == 1, order
+
+
+def planted(bug, folder):
+    """Import the kernel with `bug` in it."""
+    _, before, after = BUGS[bug]
+    source = Path(meet.__file__).read_text()
+    assert source.count(before) == 1
+    path = folder / f"planted_{list(BUGS).index(bug)}.py"
+    path.write_text(source.replace(before, after))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_missed(module):
+    checks = [(looked_over, module), *((require_alike, scene, module) for scene in SCENES.values())]
+    return not any(complaint(*check) for check in checks)
+
+
+def test_every_bug_that_is_planted_is_noticed(tmp_path):
+    bugs = [bug for bug in BUGS if BUGS[bug][0] == "meet"]
+    assert is_missed(meet)
+    assert len(bugs) > 10
+    assert [bug for bug in bugs if is_missed(planted(bug, tmp_path))] == []
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Made in a process in which Triton compiles instead of interpreting."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(SUPPORT / "meet_code.py")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_compiled_kernel_orders_memory_for_the_whole_system(compiled):
+    for code in compiled:
+        peers = code["peers"]  # told, and told that this rank goes back; asked before and while it waits
+        assert code["orders"] == {
+            "st.release.sys.global": 2 * peers,
+            "ld.acquire.sys.global": 2 * peers,
+            "ld.relaxed.sys.global": peers,
+            "ld.volatile.global": 2 * peers,
+        }
+
+
+@pytest.mark.slow
+def test_the_compiled_kernel_never_traps_and_keeps_all_in_registers(compiled):
+    assert {code["arch"] for code in compiled} == {"sm_80", "sm_90a", "sm_100a"}
+    for code in compiled:
+        assert (code["forbidden"], code["traps"], code["local_bytes"]) == ([], 0, 0)
+        assert code["registers"] <= 64

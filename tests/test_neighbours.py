@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that ranks of a host map of each other: who may, who agrees not to, what is freed when."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import monotonic
+
+import pytest
+import torch
+from peer_group import ODD, TIMEOUT_S, connected
+from torch.distributed import HashStore
+
+from commrt.errors import DisagreementError, SizeMismatch, UsageError
+from commrt.runtime import connection
+from commrt.testing.peer_memory import HostPeerMemory
+from commrt.testing.ranks import over_nccl
+from commrt.transport import peer_memory
+from commrt.transport.neighbours import Neighbours
+from commrt.transport.protocol import CPU
+
+
+def test_memory_of_a_buffer_that_is_gone_serves_again_and_memory_in_use_does_not():
+    with connected("aa") as group:
+        transport = group.transports[0]
+        first, second = (transport.allocate(ODD, torch.float32) for _ in range(2))
+        assert first.data_ptr() != second.data_ptr()
+        place, kept = first.fill_(7.0).data_ptr(), second.fill_(5.0)
+        del first
+        again, other = (transport.allocate(ODD - 9, torch.float32) for _ in range(2))
+        assert again.data_ptr() == place
+        assert not again.any()
+        assert other.data_ptr() not in (place, kept.data_ptr())
+        assert bool((kept == 5.0).all())
+
+
+def test_a_much_larger_segment_does_not_serve_for_a_small_buffer():
+    with connected("aa") as group:
+        place = group.transports[0].allocate(10_000, torch.float32).data_ptr()
+        assert group.transports[0].allocate(10, torch.float32).data_ptr() != place
+        assert group.transports[0].allocate(9_000, torch.float32).data_ptr() == place
+
+
+def test_memory_is_freed_when_all_peers_have_unmapped_it():
+    with connected("aaa") as group:
+        del group.buffers(ODD)[:]
+        first, transport = group.memories[0], group.transports[0]
+        closed = group.pool.submit(transport.close)
+        wait_until(lambda: group.store.check(["peers/unmapped/0"]))
+        assert (first.mapped, first.allocated) == (0, 2)  # its page and its buffer
+        for other in group.transports[1:]:
+            group.pool.submit(other.close)
+        closed.result(60)
+        assert first.allocated == 1  # the page, until the transport is gone
+
+
+def wait_until(is_so):
+    end_s = monotonic() + 60
+    while not is_so():
+        assert monotonic() < end_s
+        Event().wait(0.001)
+
+
+def test_all_ranks_refuse_to_share_buffers_of_different_sizes():
+    with connected("aaa") as group:
+
+        def share(rank):
+            buffers = [group.transports[rank].allocate(8 + (rank == 2), torch.float32)]
+            with pytest.raises(SizeMismatch, match="shares buffers of other sizes"):
+                group.transports[rank].share(buffers)
+            return True
+
+        assert group.on_all(share) == [True] * 3
+
+
+class Wrong(HostPeerMemory):
+    """A page of a peer shows other numbers than that has written."""
+
+    def open(self, handle, nbytes):
+        return super().open(handle, nbytes)[::-1].copy()
+
+    def close(self, segment):
+        """Do nothing: it has mapped nothing."""
+
+
+class Refusing(HostPeerMemory):
+    """A device that maps nothing."""
+
+    def open(self, handle, nbytes):
+        raise RuntimeError("peer access is not supported between these two devices")
+
+
+class Hiding(HostPeerMemory):
+    """A device whose memory cannot be mapped by others."""
+
+    def handle(self, segment):
+        raise RuntimeError("operation not supported")
+
+
+FAULTS = {
+    "its page shows other numbers than it has written": Wrong,
+    "peer access is not supported": Refusing,
+    "operation not supported": Hiding,
+}
+
+
+def met(hosts, memories):
+    """The `Neighbours` of each rank."""
+    store = HashStore()
+
+    def one(rank):
+        return Neighbours(store, rank, range(len(hosts)), TIMEOUT_S, memories[rank], hosts[rank])
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(one, range(len(hosts))))
+
+
+@pytest.mark.parametrize(("why", "memory"), FAULTS.items(), ids=FAULTS)
+def test_all_ranks_of_a_host_refuse_if_one_of_them_cannot_map_and_other_hosts_do_not(why, memory):
+    memories = [HostPeerMemory(), memory(), *(HostPeerMemory() for _ in range(3))]
+    found = met("aaabb", memories)
+    assert [list(each.ranks) for each in found] == [[], [], [], [4], [3]]
+    assert len({each.refusal for each in found[:3]}) == 1
+    assert "rank 1" in found[0].refusal
+    assert why in found[0].refusal
+    assert [each.refusal for each in found[3:]] == ["", ""]
+    assert [each.mapped for each in (memories[0], *memories[2:])] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("memory", "kind"), [(HostPeerMemory, "peers' memory and nccl"), (Refusing, "nccl")])
+def test_ranks_whose_gpus_cannot_map_each_other_s_memory_exchange_by_nccl_alone(memory, kind, monkeypatch):
+    transports = beside(memory, monkeypatch, required=False)
+    assert [transport.kind for transport in transports] == [kind] * 2
+    for transport in transports:
+        transport.abort()
+
+
+def test_who_asks_for_peers_memory_is_told_why_there_is_none(monkeypatch):
+    with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=peers, .*peer access is not supported.* Unset it"):
+        beside(Refusing, monkeypatch, required=True)
+
+
+def beside(memory, monkeypatch, *, required):
+    """What two ranks of this host connect by beside NCCL."""
+    memories, store = iter([HostPeerMemory(), memory()]), HashStore()
+    monkeypatch.setattr(peer_memory, "CudaPeerMemory", lambda device: next(memories))
+    rest = over_nccl(store, 2, TIMEOUT_S)
+
+    def one(rank):
+        return connection._beside_peers(rest[rank], store, CPU, lambda error: None, required=required)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2)))
+    except BaseException:
+        for transport in rest:
+            transport.abort()
+        raise
+
+
+PAGE = ["a", "GPU", "00", 5]
+PLACE = ["00", 64, 64]
+MALFORMED = {
+    "pages": [[], PAGE[:3], [*PAGE[:3], -1], ["a", "GPU", "no hex", 5], ["a", None, "00", 5], {"a": 1}],
+    "verdicts": [5, None, ["no"]],
+    "share 1": [5, [PLACE[:2]], [["", 64, 64]], [["00", 63, 64]], [["00", 64, -1]], [[0, 64, 64]]],
+}
+CASES = [(what, record) for what, records in MALFORMED.items() for record in records]
+
+
+@pytest.mark.parametrize(("what", "record"), CASES, ids=repr)
+def test_malformed_records_of_another_rank_are_refused_in_words(what, record):
+    store = HashStore()
+    for name, good in {"pages": ["b", "GPU", "00", 5], "verdicts": ""}.items():
+        said = record if name == what else good
+        store.set(f"{name}/record/1", json.dumps(said))
+    with pytest.raises(DisagreementError, match="what the store holds as the record of rank 1 cannot be parsed"):
+        share_alone(store, what, record)
+
+
+def share_alone(store, what, record):
+    """Connect rank 0, and let it share, with what the store holds of rank 1."""
+    neighbours = Neighbours(store, 0, range(2), TIMEOUT_S, HostPeerMemory(), "a")
+    neighbours.ranks = [1]
+    store.set(f"{what}/record/1", json.dumps(record))
+    neighbours.share([neighbours.allocate(16, torch.float32)], TIMEOUT_S)

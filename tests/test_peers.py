@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges through memory that the ranks of a host read, over stand-ins for it and for NCCL, with threads as ranks."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from threading import Event
+from time import monotonic
+
+import pytest
+import torch
+from peer_group import NOW, ODD, TIMEOUT_S, connected, values_of
+from torch import nn
+from torch.distributed import HashStore
+
+import commrt
+from commrt.algorithms import direct, ring
+from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.errors import DeadlineExceeded, TransportClosed
+from commrt.kernels.meeting import FAILED
+from commrt.program import program
+from commrt.runtime import reading
+from commrt.runtime.executor import bind
+from commrt.testing import graphs
+from commrt.testing.moved_clock import moved_clock
+from commrt.testing.ranks import over_peers, over_threads, run_ranks
+from commrt.threads.streams import Streams
+from commrt.transport import peers as peers_module
+from commrt.transport.protocol import Tag
+
+
+def by_messages(schedule, values):
+    """What the executor makes of `values`, by messages between threads."""
+    size = len(values)
+    transports, buffers = over_threads(HashStore(), size, TIMEOUT_S), values.clone()
+
+    def run(rank):
+        bind(program(schedule, rank), buffers[rank], transports[rank]).run(NOW)
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
+    return buffers
+
+
+@pytest.mark.parametrize(("dtype", "numel"), [(torch.float32, ODD), (torch.bfloat16, 37), (torch.int32, 1)])
+@pytest.mark.parametrize("size", range(2, 9))
+def test_every_all_reduce_has_the_bits_of_messages(size, dtype, numel):
+    with connected("a" * size) as group:
+        buffers, values = group.buffers(numel, dtype), values_of(size, numel, dtype)
+        for name, make in ALGORITHMS.items():
+            schedule = make().schedule(0, size)
+            assert torch.equal(group.run(schedule, buffers, values), by_messages(schedule, values)), name
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abab", "aabbc", "abbb"])
+def test_ranks_of_several_hosts_have_the_bits_of_messages(hosts):
+    size = len(hosts)
+    with connected(hosts) as group:
+        buffers, values = group.buffers(ODD), values_of(size, ODD, torch.float32)
+        for name, make in ALGORITHMS.items():
+            schedule = make().schedule(0, size)
+            assert torch.equal(group.run(schedule, buffers, values), by_messages(schedule, values)), name
+
+
+def test_a_program_of_some_ranks_leaves_the_others_alone():
+    members, values = (0, 2, 3), values_of(4, ODD, torch.float32)
+    with connected("aaaa") as group:
+        buffers = group.buffers(ODD)
+
+        def run(rank):
+            buffers[rank][0].copy_(values[rank])
+            if rank in members:
+                group.bound(direct.all_reduce(3), buffers, rank, members).run(NOW)
+            after = buffers[rank][0].clone()
+            group.bound(ring.all_reduce(4), buffers, rank).run(NOW)
+            return after, buffers[rank][0].clone()
+
+        some, everybody = (torch.stack(each) for each in zip(*group.on_all(run), strict=True))
+    want = values.clone()
+    want[list(members)] = by_messages(direct.all_reduce(3), values[list(members)])
+    assert torch.equal(some, want)
+    assert torch.equal(everybody, by_messages(ring.all_reduce(4), want))
+
+
+class Remembering(Streams):
+    """Streams of a device that can capture."""
+
+    def capture(self, work):
+        return graphs.record(work)
+
+
+@pytest.fixture
+def graphs_of_kernels(monkeypatch):
+    """Combining is recorded by a graph, as on a GPU."""
+
+    def noted(combinations):
+        return lambda *args: tuple((lambda kernel=each: graphs.ask(kernel)) for each in combinations(*args))
+
+    monkeypatch.setattr(reading, "combinations_of", noted(reading.combinations_of))
+    copying = reading.copying
+    monkeypatch.setattr(reading, "copying", lambda *args: noted(lambda *args: [copying(*args)])(*args)[0])
+    monkeypatch.setattr(peers_module, "streams_of", lambda device: Remembering())
+
+
+REPLAYS = 1000
+
+
+def test_a_thousand_replays_with_calls_between_give_the_sums_of_what_they_find(graphs_of_kernels):
+    with connected("aa") as group:
+        buffers = group.buffers(37, torch.int32)
+
+        def run(rank):
+            buffer, wrong = buffers[rank][0], 0
+            bound = group.bound(direct.all_reduce(2), buffers, rank)
+            replay = group.transports[rank].capture(lambda: bound.run(NOW), bound.group)
+            for number in range(REPLAYS):
+                buffer.copy_((torch.arange(37) + number) * (rank + 1))
+                (bound.run if number % 10 == 3 else replay)(Tag(number, 0))
+                wrong += int((buffer != (torch.arange(37) + number) * 3).sum())
+            return wrong
+
+        assert group.on_all(run) == [0, 0]
+
+
+def test_a_replay_that_waits_in_vain_says_which_step_it_was(graphs_of_kernels):
+    with connected("aa") as group, moved_clock() as clock:
+        buffers, transport = group.buffers(ODD), group.transports[0]
+        bound = group.bound(direct.all_reduce(2), buffers, 0)
+        replay = transport.capture(lambda: bound.run(NOW), bound.group)
+        future = group.pool.submit(replay, Tag(42, 5))
+        clock.advance_until(future.done)
+        with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come .*step 42, bucket 5, hop 0"):
+            transport.wait()
+
+
+UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def trained(world):
+    model = deepcopy(UNTRAINED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    commrt.attach(model, optimizer, commrt.Ring(), world=world, bucket_cap_mb=1e-4)
+    for step in range(4):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    return world.transport.kind, [param.tolist() for param in model.parameters()]
+
+
+def test_training_has_the_bits_of_training_by_messages():
+    near, messages = (run_ranks(3, trained, connect=connect) for connect in (over_peers, over_threads))
+    assert {kind for kind, _ in near} == {"peers' memory and nccl"}
+    assert [params for _, params in near] == [params for _, params in messages]
+
+
+DIRECT = direct.all_reduce(3)
+
+
+@contextmanager
+def missing(hops):
+    """(group, futures) of ranks 0 and 1, which wait for rank 2 after it has run so many hops."""
+    with connected("aaa") as group, moved_clock() as clock:
+        buffers = group.buffers(ODD)
+        bound = group.on_all(lambda rank: group.bound(DIRECT, buffers, rank))
+
+        def run(rank):
+            for hop in bound[rank].hops[: hops if rank == 2 else None]:
+                hop.exchange(NOW)
+                for combine in hop.combinations:
+                    combine()
+            group.transports[rank].wait()
+
+        futures = [group.pool.submit(run, rank) for rank in range(3)]
+        futures[2].result(60)
+        clock.advance_until(lambda: all(future.done() for future in futures[:2]))
+        yield group, futures[:2], bound
+
+
+@pytest.mark.parametrize("hops", range(3), ids=["the first", "the second", "the last"])
+def test_ranks_that_wait_for_another_in_a_meeting_raise_its_number(hops):
+    with missing(hops) as (_, futures, _):
+        errors = [future.exception() for future in futures]
+    assert {type(error) for error in errors} == {DeadlineExceeded}
+    assert [(error.place.peer, error.place.hop, error.place.step) for error in errors] == [(2, hops, 7)] * 2
+    assert "rank 2 did not come within 20 s" in str(errors[0])
+
+
+def test_after_a_meeting_has_failed_all_later_exchanges_raise_and_close_ends():
+    with missing(1) as (group, _, bound):
+        for rank in (0, 1):
+            with pytest.raises(DeadlineExceeded):
+                bound[rank].run(NOW)
+            group.transports[rank].close()
+
+
+def test_a_rank_that_comes_after_the_others_have_given_up_fails_too():
+    with missing(2) as (group, _, bound):
+        last = bound[2].hops[-1]
+        last.exchange(NOW)
+        with pytest.raises(DeadlineExceeded, match=r"rank 0 .* gave up"):
+            group.transports[2].wait()
+
+
+def test_a_failure_of_a_program_that_nobody_uses_any_more_is_raised_all_the_same():
+    with missing(2) as (group, _, bound):
+        transport = group.transports[2]
+        number = next(number for number in transport._meetings)
+        bound.clear()
+        transport._meetings.clear()
+        transport._words[FAILED] = (number << 20) + 1
+        with pytest.raises(DeadlineExceeded, match="a rank did not come"):
+            transport.wait()
+
+
+def test_abort_from_another_thread_ends_a_meeting():
+    with connected("aa") as group, moved_clock():  # no deadline passes
+        buffers = group.buffers(ODD)
+        bound, first = group.bound(direct.all_reduce(2), buffers, 0), group.transports[0]
+        future = group.pool.submit(bound.run, NOW)
+        wait_until(lambda: int(group.transports[1]._neighbours.words(0).inbox) == 1)
+        first.abort()
+        with pytest.raises(TransportClosed):
+            future.result(10)
+        first.close()
+        with pytest.raises(TransportClosed):
+            bound.run(NOW)
+
+
+def wait_until(is_so):
+    end_s = monotonic() + 60
+    while not is_so():
+        assert monotonic() < end_s
+        Event().wait(0.001)
+
+
+def test_a_transport_can_be_closed_twice_and_peers_memory_is_unmapped_once():
+    with connected("aa") as group:
+        group.buffers(ODD)
+        opened = [memory.mapped for memory in group.memories]
+        group.on_all(lambda rank: [group.transports[rank].close() for _ in range(2)])
+        assert opened == [2, 2]  # the page and the buffer of the other
+        assert [memory.mapped for memory in group.memories] == [0, 0]
+
+
+def test_a_forked_child_cannot_exchange_and_leaves_all_to_its_parent():
+    with connected("aa") as group:
+        buffers = group.buffers(ODD, torch.int32)
+        bound = group.on_all(lambda rank: group.bound(direct.all_reduce(2), buffers, rank))
+        if (pid := os.fork()) == 0:
+            os._exit(in_child(group, bound[0]))
+        assert os.waitpid(pid, 0)[1] == 0
+        group.on_all(lambda rank: buffers[rank][0].fill_(rank + 1))
+        group.on_all(lambda rank: bound[rank].run(NOW))
+        assert [buffer.unique().tolist() for buffer, _ in buffers] == [[3], [3]]
+
+
+def in_child(group, bound):
+    """0 if a child of a fork can exchange nothing, and closes nothing of its parent's."""
+    try:
+        bound.run(NOW)
+    except TransportClosed:
+        group.transports[0].close()
+        return 0 if group.memories[0].mapped == 2 else 2
+    return 1
