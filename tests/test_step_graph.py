@@ -24,15 +24,17 @@ from torch.distributed import HashStore, PrefixStore
 import commrt
 from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.layout import Header, encode
-from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOTHING_QUEUED, StepGraphs
+from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, StepGraphs
 from commrt.errors import TransportClosed
 from commrt.kernels.device import combine, packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
+from commrt.runtime import reading
 from commrt.testing import graphs, nccl
-from commrt.testing.ranks import run_ranks
+from commrt.testing.ranks import over_peers, run_ranks
 from commrt.threads.streams import DONE
 from commrt.transport import nccl as transport_module
+from commrt.transport import peers
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 
@@ -83,7 +85,9 @@ def over_nccl(store, ranks, timeout_s):
 @pytest.fixture
 def gpu(monkeypatch):
     """CPU tensors count as a GPU's, which remembers what it is told to."""
-    monkeypatch.setattr(transport_module, "streams_of", lambda device: Streams())
+    for module in (transport_module, peers):
+        monkeypatch.setattr(module, "streams_of", lambda device: Streams())
+    monkeypatch.setattr(reading, "copying", lambda out, source: lambda: graphs.ask(lambda: out.copy_(source)))
     with interpreted_gpu() as launches:
         for module in (packing, combine):
             monkeypatch.setattr(module, "launch_of", partial(noted_launch, launches))
@@ -123,9 +127,9 @@ def trained(world, graphs, wire=None, backward=plain_backward, algorithm=RING, *
     return [param.tolist() for param in model.parameters()], reasons, replays, len(replica.buckets)
 
 
-def require_same(ranks, **options):
-    """Graphs give the same bits as calls, and were used from the first step that could."""
-    by_graphs = run_ranks(ranks, lambda world: trained(world, True, **options), connect=over_nccl)
+def require_same(ranks, connect=over_nccl, **options):
+    """Graphs give the same bits as calls over NCCL, and were used from the first step that could."""
+    by_graphs = run_ranks(ranks, lambda world: trained(world, True, **options), connect=connect)
     by_calls = run_ranks(ranks, lambda world: trained(world, False, **options), connect=over_nccl)
     assert [params for params, *_ in by_graphs] == [params for params, *_ in by_calls]
     for _, reasons, replays, buckets in by_graphs:
@@ -140,8 +144,22 @@ def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, ranks, 
     require_same(ranks, wire=wire)
 
 
-def test_gradients_that_live_on_the_wire_have_graphs_too(gpu):
-    require_same(2, gradients="views")
+@pytest.mark.parametrize("connect", [over_nccl, over_peers])
+def test_gradients_that_live_on_the_wire_have_graphs_too(gpu, connect):
+    require_same(2, connect, gradients="views")
+
+
+@pytest.mark.parametrize("algorithm", [commrt.Direct(), RING, commrt.Torus2D(), commrt.HalvingDoubling()], ids=str)
+def test_what_is_unpacked_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
+    require_same(3, over_peers, algorithm=algorithm)
+
+
+def test_a_rank_that_lacks_gradients_does_by_calls_what_others_do_by_graphs(gpu):
+    over = {"connect": over_peers}
+    by_graphs = run_ranks(2, lambda world: trained(world, True, backward=without_some), **over)
+    by_calls = run_ranks(2, lambda world: trained(world, False, backward=without_some), connect=over_nccl)
+    assert [params for params, *_ in by_graphs] == [params for params, *_ in by_calls]
+    assert [NOT_WHOLE in reasons[3] for _, reasons, _, _ in by_graphs] == [True, False]
 
 
 def without_some(world, step, model, loss):
