@@ -165,7 +165,7 @@ def test_the_default_deadline_is_five_minutes():
     assert default_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
 
 
-@for_each("kind", ["", "nccl", "Shared"])
+@for_each("kind", ["", "mpi", "Shared"])
 def test_a_transport_is_one_that_there_is(kind):
     with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
         chosen_transport({"COMMRT_TRANSPORT": kind})
