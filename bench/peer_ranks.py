@@ -24,7 +24,9 @@ from torch import Tensor
 import commrt
 from commrt.algorithms.catalogue import by_name
 from commrt.errors import CommrtError
-from commrt.kernels.dispatch import adding, copying
+from commrt.kernels.dispatch import adding, copying, packing
+from commrt.kernels.layout import layout_of
+from commrt.kernels.packing import Parts
 from commrt.program import program
 from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.reading import bind_reading
@@ -201,6 +203,7 @@ def kernels(_: Tell, numel: int, repeats: int) -> dict[str, list[float]]:
                 ),
                 f"add {len(theirs)} from peers": (adding(here[0], theirs), (2 + len(theirs)) * size),
             }
+            work |= _unpacking(own, theirs[0])
             for turn in range(world.size):
                 dist.barrier()
                 waited(device)
@@ -212,6 +215,20 @@ def kernels(_: Tell, numel: int, repeats: int) -> dict[str, list[float]]:
             waited(device)
     dist.destroy_process_group()
     return rates
+
+
+def _unpacking(wire: Tensor, theirs: Tensor) -> dict[str, tuple[Callable[[], None], int]]:
+    """Return what unpacks large fp32 tensors from this rank's wire, and from a peer's; and the bytes that it moves."""
+    layout = layout_of([wire.numel() // 8 - 4096] * 8)
+    tensors = [torch.empty(count, device=wire.device) for count in layout.counts]
+    packed = packing(wire[: layout.numel], layout, tensors)
+    begin = layout.places[0]
+    parts = Parts([(theirs[begin : layout.numel], begin, layout.numel)])
+    moved = sum(layout.counts) * (4 + wire.itemsize)
+    return {
+        "unpack from own memory": (lambda: packed.unpack(tensors, 0), moved),
+        "unpack from a peer": (lambda: packed.unpack(tensors, 0, parts=parts), moved),
+    }
 
 
 def _gpu_s(run: Callable[[], None], times: int = 10) -> float:

@@ -14,10 +14,21 @@ from torch import Tensor
 from commrt.kernels.layout import Layout, require_as_many
 from commrt.kernels.reference import mix, norm_of, pack, unpack
 
-__all__ = ["Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
+__all__ = ["NO_PARTS", "Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
 
-Parts = Sequence[tuple[Tensor, int, int]]
-"""(memory, begin, end): elements [begin, end) of a wire that lie in `memory`."""
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a wire that lie in other memory."""
+
+    pieces: Sequence[tuple[Tensor, int, int]] = ()
+    """(memory, begin, end): elements [begin, end) of the wire are those of `memory`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.pieces)
+
+
+NO_PARTS = Parts()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +77,12 @@ class Packing(Protocol):
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
-        parts: Parts = (),
+        parts: Parts = NO_PARTS,
     ) -> None:
         """Write places times `scale` to tensors, or add them; compare the wire's header with `header`.
 
-        Of each of `parts`, (memory, begin, end), elements [begin, end) of the wire lie in `memory`. Only a `Repeatable`
-        takes parts, and the same object again costs nothing. The header is always the wire's own.
+        The wire's `parts` are read where they lie, by a `Repeatable`; the same object again costs nothing. The header
+        is always the wire's own.
         After a mismatch, plain torch writes nothing; a GPU notices it only while it writes.
         """
 
@@ -91,7 +102,7 @@ class Repeatable(Packing, Protocol):
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """Set the tensors, scale and header for `pack_aimed` and `unpack_aimed`; absent tensors travel as zeros."""
 
-    def load(self, parts: Parts = ()) -> None:
+    def load(self, parts: Parts = NO_PARTS) -> None:
         """Compile and load what the next three need, which cannot be done during a capture."""
 
     def cut(self, chunks: int) -> list[int]:
@@ -100,7 +111,7 @@ class Repeatable(Packing, Protocol):
     def pack_aimed(self) -> None:
         """As `pack`, with one launch whose arguments never change, so a graph can record it."""
 
-    def unpack_aimed(self, parts: Parts = ()) -> None:
+    def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
         """As `unpack` without a scale, with one launch whose arguments never change, so a graph can record it."""
 
     def compare_aimed(self) -> None:
@@ -156,7 +167,7 @@ class TorchPacking:
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
-        parts: Parts = (),
+        parts: Parts = NO_PARTS,
     ) -> None:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
         if parts:

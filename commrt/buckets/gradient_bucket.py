@@ -31,7 +31,7 @@ from commrt.coding import Coding
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of, overlap
-from commrt.kernels.packing import Parts, Repeatable
+from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.transport.protocol import Allocate, zeros
 
 __all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets", "require_fit"]
@@ -168,7 +168,7 @@ class GradientBucket:
         self._scale = scale
         self._packing.pack(self._grads, scale, self._word)
 
-    def unpack(self, parts: Parts = ()) -> None:
+    def unpack(self, parts: Parts = NO_PARTS) -> None:
         """Write the wire, of which `parts` lie elsewhere, to the gradients; one that no rank had stays None.
 
         Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in the next step.
@@ -189,7 +189,7 @@ class GradientBucket:
         self._require_unchanged()
         launches.aim(self._grads, scale, self._word)
 
-    def queue_unpack(self, launches: Repeatable, parts: Parts = ()) -> None:
+    def queue_unpack(self, launches: Repeatable, parts: Parts = NO_PARTS) -> None:
         """Queue what a device graph does in place of `unpack`."""
         launches.unpack_aimed(parts)
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, require_fit
 from commrt.errors import UsageError
-from commrt.kernels.packing import Parts, Repeatable, TorchPacking, views_of
+from commrt.kernels.packing import NO_PARTS, Parts, Repeatable, TorchPacking, views_of
 
 __all__ = ["ViewBucket"]
 
@@ -99,13 +99,13 @@ class ViewBucket(GradientBucket):
                 self._torch.pack_one(place, grad, scale)
         self._torch.seal(self._grads, self._word)
 
-    def unpack(self, parts: Parts = ()) -> None:  # gradients live on the wire, so nothing is elsewhere
+    def unpack(self, parts: Parts = NO_PARTS) -> None:  # gradients live on the wire, so nothing is elsewhere
         """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
         self._require_unchanged()
         self._packing.compare(self._word)
         self._settle()
 
-    def queue_unpack(self, launches: Repeatable, parts: Parts = ()) -> None:  # as above
+    def queue_unpack(self, launches: Repeatable, parts: Parts = NO_PARTS) -> None:  # as above
         """See `GradientBucket.queue_unpack`: compare the headers."""
         launches.compare_aimed()
 

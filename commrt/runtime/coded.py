@@ -28,8 +28,9 @@ from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.kernels.codes import key_of
 from commrt.kernels.dispatch import adding_codes, decoding, encoding
+from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Hop, Program, Transfer, chunk_bounds
-from commrt.runtime.executor import BoundProgram, Landing, only_reads
+from commrt.runtime.executor import BoundProgram, only_reads
 from commrt.runtime.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
@@ -95,7 +96,7 @@ class CodedProgram:
     rank: int
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
-    elsewhere: Sequence[Landing] = ()
+    elsewhere: Parts = NO_PARTS
     """Nothing: all values are decoded to the buffer."""
 
     def finish(self, tag: Tag) -> None:

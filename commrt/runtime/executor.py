@@ -19,6 +19,7 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
+from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
 from commrt.runtime.recording import Recorder, listening, within_range
 from commrt.schedule import ADD, COPY
@@ -81,8 +82,10 @@ class BoundProgram:
     """The streams to combine on while the next exchange runs; None to do one after the other."""
     landings: Sequence[Landing] = ()
     """Receives that no later hop depends on."""
+    elsewhere: Parts = NO_PARTS
+    """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
     end: BoundHop | None = None
-    """What `run` leaves to `finish`, if landings are in peers' memory: they may be read in between, and only then."""
+    """What `run` leaves to `finish`, if there are such parts."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
@@ -97,14 +100,9 @@ class BoundProgram:
                 end_loan()
 
     def finish(self, tag: Tag) -> None:
-        """Tell peers that this rank has read its landings; does nothing if they are in its own memory."""
+        """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
         if self.end is not None:
             self.end.exchange(tag)
-
-    @property
-    def elsewhere(self) -> Sequence[Landing]:
-        """The landings in peers' memory, which are not in the buffer after `run`."""
-        return self.landings if self.end is not None else ()
 
     def _run_on_streams(self, tag: Tag, streams: Streams, recorder: Recorder | None) -> None:
         combined: dict[int, StreamEvent] = {}

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import GRANULE, padded
+from commrt.kernels.packing import Parts
 from commrt.program import Hop, Meeting, Program, Transfer, chunk_bounds, meetings
-from commrt.runtime.executor import BoundHop, BoundProgram, Combination, Landing, combinations_of, facts_of
+from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combinations_of, facts_of
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
 
@@ -38,7 +39,7 @@ def bind_reading(
     send.
 
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
-    `BoundProgram.landings`. Then `BoundProgram.finish` ends the program.
+    `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
     reader = _Reader(program, buffer, window, transport, bounds, copied)
     hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
@@ -46,9 +47,9 @@ def bind_reading(
     only_near = program.peers <= set(window.peers)
     group = P2PGroup(reader.sends, reader.recvs, reads=only_near)
     end = reader.end()
-    if not reader.landings:
+    if not reader.elsewhere:
         return BoundProgram((*hops, end), nbytes, group, None)
-    return BoundProgram(tuple(hops), nbytes, group, None, tuple(reader.landings), end)
+    return BoundProgram(tuple(hops), nbytes, group, None, (), Parts(tuple(reader.elsewhere)), end)
 
 
 def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exchange:
@@ -94,7 +95,7 @@ class _Reader:
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
         self._scratch = torch.empty(self._scratch_numel(program), dtype=buffer.dtype, device=buffer.device)
-        self.landings: list[Landing] = []
+        self.elsewhere: list[tuple[Tensor, int, int]] = []
         self.sends: list[P2PMessage] = []
         self.recvs: list[P2PMessage] = []
         """What all hops bound so far exchange."""
@@ -188,5 +189,5 @@ class _Reader:
             if here:
                 copies.append(copying(own[:here], place[:here]))
             if here < own.numel():
-                self.landings.append(Landing(place[here:], begin + here, begin + own.numel()))
+                self.elsewhere.append((place[here:], begin + here, begin + own.numel()))
         return (*copies, *combinations_of(hop, places, self._own))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -15,15 +16,13 @@ from commrt.kernels.device.launch import Launch, arch_of, launch_of, require_ali
 from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.device.variants import DTYPES, Variant
 from commrt.kernels.layout import Layout
-from commrt.kernels.packing import Findings, Parts
+from commrt.kernels.packing import NO_PARTS, Findings, Parts
 from commrt.kernels.tables import WIDEST_NBYTES, Tables
 
 __all__ = ["TritonPacking"]
 
 ALIGNMENTS = (16, 8, 4, 2)
 NORM_TILE = 4096
-COLUMNS_KEPT = 16
-"""Columns of places in peers' memory, for as many schedules."""
 
 
 class TritonPacking:
@@ -50,7 +49,7 @@ class TritonPacking:
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # the array keeps the memory
         self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a table of one absent tensor
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
-        self._columns: dict[int, tuple[Parts, Tensor]] = {}  # of places, by the identity of parts
+        self._columns: dict[int, Tensor] = {}  # of places, by the identity of parts that exist
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         for align in (align for align in ALIGNMENTS if align >= dtype.itemsize):
             self._kernel(variants.pack, align, nonfinite=False, sums=False)
@@ -90,7 +89,7 @@ class TritonPacking:
         scale: float = 1.0,
         accumulate: bool = False,
         findings: Findings | None = None,
-        parts: Parts = (),
+        parts: Parts = NO_PARTS,
     ) -> None:
         """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host cannot know yet."""
         self.tables.point_at(tensors)
@@ -133,7 +132,7 @@ class TritonPacking:
             self._stages[place] = torch.empty_like(tensor)
         return self._stages[place].copy_(tensor)
 
-    def load(self, parts: Parts = ()) -> None:
+    def load(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.load`."""
         self._held_kernels()
         self._read(parts)
@@ -146,11 +145,10 @@ class TritonPacking:
         """Return the first arguments of a kernel that reads `parts` where they lie."""
         if not parts:
             return self._fixed
-        if (kept := self._columns.get(id(parts))) is None:
-            if len(self._columns) == COLUMNS_KEPT:
-                self._columns.pop(next(iter(self._columns)))
-            kept = self._columns[id(parts)] = parts, self.tables.places_in(self._wire, parts)
-        return (*self._fixed[:-2], kept[1].data_ptr(), self._fixed[-1])
+        if (column := self._columns.get(id(parts))) is None:
+            column = self._columns[id(parts)] = self.tables.places_in(self._wire, parts.pieces)
+            finalize(parts, self._columns.pop, id(parts))
+        return (*self._fixed[:-2], column.data_ptr(), self._fixed[-1])
 
     def _held_kernels(self) -> tuple[_Kernel, _Kernel]:
         if self._aimed is None:
@@ -165,7 +163,7 @@ class TritonPacking:
         kernel = self._held_kernels()[0]
         kernel.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address, 0, 0)
 
-    def unpack_aimed(self, parts: Parts = ()) -> None:
+    def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.unpack_aimed`."""
         kernel = self._held_kernels()[1]
         kernel.launch(self.tables.tiles, *self._read(parts), self._held.data_ptr(), self._mark, 0, 0)
