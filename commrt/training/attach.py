@@ -142,7 +142,8 @@ def attach(  # noqa: PLR0913  # each has its default
     _require_nobody_lost(world)
     if isinstance(algorithm, LocalSGD):
         return _locally(request, algorithm)
-    by_graphs = graphs is not False and not isinstance(wire, Coding | Adaptive)
+    wants_graphs = device.type == "cuda" if graphs is None else graphs
+    by_graphs = wants_graphs and not isinstance(wire, Coding | Adaptive)
     return _synchronous(request, algorithm, broadcast_buffers and not isinstance(algorithm, Gossip), by_graphs)
 
 
