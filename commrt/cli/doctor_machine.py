@@ -210,10 +210,10 @@ def _links(cuda: ModuleType, count: int) -> Iterator[Finding]:
     peer = cuda.can_device_access_peer
     apart = [f"{a} and {b}" for a, b in combinations(range(count), 2) if not (peer(a, b) and peer(b, a))]
     if apart:
-        detail = f"no peer access between GPUs {', '.join(apart)}: they exchange through host memory"
+        detail = f"no peer access between GPUs {', '.join(apart)}: ranks of this host exchange through NCCL only"
         yield Finding("gpu links", "warning", detail, "nvidia-smi topo -m shows how they are connected.")
     else:
-        yield Finding("gpu links", "ok", f"each of {count} GPUs can access the memory of all others")
+        yield Finding("gpu links", "ok", f"each of {count} GPUs can read the memory of all others, and ranks do")
 
 
 def nccl() -> Iterator[Finding]:
