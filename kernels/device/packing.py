@@ -17,7 +17,7 @@ from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.device.variants import DTYPES, Variant
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import NO_PARTS, Findings, Parts
-from commrt.kernels.tables import WIDEST_NBYTES, Tables
+from commrt.kernels.tables import WIDEST_NBYTES, Tables, alignment
 
 __all__ = ["TritonPacking"]
 
@@ -118,12 +118,14 @@ class TritonPacking:
 
         A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and back by `repeated`.
         """
-        self._staged = {
-            place: self._stage(place, tensor)
-            for place, tensor in enumerate(tensors)
-            if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES
-        }
-        self.tables.point_at([self._staged.get(place, tensor) for place, tensor in enumerate(tensors)])
+        if alignment([0 if tensor is None else tensor.data_ptr() for tensor in tensors]) < WIDEST_NBYTES:
+            self._staged = {
+                place: self._stage(place, tensor)
+                for place, tensor in enumerate(tensors)
+                if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES
+            }
+            tensors = [self._staged.get(place, tensor) for place, tensor in enumerate(tensors)]
+        self.tables.point_at(tensors)
         self._scale.at(scale)
         self._held.fill_(header - (1 << 64) if header >> 63 else header)
 
