@@ -172,9 +172,10 @@ def _beside_peers(
     neighbours = Neighbours(own_store, rest.rank, rest.members, rest.timeout_s, memory, host)
     if neighbours.ranks:
         return PeersTransport(rest, neighbours, ShutdownNotices(own_store, rest.rank), memory, device, on_failure)
-    if required:
-        why = neighbours.refusal or "each rank has a host of its own"
-        raise UsageError(f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {why}. Unset it")
+    if required and neighbours.refusal:
+        raise UsageError(
+            f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {neighbours.refusal}. Unset it"
+        )
     if neighbours.refusal:
         _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", neighbours.refusal)
     return rest

@@ -48,6 +48,7 @@ class FaultyTransport:
         self.kind, self.allocate, self.capture = inner.kind, inner.allocate, inner.capture
         self.can_move_receives = inner.can_move_receives
         self.rank, self.members = inner.rank, inner.members
+        self.allocate_shared = inner.allocate_shared
         self.close, self.abort, self.share = inner.close, inner.abort, inner.share
 
     @property

@@ -33,8 +33,8 @@ class HostPeerMemory:
     segments: ClassVar[WeakValueDictionary[bytes, Any]] = WeakValueDictionary()
     _numbers = count()
 
-    def __init__(self, device: str = "GPU") -> None:
-        self._device, self._own, self._opened = device, set[bytes](), dict[int, bytes]()
+    def __init__(self) -> None:
+        self._own, self._opened = set[bytes](), dict[int, bytes]()
 
     @property
     def mapped(self) -> int:
@@ -45,10 +45,6 @@ class HostPeerMemory:
     def allocated(self) -> int:
         """Segments of this rank that have a handle and are not freed."""
         return sum(handle in self.segments for handle in self._own)
-
-    def identity(self) -> str:
-        """See `PeerMemory.identity`."""
-        return self._device
 
     def allocate(self, nbytes: int) -> Any:
         """See `PeerMemory.allocate`; a segment begins at a multiple of 256 bytes, as on a GPU."""

@@ -181,7 +181,7 @@ class _Request:
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
-        world, allocate = self.world, self.world.transport.allocate
+        world, allocate = self.world, self.world.transport.allocate_shared
         return build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate, kind=self.kind)
 
     def claim(
@@ -219,7 +219,7 @@ class _Request:
 def _synchronous(request: _Request, algorithm: Algorithm, broadcast_buffers: bool, graphs: bool) -> Replica:
     engine = Engine(request.world, algorithm, request.build_buckets(request.params[::-1]), graphs=graphs, unpacks=True)
     claim = request.claim(algorithm, engine.schedule(0), engine.buckets)
-    request.agree({**claim, "broadcast_buffers": str(broadcast_buffers)})
+    request.agree({**claim, "broadcast_buffers": str(broadcast_buffers), "graphs": str(graphs)})
     replica = SynchronousReplica(
         request.model, request.optimizers, engine, request.build_buckets, broadcast_buffers=broadcast_buffers
     )
@@ -230,7 +230,7 @@ def _gossiping(request: _Request, algorithm: Gossip) -> Replica:
     world, rounds = request.world, GossipExchange(request.world, algorithm)
     held, messages = exchanged_tensors(request.model), algorithm.staleness + 1
     wire = cast("torch.dtype | None", request.wire)  # codings were refused
-    buckets = build_weight_buckets(held, wire, request.cap_nbytes, messages, world.transport.allocate)
+    buckets = build_weight_buckets(held, wire, request.cap_nbytes, messages, world.transport.allocate_shared)
     if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
         raise UsageError(
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "

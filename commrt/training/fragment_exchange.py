@@ -74,7 +74,7 @@ class FragmentExchange(WorldBroadcaster):
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         found: list[list[GradientBucket]] = []
-        memory = [_SharedMemory(self.world.transport.allocate) for _ in range(self.algorithm.at_once)]
+        memory = [_SharedMemory(self.world.transport.allocate_shared) for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
             own = memory[fragment.index % len(memory)]
             own.begin()

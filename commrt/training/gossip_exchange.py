@@ -44,7 +44,7 @@ class GossipExchange(WorldBroadcaster):
     def __init__(self, world: World, algorithm: Gossip) -> None:
         super().__init__(world)
         self._attached = algorithm
-        self._generation = world.elastic.generation.number
+        self._generation = self._shared = world.elastic.generation.number
         self._program = lru_cache(KEPT)(self._proven_program)
         self._bound = lru_cache(KEPT)(self._bind)
 
@@ -64,6 +64,7 @@ class GossipExchange(WorldBroadcaster):
 
         After a rank was lost the others allocate anew, and GPUs go on through NCCL.
         """
+        self._shared = self._generation
         messages = [message for bucket in buckets for message in bucket.messages()]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
         windows = self.world.comm_thread.submit(lambda: self.world.transport.share(buffers)).result()
@@ -120,17 +121,17 @@ class GossipExchange(WorldBroadcaster):
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         """Return the exchange, the bytes that it sends, and the weight of what it receives."""
         transport, within = self.world.transport, self.algorithm.within
+        windows = message.windows if self._generation == self._shared else ()
         if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
             (hop,) = program.hops
             sends = [P2PMessage(leg.peer, message.sent) for leg in hop.sends]
             recvs = [P2PMessage(leg.peer, message.received) for leg in hop.recvs]
             nbytes_sent = len(sends) * message.sent.nbytes
             group = P2PGroup(sends, recvs)
-            window = message.windows[0] if message.windows else None
-            exchange = transport.bind(group) if window is None else bind_receiving(group, window, transport)
+            exchange = bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
             return exchange, nbytes_sent, hop.recvs[0].weight
-        if message.windows:
-            bound = bind_reading(program, message.received, message.windows[1], transport)
+        if windows:
+            bound = bind_reading(program, message.received, windows[1], transport)
         else:
             bound = bind(program, message.received, transport, None, self.world.comm_thread.streams)
 

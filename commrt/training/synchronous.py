@@ -65,8 +65,8 @@ class SynchronousReplica(Replica):
         self._broadcasts_buffers = broadcast_buffers and not self._alone
         self._buffer_kinds = _kinds(buffers)
         carries = self._broadcasts_buffers and buffers
-        self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate) if carries else None
-        if self._flat_buffers is not None:
+        self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
+        if self._flat_buffers is not None and self._flat_buffers.flat.numel():
             engine.submit_sharing(self._flat_buffers.flat).result()
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._settings = 0  # of the optimizers, as ranks compare them
@@ -188,6 +188,7 @@ class SynchronousReplica(Replica):
         if [*places] != sorted(places):
             self._params = [self._params[i] for i in places]
             before = self._engine.residuals()
+            self._engine.replace_buckets(())  # the new ones take their memory
             self._engine.replace_buckets(self._build_buckets(self._params))
             self._engine.owe(before)
             self._engine.submit_preparation(self._step).result()

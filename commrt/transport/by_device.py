@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from commrt.errors import Place, TransportClosed, UsageError
+from commrt.errors import Place, TransportClosed, TransportError, UsageError
 from commrt.transport.protocol import (
     CPU,
     Exchange,
@@ -49,8 +50,12 @@ class TransportByDevice:
         before.close()
 
     def add(self, device: torch.device, transport: QueueingTransport) -> None:
-        """Use `transport` for tensors on `device` from now on."""
+        """Use `transport` for tensors on `device` from now on, and close its predecessor."""
+        before = self._gpus.get(device)
         self._gpus[device] = transport
+        if before is not None:
+            with suppress(TransportError):  # it was raised, or nobody waits for it any more
+                before.close()
 
     def require_no_other(self, device: torch.device) -> None:
         """Raise `UsageError` if another GPU than `device` has a transport."""
@@ -90,6 +95,10 @@ class TransportByDevice:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """See `Transport.allocate`."""
         return self._of(device).allocate(numel, dtype, device)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate_shared`."""
+        return self._of(device).allocate_shared(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`; raises `UsageError` for tensors on different devices."""
@@ -148,7 +157,7 @@ class NullTransport:
 
     kind = "nothing yet"
     can_move_receives = False
-    allocate = staticmethod(zeros)
+    allocate = allocate_shared = staticmethod(zeros)
     capture = staticmethod(capture_nothing)
     share = staticmethod(share_nothing)
 

@@ -130,6 +130,8 @@ class GlooTransport:
         require_cpu(device, MEDIUM)
         return zeros(numel, dtype, device)
 
+    allocate_shared = allocate
+
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
         """Begin one send or receive with Gloo's own tags, not in order with groups; None receives from any rank."""
         if self._gloo is None:

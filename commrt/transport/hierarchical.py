@@ -64,6 +64,8 @@ class HierarchicalTransport:
         """See `Transport.allocate`: shared memory, which sockets can read too."""
         return self._local.allocate(numel, dtype, device)
 
+    allocate_shared = allocate
+
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
         require_peers(group, self.members)

@@ -116,7 +116,7 @@ class LocalTransport:
     """One rank of a `Fabric`; a `Transport`."""
 
     kind = "local"
-    allocate = staticmethod(zeros)
+    allocate = allocate_shared = staticmethod(zeros)
     capture = staticmethod(capture_nothing)
     share = staticmethod(share_nothing)
     can_move_receives = True

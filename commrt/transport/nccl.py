@@ -140,6 +140,8 @@ class NcclTransport:
         self._require_device(device)
         return zeros(numel, dtype, device)
 
+    allocate_shared = allocate
+
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`; two sends and two receives cost the host 5 us, without NCCL's own time and an event."""
         rest, copies = split_self(group, self.rank, self.members)

@@ -49,7 +49,6 @@ class _Page(NamedTuple):
     """What a rank tells the others of its page."""
 
     host: str
-    device: str
     handle: str
     nonce: int
 
@@ -126,7 +125,7 @@ class Neighbours:
             handle = self._memory.handle(self._page).hex()
         except RuntimeError as error:
             verdict = f"the memory of rank {self._rank} cannot be mapped ({error})"
-        own = _Page(host, self._memory.identity(), handle, nonce)
+        own = _Page(host, handle, nonce)
         pages = self._gather("pages", self._members, own, timeout_s, _parse_page)
         there = {peer: page for peer, page in pages.items() if page.host == host and peer != self._rank}
         try:
@@ -231,9 +230,9 @@ def _nonce_of(page: Any) -> Tensor:
 
 
 def _parse_page(said: bytes) -> _Page:
-    host, device, handle, nonce = parse_list(said, 4)
-    require(isinstance(host, str) and isinstance(device, str) and bytes.fromhex(handle) is not None)
-    return _Page(host, device, handle, parse_int(nonce))
+    host, handle, nonce = parse_list(said, 3)
+    require(isinstance(host, str) and bytes.fromhex(handle) is not None)
+    return _Page(host, handle, parse_int(nonce))
 
 
 def _parse_verdict(said: bytes) -> str:

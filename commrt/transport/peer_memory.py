@@ -21,9 +21,6 @@ __all__ = ["CudaPeerMemory", "PeerMemory"]
 class PeerMemory(Protocol):
     """Memory that peers can map, and meetings in it."""
 
-    def identity(self) -> str:
-        """Return what tells this device apart from all others of this host."""
-
     def allocate(self, nbytes: int) -> Any:
         """Return a segment, a uint8 array [nbytes], of zeros."""
 
@@ -50,24 +47,32 @@ class PeerMemory(Protocol):
 
 
 class CudaPeerMemory:
-    """A `PeerMemory` of the GPU `device`; `open` and `meet` need it as the thread's current one."""
+    """A `PeerMemory` of the GPU `device`."""
 
     def __init__(self, device: torch.device) -> None:
         import cupy  # noqa: PLC0415  # slow to import, and absent without a GPU
 
         self._cupy, self._runtime, self._device = cupy, cupy.cuda.runtime, device
 
-    def identity(self) -> str:
-        """See `PeerMemory.identity`."""
-        return str(torch.cuda.get_device_properties(self._device).uuid)
-
     def allocate(self, nbytes: int) -> Any:
         """See `PeerMemory.allocate`: one ``cudaMalloc``, which may wait for the GPU."""
         with torch.cuda.device(self._device):
-            memory = self._cupy.cuda.Memory(nbytes)
+            memory = self._allocated(nbytes)
             self._runtime.memset(memory.ptr, 0, nbytes)
         self.synchronize()  # torch queues on streams of its own
         return self._array(memory, nbytes)
+
+    def _allocated(self, nbytes: int) -> Any:
+        """Return memory, even if torch must give up some that it keeps; raises torch's ``OutOfMemoryError``."""
+        try:
+            return self._cupy.cuda.Memory(nbytes)
+        except RuntimeError:  # CuPy's, of the driver
+            torch.cuda.empty_cache()
+        try:
+            return self._cupy.cuda.Memory(nbytes)
+        except RuntimeError as error:
+            what = f"{self._device} has no {nbytes:,} bytes left for a buffer that travels ({error})"
+            raise torch.OutOfMemoryError(what) from error
 
     def _array(self, memory: Any, nbytes: int) -> Any:
         return self._cupy.ndarray(nbytes, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
@@ -83,13 +88,15 @@ class CudaPeerMemory:
 
     def open(self, handle: bytes, nbytes: int) -> Any:
         """See `PeerMemory.open`; the memory counts as this device's, wherever it is."""
-        address = self._runtime.ipcOpenMemHandle(handle)
+        with torch.cuda.device(self._device):
+            address = self._runtime.ipcOpenMemHandle(handle)
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
         return self._array(memory, nbytes)
 
     def close(self, segment: Any) -> None:
         """See `PeerMemory.close`."""
-        self._runtime.ipcCloseMemHandle(segment.data.ptr)
+        with torch.cuda.device(self._device):
+            self._runtime.ipcCloseMemHandle(segment.data.ptr)
 
     def host_words(self, count: int) -> Tensor:
         """See `PeerMemory.host_words`."""

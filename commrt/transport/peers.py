@@ -121,13 +121,17 @@ class PeersTransport:
         self._words[TIMEOUT_NS] = int(min(seconds, 1e9) * 1e9)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """See `Transport.allocate`: memory that can be shared; waits for the device."""
+        """See `Transport.allocate`: by the rest."""
+        return self._rest.allocate(numel, dtype, self.device if device is None else device)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """See `Transport.allocate_shared`: an allocation of its own; waits for the device."""
         if device not in (None, self.device):
             return self._rest.allocate(numel, dtype, device)
         return self._neighbours.allocate(numel, dtype)
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """Return windows of `buffers`, all from `allocate`. Collective, with the same sizes on all members."""
+        """Return windows of `buffers`, all from `allocate_shared`. Collective, with the same sizes on all members."""
         return [_Window(self, peers) for peers in self._neighbours.share(buffers, self.timeout_s)]
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -136,6 +140,7 @@ class PeersTransport:
 
     def bind_meeting(self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool, last: bool) -> Exchange:
         """See `Window.bind`."""
+        self._require_open(CAPTURE, hop)
         number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
         bound = self._meetings[number] = _Bound(hop, ranks, first)
         plan = MeetingPlan(

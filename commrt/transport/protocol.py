@@ -134,6 +134,9 @@ class Transport(Protocol):
         Tensors in any other memory can be sent and received too. Raises `UsageError` for a device out of reach.
         """
 
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """Return zeros [numel] in memory that `share` can show to peers; may wait for the device."""
+
     def bind(self, group: P2PGroup) -> Exchange:
         """Prepare `group` once, to run it many times.
 
@@ -149,7 +152,7 @@ class Transport(Protocol):
         """
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """Return windows of `buffers`, all from `allocate`; none where peers cannot read this rank's memory.
+        """Return windows of `buffers`, all from `allocate_shared`; none where peers cannot read this rank's memory.
 
         Collective, with buffers of the same sizes on all members.
         """

@@ -185,6 +185,8 @@ class SharedTransport:
         require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
 
+    allocate_shared = allocate
+
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
