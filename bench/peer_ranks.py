@@ -44,7 +44,7 @@ class Row:
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: torch.device, name: str) -> None:
         self.world, self.name = world, name
-        self.buffer = self._on_comm_thread(lambda: world.transport.allocate(numel, dtype, device))
+        self.buffer = self._on_comm_thread(lambda: world.transport.allocate_shared(numel, dtype, device))
         self.window = next(iter(self._on_comm_thread(lambda: world.transport.share([self.buffer]))), None)
         if self.window is None:
             raise RuntimeError(f"no windows here, only {world.transport.kind}: nothing was measured")

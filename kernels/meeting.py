@@ -12,7 +12,7 @@ __all__ = ["ABORT", "BACK", "ENDED", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_
 
 HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
 """Words in host memory: not 0 to give up; the deadline; what failed: a meeting's number times `PLACES`, plus 1 and the
-place of the peer that did not come; how many programs have ended."""
+rank of the peer that did not come; how many programs have ended."""
 PLACES = 1 << 20
 BACK = 1 << 30
 """How far back a rank goes for its peers when a meeting of it fails: then they read nothing of it any more."""
@@ -34,6 +34,8 @@ class MeetingPlan(NamedTuple):
     """By peer, int32 [1]: what the peer tells."""
     counts: Sequence[Tensor]
     """By peer, int32 [1]: from where both count."""
+    ranks: Sequence[int]
+    """By peer, its rank."""
     needs: Sequence[int]
     """By peer, how far it must be, from `counts` on; 0 if it does not matter."""
     state: Tensor
@@ -46,3 +48,5 @@ class MeetingPlan(NamedTuple):
     """How far `counts` move at the end of a program; 0 in all meetings but the last."""
     number: int
     """Tells meetings apart in errors."""
+    looks: bool = False
+    """True if the host may have given up what comes before: then nothing is told."""

@@ -59,6 +59,7 @@ class Scene:
     last: int = 0
     failed: bool = False
     aborted: bool = False
+    looks: bool = False
 
     def plan(self):
         def words(values):
@@ -71,12 +72,14 @@ class Scene:
             words([99] * len(inboxes)),
             inboxes,
             words(self.counts),
+            [10 + place for place in range(len(self.counts))],
             self.needs,
             failed,
             host,
             self.position,
             self.last,
             3,
+            self.looks,
         )
 
     def come(self, plan):
@@ -153,13 +156,14 @@ def by_kernel(scene, module):
     """What the kernel of `module` does, and in which order."""
     plan = scene.plan()
     rows = [torch.tensor([word.data_ptr() for word in row]) for row in (plan.outboxes, plan.inboxes, plan.counts)]
-    memory = [*rows, torch.tensor(plan.needs, dtype=torch.int32), plan.state, plan.host]
+    memory = [*rows, torch.tensor([*plan.needs, *plan.ranks], dtype=torch.int32), plan.state, plan.host]
     variant = replace(variants.meet(len(plan.needs)), kernel=module.meet_kernel)
     helpers = Helpers(scene, plan)
     names = {"_tell": helpers.tell, "_heard": helpers.heard, "_glimpsed": helpers.glimpsed}
     names |= {"_seen": helpers.seen, "_now_ns": helpers.clock}
     with watched([*memory, *plan.counts]), patch.multiple(module, **names):
-        interpret(variant, [0], *(part.data_ptr() for part in memory), plan.position, plan.last, plan.number)
+        numbers = plan.position, plan.last, plan.number, int(plan.looks)
+        interpret(variant, [0], *(part.data_ptr() for part in memory), *numbers)
     assert not scene.aborted or helpers.now_ns - 2**62 < TIMEOUT, "it waits though the host has given up"
     return state_of(plan), helpers.calls
 
@@ -185,6 +189,7 @@ def scenes(draw):
         last=draw(st.sampled_from([0, 0, 9])),
         failed=draw(st.sampled_from([False, False, False, True])),
         aborted=aborted,
+        looks=draw(st.booleans()),
     )
 
 
@@ -215,6 +220,7 @@ SCENES = {
     "two have gone back": Scene([0, 0, 0], [0, 0, 0], [5, -BACK, -BACK], [None, None, None]),
     "a peer is a program behind": Scene([20, 20], [0, 0], [-9, 0], [None, None]),
     "the host gives up": Scene([0, 0], [3, 0], [0, 0], [None, None], aborted=True),
+    "the host gave up what comes before": Scene([0, 0], [3, 0], [3, 0], [None, None], aborted=True, looks=True),
     "one has failed before": Scene([0, 0], [3, 0], [3, 0], [None, None], last=9, failed=True),
     "the program ends": Scene([7, WRAPS], [3, 0], [3, 0], [None, None], last=9),
 }
@@ -232,8 +238,8 @@ def outcome(scene):
 
 
 def test_a_meeting_that_fails_says_who_is_missing_and_which_meeting_it_is():
-    assert outcome(SCENES["one does not come"]) == (1, 3 * PLACES + 3)
-    assert outcome(SCENES["a peer has gone back"]) == (1, 3 * PLACES + 2)
+    assert outcome(SCENES["one does not come"]) == (1, 3 * PLACES + 13)
+    assert outcome(SCENES["a peer has gone back"]) == (1, 3 * PLACES + 12)
     assert outcome(SCENES["all are there"]) == (0, 0)
 
 

@@ -25,11 +25,11 @@ from commrt.transport.protocol import CPU
 def test_memory_of_a_buffer_that_is_gone_serves_again_and_memory_in_use_does_not():
     with connected("aa") as group:
         transport = group.transports[0]
-        first, second = (transport.allocate(ODD, torch.float32) for _ in range(2))
+        first, second = (transport.allocate_shared(ODD, torch.float32) for _ in range(2))
         assert first.data_ptr() != second.data_ptr()
         place, kept = first.fill_(7.0).data_ptr(), second.fill_(5.0)
         del first
-        again, other = (transport.allocate(ODD - 9, torch.float32) for _ in range(2))
+        again, other = (transport.allocate_shared(ODD - 9, torch.float32) for _ in range(2))
         assert again.data_ptr() == place
         assert not again.any()
         assert other.data_ptr() not in (place, kept.data_ptr())
@@ -38,9 +38,9 @@ def test_memory_of_a_buffer_that_is_gone_serves_again_and_memory_in_use_does_not
 
 def test_a_much_larger_segment_does_not_serve_for_a_small_buffer():
     with connected("aa") as group:
-        place = group.transports[0].allocate(10_000, torch.float32).data_ptr()
-        assert group.transports[0].allocate(10, torch.float32).data_ptr() != place
-        assert group.transports[0].allocate(9_000, torch.float32).data_ptr() == place
+        place = group.transports[0].allocate_shared(10_000, torch.float32).data_ptr()
+        assert group.transports[0].allocate_shared(10, torch.float32).data_ptr() != place
+        assert group.transports[0].allocate_shared(9_000, torch.float32).data_ptr() == place
 
 
 def test_memory_is_freed_when_all_peers_have_unmapped_it():
@@ -67,7 +67,7 @@ def test_all_ranks_refuse_to_share_buffers_of_different_sizes():
     with connected("aaa") as group:
 
         def share(rank):
-            buffers = [group.transports[rank].allocate(8 + (rank == 2), torch.float32)]
+            buffers = [group.transports[rank].allocate_shared(8 + (rank == 2), torch.float32)]
             with pytest.raises(SizeMismatch, match="shares buffers of other sizes"):
                 group.transports[rank].share(buffers)
             return True

@@ -121,7 +121,7 @@ class Ranks:
 
     def share(self, name):
         """Let all read a new buffer of each rank."""
-        self.buffers[name] = [transport.allocate(self.numel, torch.int32) for transport in self.transports]
+        self.buffers[name] = [transport.allocate_shared(self.numel, torch.int32) for transport in self.transports]
         shared = self.pool.map(lambda rank: self.transports[rank].share([self.buffers[name][rank]]), range(self.size))
         self.windows[name] = [windows[0] for windows in shared]
 

@@ -191,8 +191,9 @@ class Engine:
         """Let peers read the buckets, in place of messages, where they can and all take part in every step."""
         takes_all = self._players == self.world.size
         wires = [bucket.wire for bucket in self.buckets if bucket.coding is None and takes_all]
-        windows = self.world.transport.share(wires)
-        self._shared.windows.update(zip((bucket.index for bucket in self.buckets), windows, strict=False))
+        if windows := self.world.transport.share(wires):
+            shown = [bucket.index for bucket in self.buckets if bucket.coding is None]
+            self._shared.windows.update(zip(shown, windows, strict=True))
 
     def _connect_peers(self, mine: Program, step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -313,14 +314,13 @@ def _bind(
 ) -> Sequence[AnyProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
     mine = member_program(schedule, members, world.rank, world.size)
-    if shared.windows:
-        return [_reading(mine, bucket, shared, world.transport) for bucket in buckets]
+    room = partial(_room, world, scratch)
+    if any(mine.peers & window.peers.keys() for window in shared.windows.values()):
+        return [_reading(mine, bucket, shared, world.transport, room) for bucket in buckets]
     heads = [bucket.wire[: bucket.head_numel] if bucket.coding else bucket.wire for bucket in buckets]
     cuts = [_cut(bucket, mine) for bucket in buckets]
     for wire, cut in zip(heads, cuts, strict=True):
-        need = scratch_numel(mine, wire.numel(), cut)
-        if wire.dtype not in scratch or scratch[wire.dtype].numel() < need:
-            scratch[wire.dtype] = world.transport.allocate(need, wire.dtype, wire.device)
+        room(wire, scratch_numel(mine, wire.numel(), cut))
     transport, streams = world.transport, world.comm_thread.streams
     programs = [
         bind(mine, wire, transport, scratch[wire.dtype], streams, bounds=cut)
@@ -329,13 +329,27 @@ def _bind(
     return programs if coding is None else [*_coded(world, buckets, mine, programs, coding)]
 
 
-def _reading(mine: Program, bucket: GradientBucket, shared: _Shared, transport: Transport) -> BoundProgram:
+def _room(world: World, scratch: dict[torch.dtype, Tensor], like: Tensor, need: int) -> Tensor:
+    """Return scratch memory for `need` elements like those of a wire."""
+    if like.dtype not in scratch or scratch[like.dtype].numel() < need:
+        scratch[like.dtype] = world.transport.allocate(need, like.dtype, like.device)
+    return scratch[like.dtype]
+
+
+def _reading(
+    mine: Program,
+    bucket: GradientBucket,
+    shared: _Shared,
+    transport: Transport,
+    room: Callable[[Tensor, int], Tensor],
+) -> BoundProgram:
     """Return the program in peers' memory, from which kernels unpack where they can."""
     window = shared.windows[bucket.index]
     all_near = mine.peers <= window.peers.keys()
     straight = bucket.repeatable is not None and shared.unpacks and bucket.unpacks_wire and all_near
     copied = bucket.head_numel if straight else None
-    return bind_reading(mine, bucket.wire, window, transport, bounds=_cut(bucket, mine), copied=copied)
+    bounds, own_room = _cut(bucket, mine), partial(room, bucket.wire)
+    return bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, room=own_room)
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

@@ -172,4 +172,4 @@ def explain_mismatch(total: Tensor) -> str:
     for name, start, width in zip(Header._fields, STARTS, WIDTHS, strict=True):
         if disputed[start : start + width].any():
             return EXPLANATIONS[name]
-    return "it is no sum of headers: the ranks run different programs"
+    return "it is no sum of headers: the ranks run different programs, or models in different orders"

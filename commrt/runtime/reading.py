@@ -7,7 +7,8 @@ send is received as in `commrt.runtime.executor`, within the same hop, and the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,22 +32,21 @@ def bind_reading(
     *,
     bounds: Sequence[int] | None = None,
     copied: int | None = None,
+    room: Callable[[int], Tensor] | None = None,
 ) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
 
     The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the buffer may change as
-    soon as the program has run. Allocates memory for what comes from other hosts, and for hops that overwrite what they
-    send.
+    soon as the program has run. What comes from other hosts, and hops that overwrite what they send, need scratch
+    memory: ``room(numel)`` gives [>= numel] of the buffer's dtype, which programs that never run at once may share.
 
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport, bounds, copied)
+    reader = _Reader(program, buffer, window, transport, bounds, copied, room or partial(_new, buffer))
     hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
     nbytes = sum(message.data.nbytes for message in reader.sends)
-    only_near = program.peers <= set(window.peers)
-    group = P2PGroup(reader.sends, reader.recvs, reads=only_near)
-    end = reader.end()
+    group, end = reader.group(), reader.end()
     if not reader.elsewhere:
         return BoundProgram((*hops, end), nbytes, group, None)
     return BoundProgram(tuple(hops), nbytes, group, None, (), Parts(tuple(reader.elsewhere)), end)
@@ -77,6 +77,10 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
     return run
 
 
+def _new(like: Tensor, numel: int) -> Tensor:
+    return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+
 class _Reader:
     def __init__(
         self,
@@ -86,15 +90,17 @@ class _Reader:
         transport: Transport,
         bounds: Sequence[int] | None,
         copied: int | None,
+        room: Callable[[int], Tensor],
     ) -> None:
         self._buffer, self._window, self._transport = buffer, window, transport
         self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
         self._copied = buffer.numel() if copied is None else copied
         self._latest = max((number for number, hop in enumerate(program.hops) if not hop.idle), default=-1)
         self._near = sorted(program.peers & set(window.peers))
+        self._has_far = len(self._near) < len(program.peers)
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
-        self._scratch = torch.empty(self._scratch_numel(program), dtype=buffer.dtype, device=buffer.device)
+        self._scratch = room(self._scratch_numel(program))
         self.elsewhere: list[tuple[Tensor, int, int]] = []
         self.sends: list[P2PMessage] = []
         self.recvs: list[P2PMessage] = []
@@ -126,6 +132,13 @@ class _Reader:
             BoundHop(go, moves, number, None, facts_of(number, [], [])),
         ]
 
+    def group(self) -> P2PGroup:
+        """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are read."""
+        if not self._has_far:
+            return P2PGroup(self.sends, self.recvs, reads=True)
+        sends, recvs = ([m for m in side if m.peer not in self._near] for side in (self.sends, self.recvs))
+        return P2PGroup(sends, recvs)
+
     def end(self) -> BoundHop:
         """Return the last meeting, after which no peer reads the buffer."""
         number = self._last
@@ -137,7 +150,8 @@ class _Reader:
         if meeting is None:
             raise ValueError(f"hop {number} is idle: it meets nobody")
         first, self._is_first = self._is_first, False
-        meet = self._window.bind(meeting, number, self._near, first=first, last=number == self._last)
+        last = number == self._last
+        meet = self._window.bind(meeting, number, self._near, first=first, last=last, looks=self._has_far)
         if not far.peers:
             return meet
         exchange = self._transport.bind(far)

@@ -115,10 +115,13 @@ def meeting(plan: MeetingPlan) -> Iterator[bool]:
         return
     peers = range(len(plan.needs))
     for place in peers:
-        if _difference(int(plan.inboxes[place]), int(plan.counts[place])) < -BACK // 2:
+        if _is_back(plan, place):
             yield from _fail(plan, place)
             return
         yield False
+    if plan.looks and plan.host[ABORT]:
+        yield from _fail(plan, 0)
+        return
     for place in peers:
         _write(plan.outboxes[place], int(plan.counts[place]) + plan.position)
         yield False
@@ -131,15 +134,23 @@ def meeting(plan: MeetingPlan) -> Iterator[bool]:
             yield True
         yield False
     if plan.last:
-        for begin in plan.counts:
-            _write(begin, int(begin) + plan.last)
-        plan.state[1] += 1
-        plan.host[ENDED] = plan.state[1]
+        _end(plan)
+
+
+def _end(plan: MeetingPlan) -> None:
+    for begin in plan.counts:
+        _write(begin, int(begin) + plan.last)
+    plan.state[1] += 1
+    plan.host[ENDED] = plan.state[1]
+
+
+def _is_back(plan: MeetingPlan, place: int) -> bool:
+    return _difference(int(plan.inboxes[place]), int(plan.counts[place])) < -BACK // 2
 
 
 def _fail(plan: MeetingPlan, place: int) -> Iterator[bool]:
     plan.state[0] = 1
-    plan.host[FAILED] = plan.number * PLACES + place + 1
+    plan.host[FAILED] = plan.number * PLACES + plan.ranks[place] + 1
     for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
         _write(outbox, int(begin) - BACK)
         yield False

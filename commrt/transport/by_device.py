@@ -163,6 +163,7 @@ class NullTransport:
 
     def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
+        self.before_abort: Callable[[], None] = self.wait
 
     def bind(self, group: P2PGroup) -> Exchange:
         """Raise `TransportClosed`."""

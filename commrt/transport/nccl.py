@@ -120,6 +120,7 @@ class NcclTransport:
         self._streams = streams_of(self.device)
         self._notices = ShutdownNotices(store, rank)
         self._on_failure = on_failure
+        self.before_abort: Callable[[], None] = lambda: None
         self._pending: deque[_Pending] = deque()
         self._counts = dict.fromkeys(members, 0)
         """Number of groups begun with each peer."""
@@ -300,6 +301,7 @@ class NcclTransport:
         return True
 
     def _give_up(self) -> None:
+        self.before_abort()
         if self._may_free():
             self._notices.announce(None)
             _abort(self._in_use, self._graphs, self._communicator)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -79,21 +80,24 @@ class _Pool:
     used: dict[int, _Segment] = field(default_factory=dict)
     """By address."""
     free: list[_Segment] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Any thread may allocate, or let go of a buffer."""
     keeps: bool = True
     """False once a segment that nobody uses any more is not kept for another buffer."""
 
     def place(self, buffer: Tensor) -> _Place:
         """Return where `buffer` lies; it may be a part of what was allocated."""
-        for segment in self.used.values():
+        for segment in tuple(self.used.values()):
             if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
                 return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
-        raise UsageError("this buffer is in no memory that peers can map: allocate it with the transport's allocate()")
+        raise UsageError("this buffer is in no memory that peers can map: allocate it with the transport's allocate_shared()")
 
     def release(self, segment: _Segment) -> None:
         """Take back a segment whose last array is gone."""
-        del self.used[segment.address]
-        if self.keeps:
-            self.free.append(segment)
+        with self.lock:
+            del self.used[segment.address]
+            if self.keeps:
+                self.free.append(segment)
 
 
 class Neighbours:
@@ -163,7 +167,10 @@ class Neighbours:
 
         Waits for the device, as ``cudaMalloc`` may.
         """
-        nbytes = max(1, numel) * dtype.itemsize
+        with self._pool.lock:
+            return self._allocated(numel, dtype, max(1, numel) * dtype.itemsize)
+
+    def _allocated(self, numel: int, dtype: torch.dtype, nbytes: int) -> Tensor:
         free = self._pool.free
         fits = [segment for segment in free if nbytes <= segment.nbytes <= LARGER * nbytes]
         segment = min(fits, key=lambda segment: segment.nbytes) if fits else self._new_segment(nbytes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from time import sleep
@@ -27,7 +26,7 @@ from commrt.membership.store_client import start_call
 from commrt.program import Meeting
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.threads.streams import streams_of
+from commrt.threads.streams import StreamEvent, streams_of
 from commrt.transport.nccl_communicator import Graphs, ShutdownNotices, Watchdog
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.peer_memory import PeerMemory
@@ -40,6 +39,7 @@ LINGER_S = 1.0
 SLACK_S = 20.0
 """What the device may need besides the deadline of a meeting."""
 POLL_S = 0.0002
+HELD_UP = "the stream is held up by something else: is another library's collective waiting on this GPU"
 READ_NOTICES_S = 0.1
 """Time without progress after which the store is read for ranks that have left."""
 CAPTURE = Tag(-1, "graph")
@@ -58,8 +58,6 @@ class _Bound:
     """Of its latest run."""
 
 
-FORGOTTEN = _Bound(0, (), begins=False)
-"""In errors, for a meeting whose program is not used any more."""
 WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
 
 
@@ -102,6 +100,8 @@ class PeersTransport:
         self._noting = threading.Lock()  # the watchdog looks too
         self._raised = self._closed = self._is_unmapped = False
         self.timeout_s = rest.timeout_s
+        self.before_abort: Callable[[], None] = lambda: None
+        rest.before_abort = self._give_up_meetings
         self._watchdog = Watchdog(self._check, self._streams.use)
         release_in_forked_child(self)
 
@@ -138,7 +138,9 @@ class PeersTransport:
         """See `Transport.bind`: by the rest."""
         return self._rest.bind(group)
 
-    def bind_meeting(self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool, last: bool) -> Exchange:
+    def bind_meeting(
+        self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool, last: bool, looks: bool
+    ) -> Exchange:
         """See `Window.bind`."""
         self._require_open(CAPTURE, hop)
         number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
@@ -147,12 +149,14 @@ class PeersTransport:
             [word.outbox for word in words],
             [word.inbox for word in words],
             [self._counts[peer] for peer in ranks],
+            ranks,
             [meeting.needs.get(peer, 0) for peer in ranks],
             self._state,
             self._host,
             meeting.position,
             meeting.position if last else 0,
             number,
+            looks,
         )
         launch = self._memory.meet(plan)
 
@@ -219,7 +223,7 @@ class PeersTransport:
                 return
             failure = self._failure = self._failed_meeting() or self._lost_peer()
         if failure is not None:
-            self._words[ABORT] = 1
+            self._give_up_meetings()
             self._notices.announce(None)
             if self._on_failure is not None:
                 self._on_failure(failure)
@@ -228,11 +232,9 @@ class PeersTransport:
         """Return the error of the meeting that has failed, or None."""
         if not (word := int(self._words[FAILED])):
             return None
-        number, place = divmod(word, PLACES)
-        bound = self._meetings.get(number, FORGOTTEN)
-        peer = bound.ranks[place - 1] if bound.ranks else None
-        who = "a rank" if peer is None else f"rank {peer}"
-        what = f"{who} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
+        number, peer = divmod(word - 1, PLACES)
+        bound = self._meetings.get(number, _Bound(0, (), begins=False, tag=self._latest))
+        what = f"rank {peer} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
         return DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
 
     def _lost_peer(self) -> TransportError | None:
@@ -250,10 +252,9 @@ class PeersTransport:
     def wait(self) -> None:
         """Wait until all that is queued is complete; raises an error that no call has raised yet."""
         end, deadline_s = self._streams.record_event(), now_s() + self.timeout_s + SLACK_S
-        while not end.query():
+        while not self._is_reached(end):
             if now_s() > deadline_s:
-                what = "the stream is held up by something else: is another library's collective waiting on this GPU"
-                raise DeadlineExceeded(what, Place(self.rank))
+                raise DeadlineExceeded(HELD_UP, Place(self.rank))
             sleep(POLL_S)
         self._check()
         if self._failure is not None and not self._raised:
@@ -261,20 +262,20 @@ class PeersTransport:
             raise self._failure
         self._rest.wait()
 
+    def _is_reached(self, end: StreamEvent) -> bool:
+        try:
+            return end.query()
+        except RuntimeError as error:
+            what = f"the GPU failed ({error}): look at the output of all ranks"
+            raise TransportError(what, self._latest.place(self.rank, 0)) from error
+
     def close(self) -> None:
         """Wait until the device has done all work, then unmap the memory of peers, even after an error."""
         if self._is_unmapped:
             return
         was_open, self._is_unmapped = not self._closed, True
         try:
-            with suppress(TimeoutError):  # then kernels may still read what peers have mapped
-                start_call(self._memory.synchronize).result(self.timeout_s + SLACK_S)
-                self._check()
-                self._closed = True
-                self._graphs.drop_all()
-                if was_open and self._failure is None:
-                    self._notices.announce(self._begun)
-                self._neighbours.close(LINGER_S if was_open and self._failure is None else 0.0)
+            self._end(was_open)
         finally:
             self._closed = True
             self._watchdog.stop()
@@ -282,9 +283,27 @@ class PeersTransport:
         if was_open and self._failure is not None and not self._raised:
             raise self._failure
 
+    def _end(self, was_open: bool) -> None:
+        try:
+            start_call(self._memory.synchronize).result(self.timeout_s + SLACK_S)
+        except TimeoutError as error:  # kernels may still read what is mapped
+            self._notices.announce(None)
+            raise DeadlineExceeded(HELD_UP, Place(self.rank)) from error
+        self._check()
+        self._closed = True
+        self._graphs.drop_all()
+        ends_well = was_open and self._failure is None
+        if ends_well:
+            self._notices.announce(self._begun)
+        self._neighbours.close(LINGER_S if ends_well else 0.0)
+
+    def _give_up_meetings(self) -> None:
+        """Let no meeting tell that what the rest was to bring is ready."""
+        self._words[ABORT] = 1
+
     def abort(self) -> None:
         """End the meetings that wait, from any thread; memory stays mapped until `close`."""
-        self._words[ABORT] = 1
+        self._give_up_meetings()
         was_open, self._closed = not self._closed, True
         self._watchdog.stop()
         if was_open and self._failure is None:
@@ -304,7 +323,14 @@ class _Window:
         self._transport, self.peers = transport, peers
 
     def bind(
-        self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool = False, last: bool = False
+        self,
+        meeting: Meeting,
+        hop: int,
+        ranks: Sequence[int],
+        *,
+        first: bool = False,
+        last: bool = False,
+        looks: bool = False,
     ) -> Exchange:
         """See `Window.bind`."""
-        return self._transport.bind_meeting(meeting, hop, ranks, first=first, last=last)
+        return self._transport.bind_meeting(meeting, hop, ranks, first=first, last=last, looks=looks)

@@ -173,6 +173,9 @@ class Transport(Protocol):
 class QueueingTransport(Transport, Protocol):
     """A transport whose groups return when they are queued on a device, before they are complete."""
 
+    before_abort: Callable[[], None]
+    """Called before queued groups are given up, after which the stream goes on without what they were to bring."""
+
     def wait(self) -> None:
         """Wait until all queued groups are complete; raises an error that no call has raised yet."""
 
@@ -185,11 +188,19 @@ class Window(Protocol):
         """By rank, its buffer, of the shape and dtype of this rank's; for ranks of this host. Never write to it."""
 
     def bind(
-        self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool = False, last: bool = False
+        self,
+        meeting: Meeting,
+        hop: int,
+        ranks: Sequence[int],
+        *,
+        first: bool = False,
+        last: bool = False,
+        looks: bool = False,
     ) -> Exchange:
         """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
 
         A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
+        One that `looks` fails if an exchange before it, by other means, has been given up.
         """
 
 

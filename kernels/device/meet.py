@@ -18,7 +18,7 @@ ABORT_WORD = tl.constexpr(ABORT)
 TIMEOUT_WORD = tl.constexpr(TIMEOUT_NS)
 FAILED_WORD = tl.constexpr(FAILED)
 ENDED_WORD = tl.constexpr(ENDED)
-MOST_PEERS = tl.constexpr(PLACES)
+MOST_RANKS = tl.constexpr(PLACES)
 FAR_BACK = tl.constexpr(BACK)
 
 
@@ -136,21 +136,24 @@ def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
 
 
 @triton.jit
-def meet_kernel(outboxes, inboxes, counts, needs, state, host, position, last, number, PEERS: tl.constexpr):
+def meet_kernel(outboxes, inboxes, counts, needs, state, host, position, last, number, looks, PEERS: tl.constexpr):
     """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed. See `MeetingPlan`.
 
     `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer tells it. Both
-    count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [PEERS] is 0 for a peer that need not
-    be waited for.
+    count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [2, PEERS] is 0 for a peer that need
+    not be waited for; then come the ranks.
     """
     if tl.load(state) == 0:
         missing = _first_gone_back(inboxes, counts, PEERS)
+        if (looks > 0) & (missing == 0):
+            missing = _seen(host + ABORT_WORD).to(tl.int32)
         if missing == 0:
             _tell_all(outboxes, counts, position, PEERS)
             missing = _first_missing(inboxes, counts, needs, host, PEERS)
         if missing > 0:
             tl.store(state, 1)
-            tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_PEERS + missing)
+            rank = tl.load(needs + PEERS + missing - 1)
+            tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_RANKS + rank + 1)
             _tell_all(outboxes, counts, -FAR_BACK, PEERS)
         elif last > 0:
             for peer in tl.static_range(PEERS):

@@ -17,7 +17,7 @@ def meet_launch(plan: MeetingPlan) -> Bound:
     device, peers = plan.state.device, len(plan.needs)
     rows = (plan.outboxes, plan.inboxes, plan.counts)
     tables = [torch.tensor([word.data_ptr() for word in row], device=device) for row in rows]
-    needs = torch.tensor(plan.needs, dtype=torch.int32, device=device)
+    needs = torch.tensor([*plan.needs, *plan.ranks], dtype=torch.int32, device=device)
     memory = (*tables, needs, plan.state, plan.host)
-    arguments = (*(part.data_ptr() for part in memory), plan.position, plan.last, plan.number)
+    arguments = (*(part.data_ptr() for part in memory), plan.position, plan.last, plan.number, int(plan.looks))
     return Bound(launch_of(variants.meet(peers), device), 1, arguments, (*memory, *rows))

@@ -144,7 +144,7 @@ def meet(peers: int) -> Variant:
     """Return the variant that meets `peers` ranks, by one warp."""
     addresses = dict.fromkeys(("outboxes", "inboxes", "counts"), "*i64")
     memory = {"needs": "*i32", "state": "*i32", "host": "*i64"}
-    numbers = dict.fromkeys(("position", "last", "number"), "i32")
+    numbers = dict.fromkeys(("position", "last", "number", "looks"), "i32")
     return _variant(meet_kernel, addresses | memory | numbers, {"PEERS": peers}, 1)
 
 

@@ -48,7 +48,7 @@ class Group:
         """A buffer of each rank, and its window; None for a rank that is alone on its host."""
 
         def shared(rank):
-            buffer = self.transports[rank].allocate(numel, dtype)
+            buffer = self.transports[rank].allocate_shared(numel, dtype)
             return buffer, next(iter(self.transports[rank].share([buffer])), None)
 
         return self.on_all(shared)
