@@ -142,6 +142,14 @@ def test_who_asks_for_peers_memory_is_told_why_there_is_none(monkeypatch):
         beside(Refusing, monkeypatch, required=True)
 
 
+def test_a_rank_that_is_alone_on_its_host_may_ask_for_peers_memory(monkeypatch):
+    monkeypatch.setattr(connection, "host_identity", iter(["here", "there"]).__next__)
+    transports = beside(HostPeerMemory, monkeypatch, required=True)
+    assert [transport.kind for transport in transports] == ["nccl"] * 2
+    for transport in transports:
+        transport.abort()
+
+
 def beside(memory, monkeypatch, *, required):
     """What two ranks of this host connect by beside NCCL."""
     memories, store = iter([HostPeerMemory(), memory()]), HashStore()
@@ -160,12 +168,12 @@ def beside(memory, monkeypatch, *, required):
         raise
 
 
-PAGE = ["a", "GPU", "00", 5]
-PLACE = ["00", 64, 64]
+PAGE = ["a", "00", 5]
+PLACE = ["00", 64, 0, 64]
 MALFORMED = {
-    "pages": [[], PAGE[:3], [*PAGE[:3], -1], ["a", "GPU", "no hex", 5], ["a", None, "00", 5], {"a": 1}],
+    "pages": [[], PAGE[:2], [*PAGE[:2], -1], ["a", "no hex", 5], [None, "00", 5], {"a": 1}],
     "verdicts": [5, None, ["no"]],
-    "share 1": [5, [PLACE[:2]], [["", 64, 64]], [["00", 63, 64]], [["00", 64, -1]], [[0, 64, 64]]],
+    "share 1": [5, [PLACE[:2]], *([wrong] for wrong in (["", 64, 0, 64], ["00", 64, 1, 64], ["00", 64, 0, -1]))],
 }
 CASES = [(what, record) for what, records in MALFORMED.items() for record in records]
 
@@ -173,7 +181,7 @@ CASES = [(what, record) for what, records in MALFORMED.items() for record in rec
 @pytest.mark.parametrize(("what", "record"), CASES, ids=repr)
 def test_malformed_records_of_another_rank_are_refused_in_words(what, record):
     store = HashStore()
-    for name, good in {"pages": ["b", "GPU", "00", 5], "verdicts": ""}.items():
+    for name, good in {"pages": ["b", "00", 5], "verdicts": ""}.items():
         said = record if name == what else good
         store.set(f"{name}/record/1", json.dumps(said))
     with pytest.raises(DisagreementError, match="what the store holds as the record of rank 1 cannot be parsed"):

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 import commrt
 from commrt.algorithms import direct, ring
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.errors import DeadlineExceeded, TransportClosed
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, TransportError
 from commrt.kernels.meeting import FAILED
 from commrt.program import program
 from commrt.runtime import reading
@@ -266,3 +266,62 @@ def in_child(group, bound):
         group.transports[0].close()
         return 0 if group.memories[0].mapped == 2 else 2
     return 1
+
+
+def test_what_was_given_up_between_hosts_is_not_read_within_one():
+    """On a GPU the stream goes on after NCCL was aborted, with memory in which nothing has come."""
+    numel, schedule = 64, ring.all_reduce(4)
+    with connected("aabb") as group:
+        buffers = group.buffers(numel)
+
+        def run(rank):
+            transport = group.transports[rank]
+            transport.timeout_s = 2.0
+            bound = group.bound(schedule, buffers, rank)
+            if rank == 0:
+                transport._rest.before_abort()  # as NCCL's transport calls it
+            try:
+                bound.run(NOW)
+                transport.wait()
+            except TransportError as error:
+                return type(error)
+            return None
+
+        assert set(group.on_all(run)[:2]) <= {DeadlineExceeded, PeerLost}
+
+
+def test_a_model_whose_only_buffers_are_empty_can_be_attached():
+    def body(world):
+        model = nn.Linear(3, 2)
+        model.register_buffer("nothing", torch.zeros(0))
+        commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world).detach()
+
+    run_ranks(2, body, connect=over_peers)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_gossip_goes_on_without_a_rank_whatever_was_under_way(staleness):
+    def body(world):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = commrt.attach(model, optimizer, commrt.Gossip(staleness=staleness), world=world)
+        for step in range(8):
+            if step == 3 and world.rank == 2:
+                world.abort(RuntimeError("given up on purpose"))
+                return None
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        replica.drain()
+        return len(world.members)
+
+    assert run_ranks(3, body, connect=over_peers) == [2, 2, None]
+
+
+def test_ranks_of_which_only_some_want_graphs_are_refused():
+    def body(world):
+        model = nn.Linear(3, 2)
+        with pytest.raises(DisagreementError, match="graphs"):
+            commrt.attach(model, None, world=world, graphs=world.rank == 0)
+
+    run_ranks(2, body, connect=over_peers)

@@ -90,7 +90,7 @@ class _Pool:
         for segment in tuple(self.used.values()):
             if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
                 return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
-        raise UsageError("this buffer is in no memory that peers can map: allocate it with the transport's allocate_shared()")
+        raise UsageError("this buffer is in no memory that peers can map: allocate it with allocate_shared()")
 
     def release(self, segment: _Segment) -> None:
         """Take back a segment whose last array is gone."""
