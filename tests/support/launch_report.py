@@ -116,12 +116,12 @@ def tuned(fake: Driver) -> list[str]:
 
 
 def training(fake: Driver) -> dict[str, Any]:
-    """Three whole steps of two ranks: kernels of the last one."""
+    """Three whole steps of two ranks: kernels of the last one. Each bucket has two tiles, one for each rank's chunk."""
 
     def body(world: commrt.World) -> int:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=torch.bfloat16, bucket_cap_mb=0.01)
+        replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=torch.bfloat16, bucket_cap_mb=0.02)
         for number in range(3):
             world.agree(f"before step {number}")
             if world.rank == 0:
