@@ -30,6 +30,7 @@ EXTRAS = {"typer", "rich", "matplotlib", "numba", "mkdocs", "pytorch_optimizer",
 """Packages of commrt's extras, which a GPU session does without."""
 NOT_REHEARSED = (
     "NCCL between ranks: a communicator needs a GPU; the stand-in keeps the rules that docs/nccl.md lists",
+    "memory that processes map: the stand-in's ranks are threads, which reach all memory",
     "CUDA's streams, events and graphs: the CPU does its work at once",
     "compiled kernels: some are compiled and inspected (all by `make inspect`), and only an interpreter runs them",
     "compute-sanitizer, more than 2^31 elements, four and eight ranks, the tuner, and all that is timed",
@@ -44,9 +45,10 @@ class Part(NamedTuple):
     interprets: bool = False
 
 
-def pytest_of(*arguments: str) -> tuple[str, ...]:
-    """Return the arguments that run these tests, without slow ones."""
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments)
+def pytest_of(*arguments: str, slow: bool = False) -> tuple[str, ...]:
+    """Return the arguments that run these tests; of slow ones only if `slow`."""
+    marks = () if slow else ("-m", "not slow")
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *marks, *arguments)
 
 
 def tests(*names: str) -> list[str]:
@@ -54,6 +56,7 @@ def tests(*names: str) -> list[str]:
     return [str(TESTS / f"test_{name}.py") for name in names]
 
 
+TRAINING = "gradient_averaging", "gradient_views"
 PARTS_HERE = (
     Part("the versions of a machine with a GPU", [str(Path(__file__)), "versions"]),
     Part("each module can be imported", [str(Path(__file__)), "imports"]),
@@ -61,19 +64,19 @@ PARTS_HERE = (
     Part("kernels in Triton's interpreter", pytest_of(*tests("kernels", "packing", "streams")), interprets=True),
     Part("kernels of codes in the interpreter", pytest_of(*tests("coding_kernels")), interprets=True),
     Part(
-        "every 70th kernel compiled",
+        "every 28th kernel compiled",
         [str(BENCH / "inspect_kernels.py"), "--every", "28", "--golden", str(BENCH / "golden")],
     ),
     Part(
         "every 19th kernel of codes compiled",
         [str(BENCH / "inspect_coding.py"), "--every", "19", "--golden", str(BENCH / "golden_coding")],
     ),
-    Part("what a step launches", pytest_of(*tests("launches"))),
+    Part("meetings, interpreted and compiled", pytest_of(*tests("meet_kernel"), slow=True)),
+    Part("what a step launches", pytest_of(*tests("launches"), slow=True)),
     Part("the NCCL transport on a stand-in", pytest_of(*tests("nccl", "nccl_stand_in"))),
-    Part(
-        "training on a stand-in",
-        pytest_of("--over", "nccl", *tests("gradient_averaging", "gradient_views", "step_graph")),
-    ),
+    Part("peers' memory on a stand-in", pytest_of(*tests("meetings", "reading", "peers", "neighbours"))),
+    Part("training on a stand-in for NCCL", pytest_of("--over", "nccl", *tests(*TRAINING, "step_graph"))),
+    Part("training on a stand-in for peers' memory", pytest_of("--over", "peers", *tests(*TRAINING))),
     Part("make gpu-correctness, dry", [str(CHECK), "correctness", *RECORD]),
     Part(
         "make gpu-kernels, dry: ceilings, a backward pass, the host",

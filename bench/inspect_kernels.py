@@ -43,6 +43,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 RECEIVED = range(1, 8)
 """How many buffers are added at once."""
+PEERS = 1, 3, 7, 15
+"""How many peers are met at once: those of 2, 4, 8 and 16 ranks."""
 NOP = 0x918
 """The operation in the lowest 12 bits of an instruction of 16 bytes."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
@@ -57,6 +59,8 @@ class Case:
     inputs: int = 1
     """Values read per element."""
     align: int = 16
+    has_tiles: bool = True
+    """Whether each program works on a tile of elements."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,11 @@ class Finding:
     registers: int
     spill_bytes: int
     barriers: int
-    instructions_per_element: float
-    """Instructions that a thread adds for each further element, from half to twice the tile."""
-    instructions_per_element_in_all: float
-    """`instructions` over the elements of a thread, with work once per tile and the tail."""
+    traps: int
+    instructions_per_element: float | None
+    """Instructions that a thread adds for each further element, from half to twice the tile; None without tiles."""
+    instructions_per_element_in_all: float | None
+    """`instructions` over the elements of a thread, with work once per tile and the tail; None without tiles."""
     instructions: int
     """Instructions of the whole kernel."""
 
@@ -87,6 +92,13 @@ def cases() -> Iterator[Case]:
             yield from on_tables(dtype, wire, align)
     for dtype, count in product(SHORT, RECEIVED):
         yield Case(f"reduce {SHORT[dtype]} of {count}", partial(variants.reduce, dtype, count), 1 + count)
+    for peers in PEERS:
+        yield Case(f"meet of {peers}", partial(met, peers), has_tiles=False)
+
+
+def met(peers: int, _: Sizes) -> Variant:
+    """Return the kernel that meets `peers`, which has one warp whatever the sizes of others."""
+    return variants.meet(peers)
 
 
 def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Case]:
@@ -188,9 +200,8 @@ def inspect(number: int, arch: int) -> Finding:
     sizes = sizes_for(arch, case.inputs, case.align)
     variant = case.make(sizes)
     code, usage = disassembled(variant, arch)
-    smaller, larger = (length(case.make(Sizes(tile, sizes.warps)), arch) for tile in neighbours(sizes.tile))
-    per_thread = sizes.tile / (32 * variant.warps)
     operations = Counter(code)
+    per_element, in_all = per_elements(case, sizes, arch, len(code)) if case.has_tiles else (None, None)
     return Finding(
         kernel=case.name,
         arch=ARCHS[arch],
@@ -199,10 +210,18 @@ def inspect(number: int, arch: int) -> Finding:
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
         barriers=sum(count for name, count in operations.items() if name.startswith("BAR")),
-        instructions_per_element=round((larger - smaller) / (per_thread * 2 - per_thread / 2), 2),
-        instructions_per_element_in_all=round(len(code) / per_thread, 2),
+        traps=sum(count for name, count in operations.items() if name.startswith("BPT")),
+        instructions_per_element=per_element,
+        instructions_per_element_in_all=in_all,
         instructions=len(code),
     )
+
+
+def per_elements(case: Case, sizes: Sizes, arch: int, instructions: int) -> tuple[float, float]:
+    """Return the instructions per element of a thread: those of each further element, and all of the kernel's."""
+    smaller, larger = (length(case.make(Sizes(tile, sizes.warps)), arch) for tile in neighbours(sizes.tile))
+    elements = sizes.tile / (32 * case.make(sizes).warps)
+    return round((larger - smaller) / (elements * 2 - elements / 2), 2), round(instructions / elements, 2)
 
 
 def neighbours(tile: int) -> tuple[int, int]:

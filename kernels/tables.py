@@ -37,7 +37,7 @@ def alignment(addresses: Sequence[int]) -> int:
 
 
 class Tables:
-    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 16 per tile."""
+    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 20 per tile."""
 
     def __init__(self, layout: Layout, tile: int, device: torch.device) -> None:
         sizes = np.array(layout.counts, np.int64)

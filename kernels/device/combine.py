@@ -21,7 +21,7 @@ __all__ = ["add_launch", "mix_launch", "spacing"]
 def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
     """Return a launch that computes ``out = cast(out + received[0] + ...)``; a peer's memory may be received too.
 
-    Up to 8 received buffers need at most 64 registers, 16 need 78.
+    Up to 8 received buffers need at most 64 registers, 16 need 57.
     """
     require_aligned(out, *received)
     sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))
