@@ -149,8 +149,13 @@ def test_gradients_that_live_on_the_wire_have_graphs_too(gpu, connect):
     require_same(2, connect, gradients="views")
 
 
+def test_what_is_unpacked_from_peers_memory_is_what_nccl_brings(gpu):
+    require_same(2, over_peers, algorithm=commrt.Direct())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [commrt.Direct(), RING, commrt.Torus2D(), commrt.HalvingDoubling()], ids=str)
-def test_what_is_unpacked_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
+def test_what_three_ranks_unpack_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
     require_same(3, over_peers, algorithm=algorithm)
 
 
