@@ -139,7 +139,14 @@ class PeersTransport:
         return self._rest.bind(group)
 
     def bind_meeting(
-        self, meeting: Meeting, hop: int, ranks: Sequence[int], *, first: bool, last: bool, looks: bool
+        self,
+        meeting: Meeting,
+        hop: int,
+        ranks: Sequence[int],
+        *,
+        first: bool = False,
+        last: bool = False,
+        looks: bool = False,
     ) -> Exchange:
         """See `Window.bind`."""
         self._require_open(CAPTURE, hop)
@@ -322,15 +329,6 @@ class _Window:
     def __init__(self, transport: PeersTransport, peers: Mapping[int, Tensor]) -> None:
         self._transport, self.peers = transport, peers
 
-    def bind(
-        self,
-        meeting: Meeting,
-        hop: int,
-        ranks: Sequence[int],
-        *,
-        first: bool = False,
-        last: bool = False,
-        looks: bool = False,
-    ) -> Exchange:
+    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], **flags: bool) -> Exchange:
         """See `Window.bind`."""
-        return self._transport.bind_meeting(meeting, hop, ranks, first=first, last=last, looks=looks)
+        return self._transport.bind_meeting(meeting, hop, ranks, **flags)
