@@ -114,6 +114,8 @@ def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Cas
     if align == max(ALIGNMENTS):  # graphs are made for these only
         yield case("pack", 1, "held")
         yield case("unpack", 1, "held")
+        yield case("unpack", 1, "held", "far")
+    yield case("unpack", 1, "far")
     for chosen in product((False, True), repeat=3):
         options = tuple(compress(("scaled", "accumulate", "sums"), chosen))
         yield case("unpack", 1 + ("accumulate" in options), *options)

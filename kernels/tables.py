@@ -37,7 +37,7 @@ def alignment(addresses: Sequence[int]) -> int:
 
 
 class Tables:
-    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 20 per tile."""
+    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 16 per tile."""
 
     def __init__(self, layout: Layout, tile: int, device: torch.device) -> None:
         sizes = np.array(layout.counts, np.int64)
@@ -46,12 +46,12 @@ class Tables:
         numbers = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
         counts = np.minimum(sizes[owners] - numbers * tile, tile)
         places = (np.array(layout.places, np.int64)[owners] + numbers * tile) // GRANULE
-        of_tiles = [torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts)]
+        of_tiles = (torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts, places))
         self._places = places
         self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         """[tensors] 0 for an absent tensor."""
-        self.columns = (self.addresses, *(column.to(device) for column in of_tiles), self._column(places))
-        """Addresses; then int32 [tiles]: tensor, tile number in it, elements; int64: place on the wire in granules."""
+        self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
+        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, place on the wire in granules."""
         self.tiles = int(tiles.sum())
         """Number of programs of a kernel."""
         self.align = WIDEST_NBYTES
@@ -61,9 +61,6 @@ class Tables:
         self._known = [0] * len(sizes)
         self._staging: deque[Staging] = deque()
 
-    def _column(self, places: IntArray) -> Tensor:
-        return torch.from_numpy(places.astype(np.int64)).to(self.addresses.device)
-
     def cut(self, chunks: int, numel: int) -> list[int]:
         """Return the bounds [chunks + 1] that cut a wire of `numel` elements about evenly, each where a tile begins."""
         starts = np.sort(self._places) * GRANULE
@@ -71,7 +68,7 @@ class Tables:
         return [0, *np.append(starts, numel)[nearest].tolist(), numel]
 
     def places_in(self, wire: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
-        """Return a column of places of which some are in other memory than `wire`.
+        """Return a column of places, int64 [tiles], of which some are in other memory than `wire`.
 
         Of each of `parts`, (memory, begin, end), elements [begin, end) lie in `memory`, and begin and end at tiles.
         """
@@ -82,7 +79,7 @@ class Tables:
             if distance % granule:
                 raise ValueError(f"memory at {memory.data_ptr():#x} is not a multiple of {granule} bytes from the wire")
             places[inside] += distance // granule
-        return self._column(places)
+        return torch.from_numpy(places).to(self.addresses.device)
 
     def point_at(self, tensors: Sequence[Tensor | None]) -> None:
         """Update the addresses to those of `tensors`.

@@ -338,7 +338,7 @@ def test_a_tile_and_its_place_are_found_beyond_what_an_int32_can_count():
     want, place = own.clone(), 2**31 // 16 + 5
     mix([want], [received], None, 0.3)
     address = torch.tensor([own.data_ptr() - 4 * FAR * TILE])
-    table = [*(torch.tensor([number], dtype=torch.int32) for number in (0, FAR, 40)), torch.tensor([place])]
+    table = [torch.tensor([number], dtype=torch.int32) for number in (0, FAR, 40, place)]
     weight = torch.tensor([0.3])
     variant = replace(variants.mix(torch.float32, torch.float32, 4, Sizes(TILE, 1), sent=False), kernel=mix_kernel)
     wire = received.data_ptr() - 4 * 16 * place

@@ -349,7 +349,10 @@ def _reading(
     straight = bucket.repeatable is not None and shared.unpacks and bucket.unpacks_wire and all_near
     copied = bucket.head_numel if straight else None
     bounds, own_room = _cut(bucket, mine), partial(room, bucket.wire)
-    return bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, room=own_room)
+    bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, room=own_room)
+    if bucket.repeatable is not None and bound.elsewhere:
+        bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
+    return bound
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

@@ -23,6 +23,8 @@ __all__ = ["TritonPacking"]
 
 ALIGNMENTS = (16, 8, 4, 2)
 NORM_TILE = 4096
+PLAIN = {"scaled": False, "accumulate": False, "sums": False, "far": False}
+"""Options of an unpacking that only copies."""
 
 
 class TritonPacking:
@@ -53,7 +55,7 @@ class TritonPacking:
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         for align in (align for align in ALIGNMENTS if align >= dtype.itemsize):
             self._kernel(variants.pack, align, nonfinite=False, sums=False)
-            self._kernel(variants.unpack, align, scaled=False, accumulate=False, sums=False)
+            self._kernel(variants.unpack, align, **PLAIN)
 
     @property
     def disputed(self) -> bool:
@@ -93,7 +95,7 @@ class TritonPacking:
     ) -> None:
         """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host cannot know yet."""
         self.tables.point_at(tensors)
-        options = {"scaled": scale != 1.0, "accumulate": accumulate, "sums": findings is not None}
+        options = {"scaled": scale != 1.0, "accumulate": accumulate, "sums": findings is not None, "far": bool(parts)}
         kernel = self._kernel(variants.unpack, self.tables.align, inputs=1 + accumulate, **options)
         factor = self._scale.at(scale) if scale != 1.0 else 0
         sums = self._outputs(findings, kernel.warps)[1]
@@ -102,7 +104,7 @@ class TritonPacking:
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`: one launch of one program."""
-        kernel = self._kernel(variants.unpack, WIDEST_NBYTES, scaled=False, accumulate=False, sums=False)
+        kernel = self._kernel(variants.unpack, WIDEST_NBYTES, **PLAIN)
         columns = [self._nothing.data_ptr()] * len(self.tables.columns)
         kernel.launch(1, *columns, self._wire.data_ptr(), header, self._mark, 0, 0)
 
@@ -137,7 +139,11 @@ class TritonPacking:
     def load(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.load`."""
         self._held_kernels()
-        self._read(parts)
+        if parts:
+            self._read(parts)
+            self._held_unpack(parts)
+            for align in (align for align in ALIGNMENTS if align >= self._dtype.itemsize):
+                self._kernel(variants.unpack, align, **PLAIN | {"far": True})
 
     def cut(self, chunks: int) -> list[int]:
         """See `Repeatable.cut`."""
@@ -156,9 +162,12 @@ class TritonPacking:
         if self._aimed is None:
             self._aimed = (
                 self._kernel(variants.pack, WIDEST_NBYTES, held=True, nonfinite=False, sums=False),
-                self._kernel(variants.unpack, WIDEST_NBYTES, held=True, scaled=False, accumulate=False, sums=False),
+                self._held_unpack(NO_PARTS),
             )
         return self._aimed
+
+    def _held_unpack(self, parts: Parts) -> _Kernel:
+        return self._kernel(variants.unpack, WIDEST_NBYTES, held=True, **PLAIN | {"far": bool(parts)})
 
     def pack_aimed(self) -> None:
         """See `Repeatable.pack_aimed`."""
@@ -167,7 +176,7 @@ class TritonPacking:
 
     def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.unpack_aimed`."""
-        kernel = self._held_kernels()[1]
+        kernel = self._held_unpack(parts) if parts else self._held_kernels()[1]
         kernel.launch(self.tables.tiles, *self._read(parts), self._held.data_ptr(), self._mark, 0, 0)
 
     def compare_aimed(self) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "meet", "mix"
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i64"}
+TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
 
 HEADER_TYPES = {False: "u64", True: "*u64"}
 """Type of the header: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
@@ -82,16 +82,24 @@ def unpack(
     scaled: bool = False,
     accumulate: bool = False,
     sums: bool = False,
+    far: bool = False,
     evict: str = "",
 ) -> Variant:
-    """Return the variant that unpacks; with `evict` "evict_first", the wire leaves the cache first."""
-    types = TABLES | {
-        "wire": POINTERS[wire],
-        "header": HEADER_TYPES[held],
-        "disputed": "*i32",
-        "scale": "*fp32",
-        "sums": "*fp32",
-    }
+    """Return the variant that unpacks; with `evict` "evict_first", the wire leaves the cache first.
+
+    With `far`, places are int64, and may lie in other memory than the wire.
+    """
+    types = (
+        TABLES
+        | ({"places": "*i64"} if far else {})
+        | {
+            "wire": POINTERS[wire],
+            "header": HEADER_TYPES[held],
+            "disputed": "*i32",
+            "scale": "*fp32",
+            "sums": "*fp32",
+        }
+    )
     constants = _table(dtype, align, vector(dtype, align), sizes)
     constants |= {"WARPS": sizes.warps, "HELD": held, "SCALED": scaled, "ACCUMULATE": accumulate}
     constants |= {"SUMS": sums, "EVICT": evict}
