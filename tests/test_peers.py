@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from threading import Event
 from time import monotonic
 
@@ -29,7 +32,7 @@ from commrt.testing.moved_clock import moved_clock
 from commrt.testing.ranks import over_peers, over_threads, run_ranks
 from commrt.threads.streams import Streams
 from commrt.transport import peers as peers_module
-from commrt.transport.protocol import Tag
+from commrt.transport.protocol import P2PGroup, Tag
 
 
 def by_messages(schedule, values):
@@ -123,6 +126,19 @@ def test_a_thousand_replays_with_calls_between_give_the_sums_of_what_they_find(g
             return wrong
 
         assert group.on_all(run) == [0, 0]
+
+
+def test_what_a_graph_uses_lives_as_long_as_the_graph(graphs_of_kernels):
+    with connected("aa") as group:
+        work = partial(int)  # stands for one with tensors
+        known = weakref.ref(work)
+        replay = group.transports[0].capture(work, P2PGroup([], [], reads=True))
+        del work
+        gc.collect()
+        assert known() is not None
+        del replay
+        gc.collect()
+        assert known() is None
 
 
 def test_a_replay_that_waits_in_vain_says_which_step_it_was(graphs_of_kernels):

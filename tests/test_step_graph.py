@@ -337,6 +337,19 @@ def test_a_graph_that_is_not_used_any_more_is_forgotten(gpu):
         assert [graph._calls for graph in made] == [[], []]
 
 
+def test_what_a_graph_uses_lives_as_long_as_the_graph(gpu):
+    with two_transports() as (transports, _):
+        work = partial(int)  # stands for one with tensors
+        known = weakref.ref(work)
+        replay = transports[0].capture(work, P2PGroup([], []))
+        del work
+        gc.collect()
+        assert known() is not None
+        del replay
+        gc.collect()
+        assert known() is None
+
+
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkeypatch):
     monkeypatch.setattr(transport_module, "FREE_S", 60.0)

@@ -212,10 +212,10 @@ class NcclTransport:
             raise RuntimeError(str(error)) from error
         finally:
             self._capturing, pending.end = False, DONE
-        return None if graph is None else self._replay_of(graph, group)
+        return None if graph is None else self._replay_of(graph, work, group)
 
-    def _replay_of(self, graph: Graph, group: P2PGroup) -> Exchange:
-        def replay(tag: Tag) -> None:
+    def _replay_of(self, graph: Graph, work: Callable[[], None], group: P2PGroup) -> Exchange:
+        def replay(tag: Tag, _kept: object = work) -> None:  # with all memory that the graph uses
             self._require_open(tag.place(self.rank, group.hop))
             self._queue(graph.replay, group, tag)
 

@@ -192,7 +192,7 @@ class PeersTransport:
         if graph is None:
             return None
 
-        def launch(tag: Tag) -> None:  # noqa: ARG001  # an `Exchange`
+        def launch(tag: Tag, _kept: object = work) -> None:  # noqa: ARG001  # `work` has the memory that the graph uses
             graph.replay()
 
         self._graphs.keep(graph, launch)

@@ -147,7 +147,8 @@ class Transport(Protocol):
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record what `work` queues on the device, and return a function that queues all of it again.
 
-        `group` holds the messages that `work` exchanges. Returns None if this transport queues nothing. Raises
+        That function keeps `work` alive, with all memory that it uses. `group` holds the messages that `work`
+        exchanges. Returns None if this transport queues nothing. Raises
         `RuntimeError` if the device refuses.
         """
 
