@@ -442,6 +442,18 @@ def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
     assert step_graphs.reasons == {}
 
 
+def test_a_header_that_stays_the_same_is_not_written_again(bucket, monkeypatch):
+    written, fill = [], torch.Tensor.fill_
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: written.append(value) or fill(tensor, value))
+    step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
+    for step in (1, 1, 1, 2, 2):
+        written.clear()
+        word = take(bucket, step)
+        step_of(bucket, step_graphs, programs, step)
+    assert written == []
+    assert torch.equal(layout_of([40, 33]).header(bucket.wire) != 0, bits(word))
+
+
 def carried(step_graphs, bucket, programs, step):
     take(bucket, step)
     return step_of(bucket, step_graphs, programs, step)

@@ -109,6 +109,8 @@ class GradientBucket:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
         self.model = model
         """Number of the model among those attached to one world."""
+        self.header = Header(0, model, 0, 0, index, 0)
+        """What its wire says in every step; the first bucket's says more."""
         self.coding = coding
         """What gradients become when they travel; None if they travel as they are on the wire."""
         self.head_numel = layout.head_numel

@@ -69,7 +69,7 @@ class SynchronousReplica(Replica):
         if self._flat_buffers is not None and self._flat_buffers.flat.numel():
             engine.submit_sharing(self._flat_buffers.flat).result()
         self._number: int | None = None  # of the backward pass whose gradients are on their way
-        self._settings = 0  # of the optimizers, as ranks compare them
+        self._header = engine.buckets[0].header  # as the first bucket says it in this step
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
         self._live(
@@ -124,16 +124,20 @@ class SynchronousReplica(Replica):
         self._order.arm()
         if not self._alone:
             self._guard.close()
-            self._settings = self._guard.settings(self._step % (1 << WIDTHS.step))
+            self._header = self._header_of_step(int(number == LATE))
         self._has_data = self._engine.submit_has_data(True, self._step) if self._joining else None
+
+    def _header_of_step(self, late: int) -> Header:
+        """Return what all ranks must agree on in this step. The first bucket says it; the others only who they are."""
+        settings = self._guard.settings(self._step % (1 << WIDTHS.step))
+        header = self._engine.buckets[0].header
+        return header._replace(late=late, optimizer_steps=self._guard.steps, step=self._step, settings=settings)
 
     def _submit(self, indices: Iterable[int]) -> None:
         """Send the buckets at `indices` on their way."""
-        late = int(self._number == LATE)
         for bucket in (self._engine.buckets[i] for i in indices):
             if not self._alone:
-                header = Header(late, bucket.model, self._guard.steps, self._step, bucket.index, self._settings)
-                bucket.take(header, self._order.is_ready)
+                bucket.take(self._header if bucket.index == 0 else bucket.header, self._order.is_ready)
             self._in_flight.append(self._engine.submit(bucket, self._step))
 
     def _finish(self) -> None:

@@ -17,7 +17,7 @@ from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.device.variants import DTYPES, Variant
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import NO_PARTS, Findings, Parts
-from commrt.kernels.tables import WIDEST_NBYTES, Tables, alignment
+from commrt.kernels.tables import WIDEST_NBYTES, Tables
 
 __all__ = ["TritonPacking"]
 
@@ -43,7 +43,8 @@ class TritonPacking:
         self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
-        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)  # the header of captured launches
+        self._header = 0  # of captured launches, and the same on the device
+        self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)
         self._aimed: tuple[_Kernel, _Kernel] | None = None
         self._stages: dict[int, Tensor] = {}  # aligned copies, by index, of tensors that once were not aligned
         self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
@@ -116,20 +117,22 @@ class TritonPacking:
         _note_written(tensor for place, tensor in enumerate(tensors) if place not in staged)
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """See `Repeatable.aim`: one launch for the header, and the same copies as `pack` for the rest.
+        """See `Repeatable.aim`: one launch for a header that has changed, and the same copies as `pack` for the rest.
 
         A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and back by `repeated`.
         """
-        if alignment([0 if tensor is None else tensor.data_ptr() for tensor in tensors]) < WIDEST_NBYTES:
+        self.tables.point_at(tensors)
+        if self.tables.align < WIDEST_NBYTES:
             self._staged = {
                 place: self._stage(place, tensor)
                 for place, tensor in enumerate(tensors)
                 if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES
             }
-            tensors = [self._staged.get(place, tensor) for place, tensor in enumerate(tensors)]
-        self.tables.point_at(tensors)
+            self.tables.point_at([self._staged.get(place, tensor) for place, tensor in enumerate(tensors)])
         self._scale.at(scale)
-        self._held.fill_(header - (1 << 64) if header >> 63 else header)
+        if header != self._header:
+            self._held.fill_(header - (1 << 64) if header >> 63 else header)
+            self._header = header
 
     def _stage(self, place: int, tensor: Tensor) -> Tensor:
         if place not in self._stages:
