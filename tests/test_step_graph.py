@@ -446,7 +446,7 @@ def test_a_header_that_stays_the_same_is_not_written_again(bucket, monkeypatch):
     written, fill = [], torch.Tensor.fill_
     monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: written.append(value) or fill(tensor, value))
     step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
-    for step in (1, 1, 1, 2, 2):
+    for step in (1, 2, 3, 3):
         written.clear()
         word = take(bucket, step)
         step_of(bucket, step_graphs, programs, step)
