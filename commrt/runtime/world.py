@@ -17,18 +17,18 @@ from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
 from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
-from commrt.kernels.layout import GRANULE
 from commrt.membership.agreement import WorldConfig
 from commrt.membership.generations import Loss
 from commrt.membership.launcher import wants_nvtx
 from commrt.membership.liveness import diagnose, leave_report, wait_for_readers
 from commrt.membership.store_client import clone_connection
-from commrt.program import chunk_bounds, member_program
+from commrt.program import member_program
 from commrt.runtime.collectives import Collectives, check_all_reduce_call, check_run
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.elastic import REFUSALS, Elastic
 from commrt.runtime.executor import bind
+from commrt.runtime.prepared import PreparedRuns, cut
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
@@ -100,6 +100,7 @@ class World:
         self._entered = 0
         self.elastic = Elastic(store, self.transport, self.comm_thread, reconnect_options, self._connect_gpu)
         self._consistency = ConsistencyCheck(self.transport, self.elastic)
+        self._prepared = PreparedRuns(self.transport, lambda: self.elastic.memory_epoch)
         self._collectives = Collectives(self.transport, self.comm_thread, self.elastic, self._consistency)
         release_in_forked_child(self)
 
@@ -136,7 +137,7 @@ class World:
     @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
-        return self._closed or self.comm_thread.failure is not None or self._late_failure is not None
+        return self._closed or bool(self.comm_thread.failure or self._late_failure)
 
     @property
     def unraised_failure(self) -> TransportError | None:
@@ -154,13 +155,15 @@ class World:
         ranks if they differ; the world stays usable.
         """
         check_run(schedule, self.size, tag)
-        run_same = self._consistency.compared(schedule, lambda row: self.run_now(schedule, row, tag))
+        run_same = self._consistency.compared(schedule, lambda row: self._prepared.run(schedule, row, tag))
         with self.collective("run()"):
             if self.elastic.is_elastic:
                 self._collectives.run(schedule, buffer, run_same)
                 return Work(buffer, self.rank)
             self._consistency.require_possible(schedule, buffer)
-            work = Work(buffer, self.rank, self.comm_thread.submit(lambda: run_same(buffer)))
+            is_ready = not async_op and self._prepared.has(schedule, buffer)
+            begin = self.comm_thread.run if is_ready else self.comm_thread.submit
+            work = Work(buffer, self.rank, begin(lambda: run_same(buffer)))
             if not async_op:
                 work.wait()
         return work
@@ -298,19 +301,14 @@ class World:
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
     def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> int:
-        """Run `schedule` without checks and return the bytes sent; ``members[i]`` plays rank i of it if given.
-
-        Chunks are equal if the buffer divides. On the communication thread, like the next two.
-        """
+        """Run `schedule` unchecked, on the communication thread; return the bytes sent. ``members[i]`` plays rank i."""
         mine = member_program(schedule, members or range(self.size), self.rank, self.size)
-        numel, chunks = buffer.numel(), schedule.chunks
-        bounds = chunk_bounds(numel, chunks, granule=GRANULE if numel % chunks else 1)
-        bound = bind(mine, buffer, self.transport, bounds=bounds)
+        bound = bind(mine, buffer, self.transport, bounds=cut(schedule, buffer))
         bound.run(tag)
         return bound.nbytes_sent
 
     def broadcast_now(self, buffer: Tensor, members: Sequence[int], tag: Tag) -> int:
-        """Copy `buffer` from ``members[0]`` to all members along a binomial tree; called by members only."""
+        """Copy `buffer` from ``members[0]`` to all members along a binomial tree."""
         return self.run_now(tree.broadcast(len(members)), buffer, tag, members)
 
     def require_same_now(self, digest: str, members: Sequence[int], step: int) -> None:

@@ -162,19 +162,21 @@ class CommThread:
         return future
 
     def run(self, task: Callable[[], T]) -> TaskFuture[T]:
-        """Run `task` now, on the calling thread, if no other is pending; otherwise `submit` it. For work on a CPU only.
+        """Run `task` now, on the calling thread, if no other is pending; otherwise `submit` it.
 
-        It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task.
+        It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task. On a
+        GPU the task must only queue work: a wait inside CUDA or NCCL cannot be interrupted.
         """
         if self._pending or self._turn.locked():
             return self.submit(task)
         self.require_open()
         future: TaskFuture[T] = TaskFuture()
         self.newest = future
-        with self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
+        before = self.streams.record_event()
+        with self._turn, self.streams.main_stream():  # which Ctrl-C cannot leave taken, as it can an acquire()
             self._runner = threading.current_thread()
             try:
-                self._run(task, future, DONE)
+                self._run(task, future, before)
             finally:
                 self._runner = self._in_callbacks = None
         return future

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`World.run` binds a schedule to a buffer once, and lets go of it with the buffer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+
+import commrt
+from commrt.runtime import prepared
+from commrt.runtime.prepared import KEPT, PreparedRuns
+from commrt.schedule import COPY, Schedule, Step
+from commrt.testing.ranks import run_ranks
+from commrt.transport.protocol import Tag
+
+RING = commrt.Ring().schedule(0, 2)
+NOW = Tag(0, 0)
+
+
+class Nowhere:
+    """A transport that moves nothing."""
+
+    rank = 0
+
+    def bind(self, group):
+        return lambda tag: None
+
+
+@pytest.fixture
+def bound_on(monkeypatch):
+    """The threads on which programs were bound, in order."""
+    threads, bind = [], prepared.bind
+
+    def noted(*args, **options):
+        threads.append(threading.get_ident())
+        return bind(*args, **options)
+
+    monkeypatch.setattr(prepared, "bind", noted)
+    return threads
+
+
+@pytest.fixture
+def runs():
+    return PreparedRuns(Nowhere(), lambda: 0)
+
+
+def test_a_schedule_is_bound_to_a_buffer_once(bound_on):
+    def run(world):
+        buffer = torch.full((10,), world.rank + 1.0)
+        for _ in range(5):
+            world.run(RING, buffer)
+        return buffer.tolist()
+
+    assert run_ranks(2, run) == [[3.0 * 16] * 10] * 2
+    assert len(bound_on) == 2
+
+
+def test_what_is_bound_runs_on_its_caller_s_thread_unless_the_caller_goes_on(monkeypatch):
+    run_bound = PreparedRuns.run
+
+    def noted(runs, *args):
+        ran_on[runs].append(threading.get_ident())
+        run_bound(runs, *args)
+
+    ran_on = defaultdict(list)
+    monkeypatch.setattr(PreparedRuns, "run", noted)
+
+    def run(world):
+        buffer = torch.zeros(10)
+        for is_async in (False, False, True):
+            world.run(RING, buffer, async_op=is_async).wait()
+        return [thread == threading.get_ident() for thread in ran_on[world._prepared]]
+
+    assert run_ranks(2, run) == [[False, True, False]] * 2
+
+
+def test_a_buffer_that_lies_elsewhere_is_bound_anew():
+    def run(world):
+        buffer, other = torch.ones(10), torch.full((10,), 5.0)
+        world.run(RING, buffer)
+        buffer.set_(other)
+        world.run(RING, buffer)
+        return other.tolist()
+
+    assert run_ranks(2, run) == [[10.0] * 10] * 2
+
+
+def test_autograd_learns_that_the_buffer_was_written():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        before = buffer._version
+        world.run(RING, buffer)
+        return buffer._version > before
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_a_program_is_forgotten_with_its_buffer(runs):
+    buffer = torch.zeros(10)
+    runs.run(RING, buffer, NOW)
+    assert runs.has(RING, buffer)
+    del buffer
+    gc.collect()
+    assert runs._buffers == {}
+
+
+def test_what_was_bound_in_another_memory_epoch_is_bound_anew(bound_on):
+    epochs = iter([0, 0, 1, 1, 1])
+    runs, buffer = PreparedRuns(Nowhere(), lambda: next(epochs)), torch.zeros(10)
+    for _ in range(3):
+        runs.run(RING, buffer, NOW)
+    assert len(bound_on) == 2
+
+
+def test_of_many_schedules_of_one_buffer_only_the_latest_are_kept(runs):
+    buffer = torch.zeros(10)
+    some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(KEPT + 1)]
+    for schedule in some:
+        runs.run(schedule, buffer, NOW)
+    assert [runs.has(schedule, buffer) for schedule in some] == [False] * KEPT + [True]
+
+
+def test_buffers_of_one_dtype_share_scratch_memory(runs, monkeypatch):
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: made.append(size) or empty(*size, **options))
+    for numel in (100, 10, 100, 50):
+        runs.run(RING, torch.zeros(numel), NOW)
+    assert len(made) == 1
