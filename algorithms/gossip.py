@@ -154,9 +154,21 @@ class Gossip:
 
         Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so many rows.
         """
-        rows = self._rows(ranks)
+        rows, number, k = self._where(step, ranks)
+        return _schedule(self.topology, rows, k, number, self.seed, self.share, self.within)
+
+    def round(self, step: int, ranks: int) -> tuple[Schedule, IntArray]:
+        """Return the exchange of `step` among unpermuted ranks, and the rank that takes each one's part.
+
+        `schedule` is the one over the other. There are `period` different exchanges, so prove these.
+        """
+        rows, number, k = self._where(step, ranks)
+        return _round(self.topology, rows, k, self.share, self.within), _order(rows, number, self.seed, self.within)
+
+    def _where(self, step: int, ranks: int) -> tuple[int, int, int]:
+        """Return how many rows there are, the number of the permutation, and the step in the period."""
         number, k = divmod(step, self.period(ranks))
-        return _schedule(self.topology, rows, k, number * self.rotate, self.seed, self.share, self.within)
+        return self._rows(ranks), number * self.rotate, k
 
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:
@@ -169,8 +181,19 @@ class Gossip:
 @lru_cache
 def _schedule(topology: str, rows: int, k: int, number: int, seed: int, share: float, within: int) -> Schedule:
     """Return one object for equal arguments, as proofs and programs are cached by it."""
+    return _round(topology, rows, k, share, within).over(_order(rows, number, seed, within))
+
+
+@lru_cache
+def _order(rows: int, number: int, seed: int, within: int) -> IntArray:
+    """Return the ranks of each row, where rows are permuted."""
+    return (permutation(rows, number, seed)[:, None] * within + np.arange(within)).ravel()
+
+
+@lru_cache
+def _round(topology: str, rows: int, k: int, share: float, within: int) -> Schedule:
     p = rows * within
-    across = ROUNDS[topology](rows, k, share).over(permutation(rows, number, seed)) if rows > 1 else empty(1)
+    across = ROUNDS[topology](rows, k, share) if rows > 1 else empty(1)
     if within == 1:
         return across
     rank = np.arange(p).reshape(rows, within)

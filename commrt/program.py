@@ -118,7 +118,7 @@ def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks:
         found = (Transfer(members[each.peer], each.lo, each.hi, each.combine, each.weight) for each in transfers)
         return tuple(sorted(found, key=lambda each: (each.peer, each.lo)))
 
-    kept = _program_kept(schedule, list(members).index(rank))
+    kept = _program_kept(schedule, members.index(rank))
     hops = tuple(Hop(renamed(hop.sends), renamed(hop.recvs)) for hop in kept.hops)
     return Program(rank, ranks, schedule.chunks, hops)
 

@@ -116,6 +116,21 @@ def test_an_algorithm_that_does_not_keep_its_promise_is_refused(world, algorithm
         commrt.attach(model, sgd(model), algorithm, world=world)
 
 
+class Turned(commrt.Gossip):
+    """Gossip that sends the other way round, correct as well."""
+
+    def schedule(self, step, ranks):
+        whole = super().schedule(step, ranks)
+        return whole.over([*range(ranks)][::-1])
+
+
+@on_ranks(3)
+def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world):
+    model = net()
+    with pytest.raises(UsageError, match=r"schedule\(0, 3\) is another than round\(\) makes: override both"):
+        commrt.attach(model, sgd(model), Turned(), world=world)
+
+
 @for_each(
     ("given", "says"),
     [

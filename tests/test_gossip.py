@@ -212,3 +212,14 @@ def test_options_that_do_not_fit_are_refused_with_the_reason(args, words):
 
 def test_gossip_is_public():
     assert commrt.Gossip is Gossip
+
+
+@pytest.mark.parametrize("gossip", [Gossip(seed=3), Gossip("hypercube", seed=4), Gossip(within=4, seed=5)])
+def test_a_period_of_rounds_and_an_order_make_all_schedules(gossip):
+    ranks, rounds = 16, set()
+    for step in range(3 * gossip.period(ranks)):
+        unpermuted, order = gossip.round(step, ranks)
+        assert unpermuted.over(order).digest() == gossip.schedule(step, ranks).digest()
+        assert sorted(order) == list(range(ranks))
+        rounds.add(unpermuted.digest())
+    assert len(rounds) == gossip.period(ranks)

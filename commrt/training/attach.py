@@ -236,7 +236,7 @@ def _gossiping(request: _Request, algorithm: Gossip) -> Replica:
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
             "leave wire out"
         )
-    request.agree(request.claim(algorithm, rounds.schedule(0), buckets))
+    request.agree(request.claim(algorithm, rounds.prove_all(), buckets))
     alone = world.all_equal("gossiping models", "0" if not world.elastic.others() else f"more on rank {world.rank}")
     if world.size > 1:
         rounds.share(buckets)

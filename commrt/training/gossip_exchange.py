@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import explain_mismatch
 from commrt.buckets.weight_bucket import Message, WeightBucket
-from commrt.errors import DisagreementError
+from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
 from commrt.program import Program, member_program
 from commrt.proof.replay import prove
@@ -31,7 +32,9 @@ from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 __all__ = ["GossipExchange"]
 
 KEPT = 64
-"""How many programs and bound exchanges are kept, of those used last."""
+"""Proofs and bound exchanges that are kept, of those used last."""
+STEPS_KEPT = 2
+"""Steps whose programs are kept: all buckets have the same one."""
 
 
 class GossipExchange(WorldBroadcaster):
@@ -45,7 +48,9 @@ class GossipExchange(WorldBroadcaster):
         super().__init__(world)
         self._attached = algorithm
         self._generation = self._shared = world.elastic.generation.number
-        self._program = lru_cache(KEPT)(self._proven_program)
+        self._ranks = np.array(self.members)
+        self._proven = lru_cache(KEPT)(self._prove)
+        self._program = lru_cache(STEPS_KEPT)(self._program_of)
         self._bound = lru_cache(KEPT)(self._bind)
 
     @property
@@ -53,11 +58,19 @@ class GossipExchange(WorldBroadcaster):
         """The algorithm for the ranks that are left."""
         return self._attached.among(len(self.world.members)) if self.world.lost else self._attached
 
-    def schedule(self, step: int) -> Schedule:
-        """Return the schedule of `step`, proven."""
-        schedule = self.algorithm.schedule(step, len(self.members))
-        prove(schedule, gossip_mean(self.algorithm, schedule))
-        return schedule
+    def prove_all(self) -> Schedule:
+        """Prove the exchanges of a period, of which all later ones are permutations; return the first.
+
+        Raises `UsageError` for an algorithm whose `schedule` says otherwise than its `round`, which is what runs.
+        """
+        algorithm, ranks = self.algorithm, len(self.members)
+        self._prove(algorithm.schedule(0, ranks))
+        for step in range(algorithm.period(ranks)):
+            schedule, order = algorithm.round(step, ranks)
+            self._proven(schedule)
+            if schedule.over(order).digest() != algorithm.schedule(step, ranks).digest():
+                raise UsageError(f"{algorithm}: schedule({step}, {ranks}) is another than round() makes: override both")
+        return algorithm.schedule(0, ranks)
 
     def share(self, buckets: Sequence[WeightBucket]) -> None:
         """Let partners of this host read the messages of `buckets`, where they can; collective.
@@ -97,9 +110,9 @@ class GossipExchange(WorldBroadcaster):
         """Return how many bytes this rank sent; `message.share` stays 0 where a partner was lost."""
         elastic = self.world.elastic
         if self._generation != elastic.generation.number:
-            self._generation = elastic.generation.number
+            self._generation, self._ranks = elastic.generation.number, np.array(self.members)
             self.release()  # it was bound to connections of another generation
-        program = self._program(self.algorithm.schedule(step, len(self.members)))
+        program = self._program(step)
         if not program.hops:
             return 0
         try:
@@ -114,9 +127,13 @@ class GossipExchange(WorldBroadcaster):
         message.share, message.heard = share, tuple(leg.peer for hop in program.hops for leg in hop.recvs)
         return nbytes_sent
 
-    def _proven_program(self, schedule: Schedule) -> Program:
+    def _program_of(self, step: int) -> Program:
+        schedule, order = self.algorithm.round(step, len(self.members))
+        self._proven(schedule)
+        return member_program(schedule, self._ranks[order].tolist(), self.world.rank, self.world.size)
+
+    def _prove(self, schedule: Schedule) -> None:
         prove(schedule, gossip_mean(self.algorithm, schedule))
-        return member_program(schedule, self.members, self.world.rank, self.world.size)
 
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         """Return the exchange, the bytes that it sends, and the weight of what it receives."""
