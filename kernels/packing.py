@@ -128,6 +128,7 @@ class TorchPacking:
         self._layout, self._like = layout, like
         self._views = views_of(wire, layout, like)
         self._flags, self._header = layout.flags(wire), layout.header(wire)
+        self._word, self._bits = 0, bits(0)  # of the latest header
         self.disputed = False
 
     def findings(self) -> Findings:
@@ -152,7 +153,12 @@ class TorchPacking:
         self._flags.fill_(1)
         for i in (i for i, tensor in enumerate(tensors) if tensor is None):
             self._flags[i] = 0
-        self._header.copy_(bits(header))
+        self._header.copy_(self._bits_of(header))
+
+    def _bits_of(self, header: int) -> Tensor:
+        if header != self._word:
+            self._word, self._bits = header, bits(header)
+        return self._bits
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -180,7 +186,7 @@ class TorchPacking:
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
-        self.disputed = self.disputed or not torch.equal((self._header != 0).cpu(), bits(header))
+        self.disputed = self.disputed or not torch.equal((self._header != 0).cpu(), self._bits_of(header))
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""

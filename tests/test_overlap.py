@@ -75,7 +75,7 @@ def test_buckets_leave_once_and_in_order_whatever_becomes_ready_first(buckets, r
         for _, name in names[:ready]:
             left += order.mark(name)
             assert all(set(buckets[i]) <= {n for _, n in names[:ready]} for i in left)
-        assert left + order.rest() == list(range(len(buckets)))
+        assert [*left, *order.rest()] == list(range(len(buckets)))
 
 
 units = st.lists(st.builds(Unit, st.just("p"), st.integers(1, 50), st.sampled_from([torch.float32, torch.bfloat16])))

@@ -42,17 +42,22 @@ CHANGED = (
 )
 
 
+NONE = range(0)
+
+
 class OverlapCheck:
     """Finds gradients that share memory, which would be averaged twice; one for all buckets of a model.
 
-    It compares addresses only while a gradient has moved since the step before.
+    It compares addresses when the last bucket of a step is taken, and only if a gradient has moved since the step
+    before. As that bucket is not sent then, no rank completes the step.
     """
 
     def __init__(self) -> None:
         self._wires: list[range] = []  # addresses of gradients that live on the wire
         self._known: dict[int, list[int]] = {}
         self._taken: dict[int, tuple[Sequence[str], list[int], Sequence[int]]] = {}
-        self._moved = False
+        self.buckets = 0
+        """How many there are."""
 
     def check(self, bucket: int, names: Sequence[str], addresses: list[int], nbytes: Sequence[int]) -> None:
         """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step; address 0 means absent.
@@ -60,12 +65,13 @@ class OverlapCheck:
         A bucket that comes again begins the next step.
         """
         if bucket in self._taken:
-            self._taken, self._moved = {}, False
+            self._taken = {}
         self._taken[bucket] = names, addresses, nbytes
-        self._moved = self._moved or addresses != self._known.get(bucket)
-        if self._moved:
-            self._compare()
-        self._known[bucket] = addresses
+        if len(self._taken) == self.buckets:
+            now = {number: taken for number, (_, taken, _) in self._taken.items()}
+            if now != self._known:
+                self._compare()
+            self._known = now
 
     def claim(self, wire: Tensor) -> None:
         """Note that gradients live on `wire`, each at its own place."""
@@ -120,6 +126,7 @@ class GradientBucket:
         self.names = tuple(name for name, _ in params)
         """In wire order."""
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
+        self._overlaps.buckets += 1
         self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in params]
         self._kinds = [TensorKind.of(like) for like in self._like]
         self._nbytes = [like.nbytes for like in self._like]
@@ -284,7 +291,7 @@ class ReadyOrder:
 
     >>> order = ReadyOrder([("b.weight", "b.bias"), ("a.weight",)])
     >>> order.mark("a.weight"), order.mark("b.bias"), order.mark("b.weight")
-    ([], [], [0, 1])
+    (range(0, 0), range(0, 0), range(0, 2))
     >>> order.seen
     ['a.weight', 'b.bias', 'b.weight']
     """
@@ -302,28 +309,31 @@ class ReadyOrder:
         self.seen: list[str] = []
         """Gradients in the order in which they became ready in this pass."""
 
-    def mark(self, name: str) -> list[int]:
+    def mark(self, name: str) -> range:
         """Note that the gradient `name` is ready, and return the buckets that may leave now, in order."""
-        if self.is_ready(name):
+        missing = self._missing[self.bucket_of[name]]
+        if name not in missing:
             raise UsageError(
                 f"the gradient of {name} became ready twice in one backward pass. Reentrant activation "
                 "checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
-        self._missing[self.bucket_of[name]].remove(name)
+        missing.remove(name)
         self.seen.append(name)
+        if missing:
+            return NONE
         first = self._next
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
-        return list(range(first, self._next))
+        return range(first, self._next)
 
     def is_ready(self, name: str) -> bool:
         """Return True if the gradient `name` was marked in this pass."""
         return name not in self._missing[self.bucket_of[name]]
 
-    def rest(self) -> list[int]:
+    def rest(self) -> range:
         """Return the buckets that have not left when the backward pass ends."""
         first, self._next = self._next, len(self._missing)
-        return list(range(first, self._next))
+        return range(first, self._next)
 
 
 def build_buckets(

@@ -85,14 +85,15 @@ class SynchronousReplica(Replica):
         if not self._is_synchronous:
             self._guard.hold_back()
             return
-        if self._is_first(f"the gradient of {name}"):
-            self._begin(current_pass())
+        if self._number != (number := current_pass()):
+            self._begin(number, f"the gradient of {name}")
             at_end_of_backward(self._finish)
         leaving = self._order.mark(name)
         if self._moves_in and not self._joining:  # there, only `_has_data` tells the scale
             bucket = self._engine.buckets[self._order.bucket_of[name]]
             cast("ViewBucket", bucket).move_in(name, self._engine.scale())
-        self._submit(leaving)
+        if leaving:
+            self._submit(leaving)
 
     def average(self) -> None:
         """Average the gradients at hand now; see `Replica.average`."""
@@ -100,23 +101,17 @@ class SynchronousReplica(Replica):
             self._average(BY_HAND)
 
     def _average(self, number: int) -> None:
-        if self._is_first("average()"):
-            self._begin(number)
+        if self._number != current_pass():
+            self._begin(number, "average()")
             self._finish()
 
-    def _is_first(self, what: str) -> bool:
-        """Return True if `what`, which comes from the running backward pass, is the first of a step.
+    def _begin(self, number: int, what: str) -> None:
+        """Start the step of backward pass `number`, from which `what` comes.
 
         Raises `UsageError` if another pass has not ended, unless nobody else waits for it.
         """
-        if self._number == current_pass():
-            return False
         if self._number is not None and not self._alone and not self._world.closed:
             raise UsageError(INTERRUPTED.format(what=what))
-        return True
-
-    def _begin(self, number: int) -> None:
-        """Start the step of backward pass `number`."""
         if self._world.joined not in (None, self):
             raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
         self._parameters.require_unchanged()
