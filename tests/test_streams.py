@@ -30,6 +30,7 @@ class Asked(list):
         monkeypatch.setattr(torch.cuda, "set_stream", note("stream"))
         monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"{device} {priority} {len(self)}")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
         monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=note("record")))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
@@ -74,6 +75,20 @@ def test_a_mark_is_an_event_of_the_current_stream_and_following_waits_for_it(ask
     assert asked == [("record", current)]
     streams.wait_event(mark)
     assert asked[-1] == ("wait", mark)
+
+
+def test_each_stream_is_asked_for_its_own_events_and_made_an_object_of_once(asked, current, monkeypatch):
+    other, made = SimpleNamespace(wait_event=lambda event: asked.append(("other", event))), []
+    handles = iter([17, 17, 18, 17])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(handles))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: made.append(device) or (current, other)[len(made) - 1]
+    )
+    streams = CudaStreams(GPU)
+    for _ in range(4):
+        streams.wait_event("mark")
+    assert asked == [("wait", "mark"), ("wait", "mark"), ("other", "mark"), ("wait", "mark")]
+    assert made == [GPU] * 2
 
 
 @pytest.mark.usefixtures("current")

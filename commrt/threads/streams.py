@@ -93,6 +93,7 @@ class CudaStreams(Streams):
         self._device = device
         self._first: torch.cuda.Stream | None = None
         self._second: torch.cuda.Stream | None = None
+        self._seen: dict[int, torch.cuda.Stream] = {}  # by handle: making the object takes longer than using it
 
     def use(self) -> None:
         """See `Streams.use`."""
@@ -113,13 +114,19 @@ class CudaStreams(Streams):
     def record_event(self) -> StreamEvent:
         """See `Streams.record_event`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._current())
         return cast("StreamEvent", event)
 
     def wait_event(self, event: StreamEvent) -> None:
         """See `Streams.wait_event`."""
         if event is not DONE:
-            torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", event))
+            self._current().wait_event(cast("torch.cuda.Event", event))
+
+    def _current(self) -> torch.cuda.Stream:
+        handle = self.current()
+        if handle not in self._seen:
+            self._seen[handle] = torch.cuda.current_stream(self._device)
+        return self._seen[handle]
 
     def main_stream(self) -> AbstractContextManager[object]:
         """See `Streams.main_stream`."""
