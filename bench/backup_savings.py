@@ -3,7 +3,7 @@
 
 Each of 8 workers sleeps instead of computing: a base time, and 5 to 20 times as long in 3 % of its steps. A late worker
 sleeps to the end. The first 8, 7 or 6 gradients make a step. Step times are compared with a prediction: the k-th of the
-same times, where a late rank finishes its old gradient first. (`commrt.cost.stragglers.step_time_s` has the
+same times, where a late rank finishes its old gradient first. (`commrt.tools.planning.stragglers.step_time_s` has the
 published law.) The time to an accuracy is that of the first snapshot of the weights that reaches it.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.dataset import Images, lenet, load
-from commrt.cost.stragglers import SlowSteps, step_time_s
 from commrt.testing.processes import run_processes
+from commrt.tools.commands.dataset import Images, lenet, load
+from commrt.tools.planning.stragglers import SlowSteps, step_time_s
 
 __all__ = ["Run", "trained", "work"]
 

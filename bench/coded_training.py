@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 import commrt
-from commrt.cli.dataset import Images, load
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
+from commrt.tools.commands.dataset import Images, load
 
 __all__ = ["LR", "RANKS", "SIDE", "STEPS", "Outcome", "Wire", "WireFor", "network", "rate", "small_images", "trained"]
 

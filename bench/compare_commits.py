@@ -64,8 +64,8 @@ def work() -> None:
     """Measure all tasks with the package on the path, and print them as JSON."""
     from commrt.algorithms.ring import Ring  # noqa: PLC0415  # of the commit that is measured
     from commrt.algorithms.torus import Torus2D  # noqa: PLC0415
-    from commrt.cost.cluster import Cluster  # noqa: PLC0415
-    from commrt.cost.price import Pricing  # noqa: PLC0415
+    from commrt.pricing.cluster import Cluster  # noqa: PLC0415
+    from commrt.pricing.price import Pricing  # noqa: PLC0415
     from commrt.program import program  # noqa: PLC0415
     from commrt.proof.replay import verify  # noqa: PLC0415
     from commrt.proof.spec import all_reduce  # noqa: PLC0415

@@ -2,8 +2,8 @@
 """Compare the simulator with reality: ``sudo python bench/compare_simulator.py`` (Linux, iproute2).
 
 Each rank is a process in its own network namespace. A bridge joins the ranks through links of limited rate (a token
-bucket at each end). `commrt.runtime.probing` measures that network. Then schedules are priced on the result, and run.
-The table shows the predicted time of an exchange, the median of the measured ones, and their spread.
+bucket at each end). `commrt.tools.measuring.probing` measures that network. Then schedules are priced on the result,
+and run. The table shows the predicted time of an exchange, the median of the measured ones, and their spread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from network_hosts import Cabling, cluster, missing, output_of_first
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.cost.price import Pricing
+from commrt.pricing.price import Pricing
 from commrt.program import program
 from commrt.runtime.executor import bind
-from commrt.runtime.probing import all_gather, probe
+from commrt.tools.measuring.probing import all_gather, probe
 from commrt.transport.protocol import Tag
 
 NAMES = ("ring", "torus2d", "gossip")

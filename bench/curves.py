@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cost.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
-from commrt.report.curve_recorder import CurveRecorder
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
+from commrt.tools.pictures.curve_recorder import CurveRecorder
+from commrt.tools.planning.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 
 __all__ = ["METHODS", "STEPS", "Method", "recorded"]
 

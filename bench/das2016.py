@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 
-from commrt.cli.options import ExchangeOptions, workload_of
-from commrt.cli.plan_hybrid import predict
-from commrt.cost.cluster import Cluster
+from commrt.pricing.cluster import Cluster
+from commrt.tools.commands.options import ExchangeOptions, workload_of
+from commrt.tools.commands.plan_hybrid import predict
 
 __all__ = ["ASSUMPTIONS", "POINTS", "Point", "Result", "result"]
 

@@ -21,8 +21,8 @@ from learning import LR, MOMENTUM, Network, rate, shards, spread
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.dataset import load
 from commrt.testing.processes import run_processes
+from commrt.tools.commands.dataset import load
 
 __all__ = ["Outcome", "trained", "work"]
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import commrt
-from commrt.cli.dataset import Images, lenet, load
+from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.training.large_batch import BatchSizeControl, Rate
 
 EPOCHS, SMALL, LARGE, LR, MOST = 12, 32, 512, 0.05, 128

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.dataset import Images, load
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.testing.ranks import run_ranks
+from commrt.tools.commands.dataset import Images, load
 
 __all__ = ["RULES", "Outcome", "simulated", "trained"]
 

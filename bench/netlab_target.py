@@ -30,11 +30,11 @@ from network_hosts import Cabling, cluster, missing, output_of_first
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cost.convergence import steps_to
-from commrt.cost.curve import Curve
-from commrt.cost.planner import all_reduce_candidates, short_name
-from commrt.cost.workload import FORWARD
-from commrt.report.curve_recorder import CurveRecorder
+from commrt.tools.pictures.curve_recorder import CurveRecorder
+from commrt.tools.planning.convergence import steps_to
+from commrt.tools.planning.curve import Curve
+from commrt.tools.planning.planner import all_reduce_candidates, short_name
+from commrt.tools.planning.workload import FORWARD
 
 __all__ = ["main", "predicted", "trained"]
 

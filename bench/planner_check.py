@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from commrt.cost.convergence import Convergence, Steps, convergence_of, mean_log
-from commrt.cost.curve import Curve
 from commrt.errors import UsageError
+from commrt.tools.planning.convergence import Convergence, Steps, convergence_of, mean_log
+from commrt.tools.planning.curve import Curve
 
 __all__ = ["Row", "check", "order"]
 

@@ -17,9 +17,9 @@ from records import provenance
 
 from commrt.algorithms.catalogue import ALGORITHMS, DIRECT
 from commrt.algorithms.direct import MOST_RANKS
-from commrt.cost.cluster import Between, Cluster, Link
-from commrt.cost.price import Pricing
 from commrt.kernels.layout import GRANULE
+from commrt.pricing.cluster import Between, Cluster, Link
+from commrt.pricing.price import Pricing
 from commrt.program import program
 from commrt.proof.replay import verify
 from commrt.proof.spec import all_reduce

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
     from commrt.coding import Coding, Float8, Int2, Int4, Int8
-    from commrt.cost.curve import Curve
-    from commrt.cost.workload import Workload
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -47,17 +45,19 @@ if TYPE_CHECKING:
     )
     from commrt.membership.generations import Loss
     from commrt.proof.replay import prove, verify
-    from commrt.report.curve_recorder import CurveRecorder
     from commrt.runtime.init import init
     from commrt.runtime.work import Work
     from commrt.runtime.world import World
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
+    from commrt.tools.measuring.workload_of import workload_of
+    from commrt.tools.pictures.curve_recorder import CurveRecorder
+    from commrt.tools.planning.curve import Curve
+    from commrt.tools.planning.workload import Workload
     from commrt.training.attach import attach
     from commrt.training.backup_workers import reissued
     from commrt.training.ddp import DDPState, ddp_hook
     from commrt.training.replica import Replica, Stats, StepReport
     from commrt.training.ring_shuffle import RingShuffle
-    from commrt.training.workload_of import workload_of
     from commrt.transport.protocol import Tag
 
 __version__ = "0.1.0"
@@ -74,9 +74,9 @@ _HOMES = {
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
     "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
-    "commrt.cost.curve": ("Curve",),
-    "commrt.cost.workload": ("Workload",),
-    "commrt.report.curve_recorder": ("CurveRecorder",),
+    "commrt.tools.planning.curve": ("Curve",),
+    "commrt.tools.planning.workload": ("Workload",),
+    "commrt.tools.pictures.curve_recorder": ("CurveRecorder",),
     "commrt.coding": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
@@ -91,7 +91,7 @@ _HOMES = {
     ),
     "commrt.training.attach": ("attach",),
     "commrt.training.ring_shuffle": ("RingShuffle",),
-    "commrt.training.workload_of": ("workload_of",),
+    "commrt.tools.measuring.workload_of": ("workload_of",),
     "commrt.training.ddp": ("DDPState", "ddp_hook"),
     "commrt.training.backup_workers": ("reissued",),
     "commrt.training.replica": ("Replica", "Stats", "StepReport"),

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.cli.dataset import Images, lenet, load
+from commrt.tools.commands.dataset import Images, lenet, load
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.dataset import Images, lenet, load
+from commrt.tools.commands.dataset import Images, lenet, load
 
 
 def batches(train: Images, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.cli.dataset import Images, lenet, load
+from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.training.model_state import fingerprint
 
 BATCH = 16

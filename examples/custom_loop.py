@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.cli.dataset import lenet, load
+from commrt.tools.commands.dataset import lenet, load
 
 
 def main() -> None:

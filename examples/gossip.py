@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cli.dataset import lenet, load
+from commrt.tools.commands.dataset import lenet, load
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.cli.dataset import lenet, load
+from commrt.tools.commands.dataset import lenet, load
 
 
 def main() -> None:

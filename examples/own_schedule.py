@@ -23,11 +23,11 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt import ADD, COPY, Schedule, Step, UsageError
-from commrt.cli.dataset import lenet, load
-from commrt.cost.cluster import Cluster
-from commrt.cost.price import Pricing
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.price import Pricing
 from commrt.proof.spec import all_reduce
-from commrt.report.drawing import draw_schedule
+from commrt.tools.commands.dataset import lenet, load
+from commrt.tools.pictures.drawing import draw_schedule
 
 
 @lru_cache  # commrt binds a program once per object, so return the same one

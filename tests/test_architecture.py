@@ -54,7 +54,7 @@ def test_a_module_has_at_most_400_lines():
 
 def test_only_commands_print():
     def printing(source):
-        is_free = source.path.parent.name == "cli" or source.path.name == "processes.py"
+        is_free = source.path.parent.name == "commands" or source.path.name == "processes.py"
         return (
             f"line {call.lineno}" for call in source.all(ast.Call) if ast.unparse(call.func) == "print" and not is_free
         )
@@ -125,7 +125,7 @@ ALLOWED = {
     "commrt/training/replica_state.py": "the name of what torch.load raises",
 }
 PIPES = {
-    "commrt/cli/workers.py": "pipes between a process and the workers that it has forked",
+    "commrt/tools/commands/workers.py": "pipes between a process and the workers that it has forked",
     "commrt/testing/processes.py": "the same, for tests",
 }
 

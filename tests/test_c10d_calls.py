@@ -16,9 +16,9 @@ from commrt.c10d import call_engine
 from commrt.c10d.call_engine import Engine
 from commrt.c10d.messages import DeviceMessages
 from commrt.c10d.requests import Requests
-from commrt.cost.cluster import Cluster
-from commrt.cost.selection import Selection
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.selection import Selection
 from commrt.runtime.world import World
 from commrt.testing.ranks import over_nccl, over_threads, run_ranks
 from commrt.threads.comm_thread import CommThread

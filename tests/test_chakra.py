@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.torus import Torus2D
-from commrt.cost.cluster import Between, Cluster, Link
-from commrt.cost.price import Pricing
 from commrt.errors import ScheduleError, UsageError
+from commrt.pricing.cluster import Between, Cluster, Link
+from commrt.pricing.price import Pricing
 from commrt.proof.traffic import traffic
-from commrt.report import chakra
-from commrt.report.chakra import VALUES, Node, NodeType, Trace, traces
 from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.tools.pictures import chakra
+from commrt.tools.pictures.chakra import VALUES, Node, NodeType, Trace, traces
 
 SEND, RECV, COMP = NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMP_NODE
 FLAT = Cluster("flat", "", 1, Link(10.0, 1.0), Between(10.0, 1.0), reduce_gbytes_per_s=1.0)

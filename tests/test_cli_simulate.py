@@ -14,11 +14,11 @@ from cases import for_each
 from commands import invoke, refused, told
 
 import commrt
-from commrt.cost.cluster import builtin_clusters
-from commrt.cost.planner import all_reduce_candidates, coded_candidates
-from commrt.cost.wires import CODINGS
+from commrt.pricing.cluster import builtin_clusters
+from commrt.pricing.wires import CODINGS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.tools.planning.planner import all_reduce_candidates, coded_candidates
 
 BUFFER = ("--nbytes", "51.1e6")
 

@@ -11,9 +11,9 @@ import pytest
 from cases import for_each
 from commands import invoke, refused, told
 
-from commrt.cli.options import BackupOptions
-from commrt.cli.simulate import estimate_backups
-from commrt.cost.stragglers import step_time_s
+from commrt.tools.commands.options import BackupOptions
+from commrt.tools.commands.simulate import estimate_backups
+from commrt.tools.planning.stragglers import step_time_s
 
 FAST = ("--steps", "500")
 BACKUP = ("simulate", "backup")

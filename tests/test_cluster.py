@@ -9,8 +9,8 @@ import pytest
 from cases import for_each
 from commands import told
 
-from commrt.cost.cluster import Cluster, builtin_clusters
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster, builtin_clusters
 
 WHOLE = """
 about = "two machines under a desk"

@@ -11,7 +11,8 @@ import pytest
 from cases import for_each
 from made_curves import NOISE, curves_of, made, made_power, steps_of
 
-from commrt.cost.convergence import (
+from commrt.errors import UsageError
+from commrt.tools.planning.convergence import (
     FAMILIES,
     Convergence,
     Run,
@@ -22,9 +23,8 @@ from commrt.cost.convergence import (
     smoothed,
     steps_to,
 )
-from commrt.cost.curve import LOCAL, Curve
-from commrt.cost.lasso import descend, fit_losses
-from commrt.errors import UsageError
+from commrt.tools.planning.curve import LOCAL, Curve
+from commrt.tools.planning.lasso import descend, fit_losses
 
 TARGET = 0.2
 FLOOR = lambda ranks: 6 + 60 / ranks  # noqa: E731

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.cost.curve import GOSSIP, SYNCHRONOUS
-from commrt.report.curve_recorder import CurveRecorder
 from commrt.testing.ranks import run_ranks
+from commrt.tools.pictures.curve_recorder import CurveRecorder
+from commrt.tools.planning.curve import GOSSIP, SYNCHRONOUS
 
 
 def recorded(ranks, body):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cases import for_each
 
-from commrt.cost.curve import GOSSIP, LOCAL, Curve
 from commrt.errors import UsageError
+from commrt.tools.planning.curve import GOSSIP, LOCAL, Curve
 
 
 def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -18,15 +18,24 @@ from cases import for_each
 from commands import invoke
 from typer.testing import CliRunner
 
-from commrt.cli import doctor_environment, doctor_machine
-from commrt.cli.app import app
-from commrt.cli.doctor import examine
-from commrt.cli.doctor_environment import AT_LEAST, HARMS, Finding, guarded, installed, launcher, packages, variables
-from commrt.cli.doctor_machine import gpus
-from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.membership.launcher import VARIABLES, Launch, launched
+from commrt.tools.commands import doctor_environment, doctor_machine
+from commrt.tools.commands.app import app
+from commrt.tools.commands.doctor import examine
+from commrt.tools.commands.doctor_environment import (
+    AT_LEAST,
+    HARMS,
+    Finding,
+    guarded,
+    installed,
+    launcher,
+    packages,
+    variables,
+)
+from commrt.tools.commands.doctor_machine import gpus
+from commrt.tools.commands.workers import run_workers
 
 ROOT = Path(__file__).parent.parent
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes

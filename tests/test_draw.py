@@ -12,10 +12,10 @@ from xml.etree import ElementTree as ET
 import pytest
 from typer.testing import CliRunner
 
-from commrt.cli.app import app
 from commrt.errors import UsageError
-from commrt.report.drawing import draw_schedule
 from commrt.schedule import ADD, Schedule, Step
+from commrt.tools.commands.app import app
+from commrt.tools.pictures.drawing import draw_schedule
 
 
 def draw(*args):

@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commrt.algorithms.ring import Ring
-from commrt.cost.cluster import Between, Cluster, Link, Racks
-from commrt.cost.price import Pricing, all_reduce_bound_s
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Between, Cluster, Link, Racks
+from commrt.pricing.price import Pricing, all_reduce_bound_s
 
 KEYS = [
     "name", "about", "gpus_per_node", "nodes", "within", "between", "racks", "reduce_gbytes_per_s",

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from commrt.cli import app as commands
-from commrt.cli import probe, train
-from commrt.cli.app import app
-from commrt.cli.inject_faults import check, parse
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
+from commrt.tools.commands import app as commands
+from commrt.tools.commands import probe, train
+from commrt.tools.commands.app import app
+from commrt.tools.commands.inject_faults import check, parse
 
 COMMAND = Path(sys.executable).with_name("commrt")
 BAD = ODD_TEXTS | TEXTS | NUMBERS.map(str)

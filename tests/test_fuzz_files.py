@@ -12,10 +12,10 @@ from fuzzing import FILES, NUMBERS, VALUES, cases, met
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.cli.draw import draw_recorded
-from commrt.cost.workload import Workload
-from commrt.report import traces
-from commrt.report.traces import read_times
+from commrt.tools.commands.draw import draw_recorded
+from commrt.tools.pictures import traces
+from commrt.tools.pictures.traces import read_times
+from commrt.tools.planning.workload import Workload
 
 pytest.importorskip("matplotlib")
 

@@ -17,9 +17,9 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import all_reduce as ring
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
-from commrt.cost.cluster import Cluster
-from commrt.cost.price import Pricing
 from commrt.errors import CommrtError, ScheduleError, UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.price import Pricing
 from commrt.program import program
 from commrt.proof.replay import prove, verify
 from commrt.proof.spec import all_reduce, average

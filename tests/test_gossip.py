@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 import commrt
 from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, permutation
-from commrt.cli.app import app
 from commrt.errors import UsageError
 from commrt.program import program
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import prove
 from commrt.proof.spec import gossip_mean
 from commrt.proof.traffic import traffic
+from commrt.tools.commands.app import app
 
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
 

@@ -10,12 +10,12 @@ import pytest
 from commands import invoke, refused, told
 
 from commrt.algorithms.halving_doubling import HalvingDoubling
-from commrt.cost.cluster import Between, Cluster, Link
-from commrt.cost.hybrid import BUCKET_NBYTES, HybridPricing, closed_form_groups
-from commrt.cost.price import Pricing
-from commrt.cost.timeline import overlapped_step
-from commrt.cost.workload import Layer, Workload
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Between, Cluster, Link
+from commrt.pricing.price import Pricing
+from commrt.tools.planning.hybrid import BUCKET_NBYTES, HybridPricing, closed_form_groups
+from commrt.tools.planning.timeline import overlapped_step
+from commrt.tools.planning.workload import Layer, Workload
 
 CLUSTERS = Path(__file__).parent.parent / "examples" / "clusters"
 DENSE = Workload("dense", (Layer(4_001_000, 4e6, 4000, 1000),))

@@ -14,9 +14,9 @@ import pytest
 from cases import for_each
 from forked_commands import command
 
-from commrt.cli import inject_faults
-from commrt.cli.inject_faults import Fault, Injection, check, extra_s, parse
 from commrt.errors import UsageError
+from commrt.tools.commands import inject_faults
+from commrt.tools.commands.inject_faults import Fault, Injection, check, extra_s, parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 WORKERS, STEPS = 4, 62

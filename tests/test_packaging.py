@@ -74,9 +74,9 @@ def test_the_wheel_is_the_package_and_nothing_else(dist):
     files = set(contents(dist.wheel))
     assert {name for name in files if ".dist-info/" not in name} == package_files()
     assert {"commrt/kernels/reference.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
-    clusters = {path.name for path in (ROOT / "commrt" / "cost" / "clusters").glob("*.toml")}
+    clusters = {path.name for path in (ROOT / "commrt" / "pricing" / "clusters").glob("*.toml")}
     assert clusters
-    assert {f"commrt/cost/clusters/{name}" for name in clusters} <= files
+    assert {f"commrt/pricing/clusters/{name}" for name in clusters} <= files
     assert f"commrt-{commrt.__version__}.dist-info/licenses/LICENSE" in files
 
 
@@ -104,7 +104,7 @@ def test_the_metadata_says_what_pyproject_says(dist):
     assert said.get_all("Provides-Extra") == list(PROJECT["optional-dependencies"])
     assert [need for need in said.get_all("Requires-Dist") if "extra ==" not in need] == PROJECT["dependencies"]
     assert said["License-Expression"] == "Apache-2.0"
-    assert "commrt = commrt.cli.app:main" in entry
+    assert "commrt = commrt.tools.commands.app:main" in entry
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from cases import for_each
 from commands import invoke, refused, told
 from made_curves import curves_of, made, steps_of, written
 
-from commrt.cost import cluster
-from commrt.cost.convergence import Steps
-from commrt.cost.curve import GOSSIP, LOCAL, Curve
-from commrt.cost.target import TimeToTarget, Verdict
+from commrt.pricing import cluster
+from commrt.tools.planning.convergence import Steps
+from commrt.tools.planning.curve import GOSSIP, LOCAL, Curve
+from commrt.tools.planning.target import TimeToTarget, Verdict
 
 CLUSTERS = Path(cluster.__file__).parent / "clusters"
 STEP = ("--model", "resnet50", "--cluster", "ethernet-10g", "--compute-ms", 100)

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from planner_check import CASES, Row, check, main, order
 
-from commrt.cost.convergence import Steps
-from commrt.cost.curve import GOSSIP
 from commrt.errors import UsageError
+from commrt.tools.planning.convergence import Steps
+from commrt.tools.planning.curve import GOSSIP
 
 
 def half(ranks):

@@ -9,12 +9,12 @@ from forked_commands import command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.cost.cluster import Between, Cluster, Link, Racks
-from commrt.cost.price import Pricing
 from commrt.errors import UsageError
-from commrt.runtime import probing
-from commrt.runtime.probing import fit_line, probe, ranks_per_host, ring_shift
+from commrt.pricing.cluster import Between, Cluster, Link, Racks
+from commrt.pricing.price import Pricing
 from commrt.testing.ranks import run_ranks
+from commrt.tools.measuring import probing
+from commrt.tools.measuring.probing import fit_line, probe, ranks_per_host, ring_shift
 
 
 def test_ranks_that_fill_one_host_after_the_other_are_a_layout():

@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 
 import commrt
 from commrt.errors import TransportError, UsageError
-from commrt.report.files import require_writable
 from commrt.runtime import recording
 from commrt.runtime.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.tools.pictures.files import require_writable
 
 STEPS = 3
 

@@ -18,17 +18,17 @@ import torch
 from commands import invoke
 
 from commrt.buckets.engine import Span
-from commrt.cli import train
-from commrt.cli.dataset import Images
-from commrt.cli.training_job import Job
 from commrt.errors import CommrtError, UsageError
 from commrt.membership.generations import Loss
-from commrt.report import history
-from commrt.report.files import prepare_report
-from commrt.report.history import AveragedStep, HistoryRecorder, Iteration, RankHistory, RunRecord
-from commrt.report.page import page
-from commrt.report.tables import Result, rows
 from commrt.runtime.recording import Timeline
+from commrt.tools.commands import train
+from commrt.tools.commands.dataset import Images
+from commrt.tools.commands.training_job import Job
+from commrt.tools.pictures import history
+from commrt.tools.pictures.files import prepare_report
+from commrt.tools.pictures.history import AveragedStep, HistoryRecorder, Iteration, RankHistory, RunRecord
+from commrt.tools.pictures.page import page
+from commrt.tools.pictures.tables import Result, rows
 from commrt.training.replica import StepReport
 
 CHROMIUM = shutil.which("chromium")

@@ -10,11 +10,11 @@ import pytest
 
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
-from commrt.cli import plan_collective
-from commrt.cost.cluster import Cluster, Link
-from commrt.cost.price import Pricing
-from commrt.cost.selection import Selection, choices, parse_forced, slice_nbytes, slots_of
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster, Link
+from commrt.pricing.price import Pricing
+from commrt.pricing.selection import Selection, choices, parse_forced, slice_nbytes, slots_of
+from commrt.tools.commands import plan_collective
 
 HOST = Cluster.named("host")
 ETHERNET = Cluster.named("ethernet-10g")

@@ -12,12 +12,12 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
-from commrt.cost.cluster import Between, Cluster, Link
-from commrt.cost.price import Pricing
-from commrt.cost.sharded import Halves, Unit, halves_of, sharded_step, sharding_candidates, units_of
-from commrt.cost.workload import FORWARD, Workload
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Between, Cluster, Link
+from commrt.pricing.price import Pricing
 from commrt.schedule import ADD, Schedule
+from commrt.tools.planning.sharded import Halves, Unit, halves_of, sharded_step, sharding_candidates, units_of
+from commrt.tools.planning.workload import FORWARD, Workload
 
 SLOW = Cluster("slow", "", 1, Link(0.0, 1.0), Between(0.0, 1.0))
 UNITS = [Unit(250_000, 0.25)] * 4

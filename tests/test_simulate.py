@@ -19,13 +19,13 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.layout import Unit, plan_buckets
-from commrt.cost.cluster import Between, Cluster, Link, Racks
-from commrt.cost.price import Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.cost.stragglers import Jitter
-from commrt.cost.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
-from commrt.cost.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Between, Cluster, Link, Racks
+from commrt.pricing.price import Pricing, all_reduce_bound_s, exchange_bound_s
 from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.tools.planning.stragglers import Jitter
+from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
+from commrt.tools.planning.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
 
 GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "model_gradients.py")
 RESNET50_FP16 = 51.1e6

@@ -12,12 +12,19 @@ from commands import invoke, refused, told
 from commrt import ScheduleError, UsageError
 from commrt.algorithms import summa
 from commrt.algorithms.summa import Grid
-from commrt.cost.cluster import Cluster
-from commrt.cost.planner import exchange_plans
-from commrt.cost.tensor_parallel import LayerSize, grids_of, in_one_dimension, layer_costs, on_grid, schedules_of
+from commrt.pricing.cluster import Cluster
 from commrt.proof import matrix_products
 from commrt.proof.replay import verify
 from commrt.proof.traffic import traffic
+from commrt.tools.planning.planner import exchange_plans
+from commrt.tools.planning.tensor_parallel import (
+    LayerSize,
+    grids_of,
+    in_one_dimension,
+    layer_costs,
+    on_grid,
+    schedules_of,
+)
 
 PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
     (6144, 3072): (149, 81, 93),

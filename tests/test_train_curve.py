@@ -9,9 +9,9 @@ from cases import for_each
 from commands import refused
 from forked_commands import command
 
-from commrt.cli.options import LocalOptions
-from commrt.cli.training_curve import RecordedRun
-from commrt.cost.curve import Curve
+from commrt.tools.commands.options import LocalOptions
+from commrt.tools.commands.training_curve import RecordedRun
+from commrt.tools.planning.curve import Curve
 
 
 def trained(file, *options):

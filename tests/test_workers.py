@@ -13,13 +13,13 @@ from time import monotonic, sleep
 
 import pytest
 
-from commrt.cli import train, workers
-from commrt.cli.training_job import Job
-from commrt.cli.workers import run_workers
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.membership.launcher import launched
 from commrt.membership.rendezvous import meet
-from commrt.report.tables import Result
+from commrt.tools.commands import train, workers
+from commrt.tools.commands.training_job import Job
+from commrt.tools.commands.workers import run_workers
+from commrt.tools.pictures.tables import Result
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0

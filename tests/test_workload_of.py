@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import commrt
 from commrt import UsageError, Workload, workload_of
-from commrt.cost.workload import Layer
-from commrt.training.workload_of import UNCOUNTED
+from commrt.tools.measuring.workload_of import UNCOUNTED
+from commrt.tools.planning.workload import Layer
 
 DEVICES = ("cpu", "meta")
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from commrt.c10d.call import Call, Range, Slice, bounds_of
-from commrt.cost.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
+from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range

@@ -15,9 +15,9 @@ from torch.distributed import ReduceOp
 
 from commrt.algorithms.parts import require_root
 from commrt.c10d.call import Call, Placed, Traits, memory_of, whole
-from commrt.cost.selection import WIRE_NBYTES, slots_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
+from commrt.pricing.selection import WIRE_NBYTES, slots_of
 from commrt.runtime.collectives import is_expanded
 
 __all__ = ["Requests"]

@@ -15,7 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from commrt.cli.app import app
+from commrt.tools.commands.app import app
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {

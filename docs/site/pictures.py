@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 
 from commrt.algorithms import halving_doubling, ring, summa, torus, tree
 from commrt.algorithms.gossip import Gossip
-from commrt.report.charts import new_figure
-from commrt.report.drawing import draw_schedule
 from commrt.schedule import Schedule
+from commrt.tools.pictures.charts import new_figure
+from commrt.tools.pictures.drawing import draw_schedule
 
 PICTURES = Path(__file__).parent.parent / "pictures"
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 from commrt.algorithms.ring import all_gather
-from commrt.cli.dataset import lenet, load
 from commrt.membership.membership import Membership
+from commrt.tools.commands.dataset import lenet, load
 
 STEPS = 12
 BATCH = 16

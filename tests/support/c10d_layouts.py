@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from c10d_operations import DTYPES
 
-from commrt.cost.selection import WIRE_NBYTES
+from commrt.pricing.selection import WIRE_NBYTES
 
 SHAPES = {
     "empty": (2, 0, 4, 5),

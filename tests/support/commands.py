@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
-from commrt.cli.app import app, main
 from commrt.errors import UsageError
+from commrt.tools.commands.app import app, main
 
 
 def invoke(*args):

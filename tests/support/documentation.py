@@ -313,7 +313,7 @@ def run_command(words):
 def _group():
     import typer  # noqa: PLC0415
 
-    from commrt.cli.app import app  # noqa: PLC0415
+    from commrt.tools.commands.app import app  # noqa: PLC0415
 
     return typer.main.get_command(app)
 
@@ -334,7 +334,7 @@ def parsed(words, *, whole=True):
 def _run_commrt(words):
     from typer.testing import CliRunner  # noqa: PLC0415
 
-    from commrt.cli.app import app  # noqa: PLC0415
+    from commrt.tools.commands.app import app  # noqa: PLC0415
 
     if words[0] == "train":
         _train_briefly()
@@ -353,7 +353,7 @@ def _train_briefly():
     """
     import torch  # noqa: PLC0415
 
-    from commrt.cli import dataset, train, training_job  # noqa: PLC0415
+    from commrt.tools.commands import dataset, train, training_job  # noqa: PLC0415
 
     noise = torch.Generator().manual_seed(0)
 

@@ -52,7 +52,7 @@ def _main(args, environment, folder):
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["commrt", *args]
-    from commrt.cli.app import main  # noqa: PLC0415  # the test's own process needs none of it
+    from commrt.tools.commands.app import main  # noqa: PLC0415  # the test's own process needs none of it
 
     main()
 

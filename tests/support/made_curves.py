@@ -7,7 +7,7 @@ from math import log
 
 import numpy as np
 
-from commrt.cost.curve import SYNCHRONOUS, Curve
+from commrt.tools.planning.curve import SYNCHRONOUS, Curve
 
 FIRST, PER_RANK, NOISE = 2.3, 16, 0.1
 """The loss of the first step, the samples of a rank, and the noise of one rank relative to the loss."""

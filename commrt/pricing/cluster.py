@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster as a cost model sees it: latencies and bandwidths of its links, and which ranks share a port.
+
+A cluster is described in a TOML file. The built-in ones lie in ``clusters`` beside this module. Ranks fill one node
+after the other. Bandwidths are those of one direction, in GB (10^9 bytes) per second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from math import ceil, inf, log2
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from commrt.errors import UsageError
+
+__all__ = ["Between", "Cluster", "Link", "Racks", "builtin_clusters"]
+
+T = TypeVar("T")
+FOLDER = resources.files("commrt.pricing").joinpath("clusters")
+LARGEST, SMALLEST_SPEED = 1e9, 1e-9
+"""Limits of all numbers of a cluster: products of a few of them are still finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Links inside a node: each rank has one port for what it sends and one for what it receives."""
+
+    latency_us: float
+    """From the call until the first byte arrives, of a transfer between two ranks that are both ready."""
+    gbytes_per_s: float
+    bus_gbytes_per_s: float | None = None
+    """What all ranks of a node send each other together, as through shared memory; None for no limit."""
+
+    def __post_init__(self) -> None:
+        _require_numbers("within", latency_us=self.latency_us)
+        rates = {"gbytes_per_s": self.gbytes_per_s, "bus_gbytes_per_s": self.bus_gbytes_per_s}
+        _require_numbers("within", SMALLEST_SPEED, whole=False, **rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Links from node to node, through network cards that the ranks of a node share."""
+
+    latency_us: float
+    gbytes_per_s: float
+    """Bandwidth of one network card."""
+    nics: int = 1
+    """Network cards of a node."""
+    nics_per_rank: int = 1
+    """Network cards that one rank can use at the same time."""
+
+    def __post_init__(self) -> None:
+        _require_numbers("between", latency_us=self.latency_us)
+        _require_numbers("between", SMALLEST_SPEED, gbytes_per_s=self.gbytes_per_s)
+        _require_numbers("between", 1, whole=True, nics=self.nics, nics_per_rank=self.nics_per_rank)
+        if self.nics_per_rank > self.nics:
+            raise UsageError(f"between: a rank cannot use {self.nics_per_rank} cards of a node that has {self.nics}")
+
+    @property
+    def ring_count(self) -> int:
+        """How many rings, each of which leaves a node by another rank, use all cards."""
+        return self.nics // self.nics_per_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Racks:
+    """Groups of nodes whose links to other racks are oversubscribed."""
+
+    nodes: int
+    """Nodes of a rack."""
+    oversubscription: float = 1.0
+    """Bandwidth of all nodes of a rack, divided by the bandwidth from this rack to the others."""
+
+    def __post_init__(self) -> None:
+        _require_numbers("racks", 1, whole=True, nodes=self.nodes)
+        _require_numbers("racks", 1, oversubscription=self.oversubscription)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of one kind, and their links. Raises `UsageError` for values that cannot be.
+
+    >>> abci = Cluster.named("abci")
+    >>> abci.gpus_per_node, abci.between.nics
+    (4, 2)
+    """
+
+    name: str
+    about: str
+    """Source of the numbers."""
+    gpus_per_node: int
+    within: Link
+    between: Between
+    nodes: int | None = None
+    """Number of nodes; None for any number."""
+    racks: Racks | None = None
+    reduce_gbytes_per_s: float | None = None
+    """Speed at which a rank adds what it receives, in bytes received; None if that takes no time."""
+    pack_gbytes_per_s: float | None = None
+    """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no time."""
+    compute: Mapping[str, float] = field(default_factory=dict)
+    """Samples (images, say) per second and GPU at full speed, by model."""
+    message_us: float = 0.0
+    """What a step takes a rank for each further message, if it sends and receives more than one each."""
+    code_gbytes_per_s: float | None = None
+    """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes no time."""
+    kernel_efficiency: Mapping[int, float] = field(default_factory=dict)
+    """Share of full speed that kernels reach, by samples per rank in a step; empty if that is always 1."""
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
+        kinds |= {"kernel_efficiency": Mapping} | ({} if self.racks is None else {"racks": Racks})
+        for what, kind in kinds.items():
+            if not isinstance(value := getattr(self, what), kind):
+                raise UsageError(f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}")
+        _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, nodes=self.nodes)
+        speeds = {f"compute of {model}": speed for model, speed in self.compute.items()}
+        names = ("reduce_gbytes_per_s", "pack_gbytes_per_s", "code_gbytes_per_s")
+        rates = {name: getattr(self, name) for name in names}
+        _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
+        _require_numbers(self.name, message_us=self.message_us)
+        object.__setattr__(self, "kernel_efficiency", _shares_by_samples(self.name, self.kernel_efficiency))
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return the built-in cluster `name`, or the cluster of the TOML file `name`; raises `UsageError`."""
+        if name in builtin_clusters():
+            return cls.parsed(FOLDER.joinpath(f"{name}.toml").read_text(encoding="utf-8"), name)
+        path = Path(name)
+        if path.suffix != ".toml":
+            known = ", ".join(builtin_clusters())
+            raise UsageError(f"no cluster is called {_short(name)}: there are {known}, or give a .toml file")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{name:.200} cannot be read: {error}") from error
+        return cls.parsed(text, path.stem)
+
+    @classmethod
+    def parsed(cls, text: str, name: str) -> Self:
+        """Return the cluster that a TOML document describes; raises `UsageError`."""
+        try:
+            given = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{name} is no TOML document: {error}") from error
+        kinds: dict[str, Any] = {"within": Link, "between": Between, "racks": Racks}
+        parts = {key: _build(kinds[key], given[key], f"{name}: {key}") for key in kinds.keys() & given.keys()}
+        return _build(cls, {"name": name, "about": "", **given, **parts}, name)
+
+    def text(self) -> str:
+        """Return the cluster as a TOML document, which `parsed` reads.
+
+        >>> desk = Cluster("desk", "two hosts", 1, Link(5.0, 10.0), Between(50.0, 1.25))
+        >>> Cluster.parsed(desk.text(), "desk") == desk
+        True
+        """
+        flat = {key: value for key, value in asdict(self).items() if value not in (None, {}) and key != "name"}
+        names = ("within", "between", "racks", "compute", "kernel_efficiency")
+        tables = {key: flat.pop(key) for key in names if key in flat}
+        tables["within"] = {key: value for key, value in tables["within"].items() if value is not None}
+        lines = [_toml_line(*pair) for pair in flat.items()]
+        for name, table in tables.items():
+            lines += ["", f"[{name}]", *(_toml_line(str(key), value) for key, value in table.items())]
+        return "\n".join([*lines, ""])
+
+    def ranks(self) -> float:
+        """Return the number of GPUs; infinity if the number of nodes is not limited."""
+        return inf if self.nodes is None else self.nodes * self.gpus_per_node
+
+    def require_room(self, ranks: int) -> None:
+        """Raise `UsageError` if the cluster has fewer than `ranks` GPUs."""
+        if ranks > self.ranks():
+            raise UsageError(
+                f"{self.name} has {self.ranks():g} GPUs, {self.gpus_per_node} on each of {self.nodes} nodes, and not "
+                f"{ranks}: simulate fewer ranks, or copy its file and change `nodes`"
+            )
+
+    def nodes_of(self, ranks: int) -> int:
+        """Return how many nodes `ranks` ranks fill."""
+        return ceil(ranks / self.gpus_per_node)
+
+    def efficiency_at(self, samples: int) -> float:
+        """Return the share of full speed that kernels reach with so many samples per rank in a step.
+
+        Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends, constant.
+
+        >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency={4: 0.8, 64: 1.0})
+        >>> [round(cpus.efficiency_at(samples), 3) for samples in (1, 4, 16, 256)]
+        [0.8, 0.8, 0.9, 1.0]
+        """
+        if samples < 1:
+            raise UsageError(f"{samples} samples per rank: give at least 1")
+        known = self.kernel_efficiency
+        return float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()])) if known else 1.0
+
+    def pack_s(self, nbytes: float) -> float:
+        """Return the seconds that packing, or unpacking, a bucket of `nbytes` takes."""
+        return _seconds(nbytes, self.pack_gbytes_per_s)
+
+    def code_s(self, nbytes: float) -> float:
+        """Return the seconds that coding, or decoding, `nbytes` of fp32 values takes."""
+        return _seconds(nbytes, self.code_gbytes_per_s)
+
+    def add_s(self, nbytes: float, *, coded: bool = False) -> float:
+        """Return the seconds that adding `nbytes` that were received takes; of fp32 values if they came as codes."""
+        is_known = coded and self.code_gbytes_per_s is not None
+        return _seconds(nbytes, self.code_gbytes_per_s if is_known else self.reduce_gbytes_per_s)
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bandwidth of all links inside a node together."""
+        return inf if self.within.bus_gbytes_per_s is None else self.within.bus_gbytes_per_s * 1e9
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """Bandwidth of all network cards of a node."""
+        return self.between.nics * self.between.gbytes_per_s * 1e9
+
+    @property
+    def rank_bytes_per_s(self) -> float:
+        """Bandwidth of the network cards that one rank can use."""
+        return self.between.nics_per_rank * self.between.gbytes_per_s * 1e9
+
+    @property
+    def rack_bytes_per_s(self) -> float:
+        """Bandwidth from a rack to the others."""
+        return inf if self.racks is None else self.racks.nodes * self.node_bytes_per_s / self.racks.oversubscription
+
+
+def builtin_clusters() -> list[str]:
+    """Return the names of the clusters that need no file."""
+    return sorted(each.name.removesuffix(".toml") for each in FOLDER.iterdir() if each.name.endswith(".toml"))
+
+
+def _seconds(nbytes: float, gbytes_per_s: float | None) -> float:
+    return 0.0 if gbytes_per_s is None else nbytes / (gbytes_per_s * 1e9)
+
+
+def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float | None) -> None:
+    """Raise `UsageError` for a value out of range; None stands for one that is not given."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
+            must = f"it must be a number of at least {least:g}, and finite: up to {LARGEST:g}"
+            raise UsageError(f"{what}: {name} is {_short(value)}: {must}")
+        if whole and not isinstance(value, int):
+            raise UsageError(f"{what}: {name} is {value}: it must be a whole number")
+
+
+def _shares_by_samples(what: str, given: Mapping[Any, Any]) -> dict[int, float]:
+    """Return `kernel_efficiency` in order of the samples, which TOML gives as text; raise `UsageError`."""
+    found = dict[int, float]()
+    for samples, share in given.items():
+        text = samples if isinstance(samples, str) else _short(samples)
+        if not re.fullmatch("[1-9][0-9]{0,8}", text):
+            must = "give whole numbers of samples per rank, from 1 on"
+            raise UsageError(f"{what}: kernel_efficiency has the key {_short(samples)}: {must}")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not SMALLEST_SPEED <= share <= 1:
+            must = "it must be a number above 0 and up to 1"
+            raise UsageError(f"{what}: kernel_efficiency of {text} samples is {_short(share)}: {must}")
+        if int(text) in found:
+            raise UsageError(f"{what}: kernel_efficiency of {text} samples is given twice: leave one out")
+        found[int(text)] = share
+    return dict(sorted(found.items()))
+
+
+def _short(value: object) -> str:
+    """Return `value` as a part of a sentence."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python's error for whole numbers of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
+def _toml_line(key: str, value: object) -> str:
+    """Return a line of TOML, which differs from JSON only in control characters."""
+    word, said = (json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in (key, value))
+    return f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else word} = {said}"
+
+
+def _build(kind: type[T], given: object, what: str) -> T:
+    """Return a `kind` of the keys `given`; raise `UsageError` for unknown and for missing keys."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{what} must be a table of its own, not {_short(given)}")
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # all are dataclasses
+    if unknown := sorted(given.keys() - names):
+        raise UsageError(f"{what}: {_short(unknown[0])} is not known: there are {', '.join(names)}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise UsageError(f"{what}: {error}") from error

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The price of a schedule on a cluster: when each rank is done, given which links its messages share.
+
+A transfer begins when both of its ranks have finished the step before. It takes the latency of its path and the time of
+the busiest rank's further messages, then as long as the busiest link of the path needs for all bytes of the same step.
+A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
+added.
+
+On a wire of codes, a rank also turns all its values into codes before the first step, and all codes into values after
+the last one. Chunks then are whole tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil, inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from commrt.coding import Coding
+from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.wires import values_share
+from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
+
+__all__ = ["Phase", "Price", "Pricing", "Seconds", "all_reduce_bound_s", "exchange_bound_s"]
+
+Seconds = NDArray[np.float64]
+"""[ranks], since the first rank began."""
+
+
+class Price(NamedTuple):
+    """The time that an exchange takes."""
+
+    finish_s: Seconds
+    steps: int
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last rank has finished."""
+        return float(self.finish_s.max())
+
+
+class Phase(NamedTuple):
+    """Consecutive steps of a schedule in which the same ranks send each other the same amounts."""
+
+    steps: int
+    adds: bool
+    """True if what is received is added or mixed, False if it is copied."""
+    begin_s: float
+    end_s: float
+    """Time at which the last rank has finished."""
+
+
+class Pricing:
+    """The prices of one schedule on one cluster, for any number of bytes on the wire; with `coding`, of codes.
+
+    Cost: O(transfers) once for each different step; then O(ranks) for each step and price.
+    """
+
+    def __init__(self, schedule: Schedule, cluster: Cluster, coding: Coding | None = None) -> None:
+        cluster.require_room(schedule.ranks)
+        self.schedule, self.cluster, self.coding = schedule, cluster, coding
+        self._share = values_share(coding)
+        add_s_per_byte = cluster.add_s(1.0, coded=coding is not None) / self._share
+        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
+        self._runs = [(run[0], len(run)) for run in runs]
+
+    def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
+        """Return the price for a buffer of `nbytes` per rank, if ranks begin at `start_s` ([ranks] or one number)."""
+        if not 0 <= nbytes < inf:
+            raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
+        clock_s = np.array(np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks))
+        clock_s += self.code_s(nbytes)
+        for pattern, times in self._runs:
+            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
+        return Price(clock_s + self.code_s(nbytes), self.steps)
+
+    def code_s(self, nbytes: float) -> float:
+        """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
+        is_coded = self.coding is not None and self.steps
+        return self.cluster.code_s(nbytes / self._share) if is_coded else 0.0
+
+    def pack_s(self, nbytes: float) -> float:
+        """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
+        return self.cluster.pack_s(nbytes / self._share)
+
+    def _chunk_nbytes(self, nbytes: float) -> float:
+        """Return the size of a chunk, of codes the largest one."""
+        if self.coding is None:
+            return nbytes / self.schedule.chunks
+        return float(ceil(nbytes / self.coding.tile_nbytes / self.schedule.chunks) * self.coding.tile_nbytes)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the schedule."""
+        return sum(times for _, times in self._runs)
+
+    def phases(self, nbytes: float) -> list[Phase]:
+        """Return the phases of the schedule, for ranks that begin together."""
+        begin_s, found = self.code_s(nbytes), list[Phase]()
+        clock_s = np.full(self.schedule.ranks, begin_s)
+        for pattern, times in self._runs:
+            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
+            found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
+            begin_s = found[-1].end_s
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pattern:
+    """The amounts that ranks send each other in a step; many steps of a schedule have the same pattern."""
+
+    src: IntArray
+    dst: IntArray
+    latency_s: Seconds
+    """[transfers], like `s_per_byte`."""
+    s_per_byte: Seconds
+    """Time that the busiest link of the path needs for all that passes it, per byte of a chunk."""
+    adding_s_per_byte: Seconds | float
+    """[ranks] time to add all that a rank receives, per byte of a chunk; 0.0 if adding takes no time."""
+    adds: bool
+    is_one_each: bool
+    """True if no rank sends twice, and none receives twice."""
+    even: tuple[float, float] | None = None
+    """Seconds of a step, and seconds per byte of a chunk, if all ranks that begin together also end together."""
+
+    def play(self, clock_s: Seconds, chunk_nbytes: float, times: int = 1) -> Seconds:
+        """Return when each rank has finished `times` steps that follow each other, if it was ready at `clock_s`.
+
+        Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
+        """
+        if self.even is not None and np.ptp(clock_s) == 0:
+            return clock_s + times * (self.even[0] + self.even[1] * chunk_nbytes)
+        for played in range(1, times + 1):
+            after_s = self._step(clock_s, chunk_nbytes)
+            took_s = after_s - clock_s
+            if np.ptp(took_s) <= 1e-12 * took_s[0]:
+                return after_s + (times - played) * took_s
+            clock_s = after_s
+        return clock_s
+
+    def _step(self, clock_s: Seconds, chunk_nbytes: float) -> Seconds:
+        begin_s = np.maximum(clock_s[self.src], clock_s[self.dst])
+        sent_s = begin_s + (self.latency_s + self.s_per_byte * chunk_nbytes)
+        after_s = clock_s.copy()
+        if self.is_one_each:  # ufunc.at takes many times as long
+            after_s[self.src] = sent_s
+            after_s[self.dst] = np.maximum(after_s[self.dst], sent_s)
+        else:
+            np.maximum.at(after_s, self.src, sent_s)
+            np.maximum.at(after_s, self.dst, sent_s)
+        return after_s + self.adding_s_per_byte * chunk_nbytes
+
+
+def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> Iterator[_Pattern]:
+    """Yield the pattern of each step; equal patterns are the same object."""
+    known: dict[tuple[bytes, ...], _Pattern] = {}
+    latest: tuple[IntArray, ...] = ()
+    pattern = None
+    for step in schedule.checked_steps():
+        traits = step.src, step.dst, step.hi - step.lo, step.combine
+        if pattern is None or not all(map(np.array_equal, traits, latest)):  # seldom: most steps equal the last one
+            key = tuple(column.tobytes() for column in traits)
+            if key not in known:
+                known[key] = _pattern(require_valid(step, schedule), cluster, schedule.ranks, add_s_per_byte)
+            latest, pattern = traits, known[key]
+        yield pattern
+
+
+def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> _Pattern:
+    src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
+    near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
+    latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
+    added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
+    adds = bool(added.any())
+    moves = src != dst
+    latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
+    s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
+    adding_s_per_byte = add_s_per_byte * added if adds and add_s_per_byte else np.zeros(1)
+    sent, received = (np.bincount(ends, minlength=ranks) for ends in (src, dst))
+    is_busy = bool(sent.all() and received.all())
+    is_even = is_busy and not any(np.ptp(column) for column in (latency_s, s_per_byte, adding_s_per_byte))
+    return _Pattern(
+        src=src,
+        dst=dst,
+        latency_s=latency_s,
+        s_per_byte=s_per_byte,
+        adding_s_per_byte=adding_s_per_byte if adding_s_per_byte.any() else 0.0,
+        adds=adds,
+        is_one_each=bool(sent.max() <= 1 and received.max() <= 1),
+        even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,
+    )
+
+
+def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> float:
+    """Return what the messages of the busiest rank take, besides one sent and one received."""
+    most = int((np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)).max(initial=0))
+    return cluster.message_us * max(most - 2, 0)
+
+
+def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster) -> Seconds:
+    """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of each path."""
+    far = np.where(near, 0.0, chunks)
+    inside = np.where(near, chunks, 0.0)
+    port_s = _shared(src, dst, inside, 1, cluster.within.gbytes_per_s * 1e9)
+    bus_s = _shared(src, dst, inside, cluster.gpus_per_node, cluster.bus_bytes_per_s)
+    cards_s = _shared(src, dst, far, 1, cluster.rank_bytes_per_s)
+    node_s = _shared(src, dst, far, cluster.gpus_per_node, cluster.node_bytes_per_s)
+    slowest = np.where(near, np.maximum(port_s, bus_s), np.maximum(cards_s, node_s))
+    if cluster.racks is None:
+        return slowest
+    group = cluster.racks.nodes * cluster.gpus_per_node
+    leaves = src // group != dst // group
+    rack_s = _shared(src, dst, np.where(leaves, chunks, 0.0), group, cluster.rack_bytes_per_s)
+    return np.where(leaves, np.maximum(slowest, rack_s), slowest)
+
+
+def _shared(src: IntArray, dst: IntArray, load: Seconds, group: int, bytes_per_s: float) -> Seconds:
+    """Return [transfers] the time of the busier one of two ports: the sender's group's and the receiver's group's."""
+    if bytes_per_s == inf or not load.any():
+        return np.zeros(len(load))
+    sender, receiver = src // group, dst // group
+    leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
+    busier: Seconds = np.maximum(leaving[sender], coming[receiver]) / bytes_per_s
+    return busier
+
+
+def all_reduce_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
+    """Return a lower bound of the time to sum `nbytes` over all ranks: what a rank, node or rack must send.
+
+    Each of k equal parts sends at least 2 (k - 1) / k of the buffer, through all its ports together. One latency is
+    added.
+    """
+    nodes = cluster.nodes_of(ranks)
+    racks = 1 if cluster.racks is None else ceil(nodes / cluster.racks.nodes)
+    per_rank = cluster.within.gbytes_per_s * 1e9 * (min(ranks, cluster.gpus_per_node) > 1)
+    per_rank += cluster.rank_bytes_per_s * (nodes > 1)
+    parts = [(ranks, per_rank), (nodes, cluster.node_bytes_per_s), (racks, cluster.rack_bytes_per_s)]
+    sent_s = max((2 * (k - 1) / k * nbytes / bytes_per_s for k, bytes_per_s in parts if k > 1), default=0.0)
+    return sent_s + _least_latency_s(cluster, ranks)
+
+
+def exchange_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
+    """Return a lower bound of the time to send `nbytes` to one other rank, as gossip does."""
+    if ranks < 2:
+        return 0.0
+    speeds = [cluster.within.gbytes_per_s * 1e9] if cluster.gpus_per_node > 1 else []
+    speeds += [cluster.rank_bytes_per_s] if cluster.nodes_of(ranks) > 1 else []
+    return nbytes / max(speeds) + _least_latency_s(cluster, ranks)
+
+
+def _least_latency_s(cluster: Cluster, ranks: int) -> float:
+    if ranks < 2:
+        return 0.0
+    within_us, between_us = cluster.within.latency_us, cluster.between.latency_us
+    return 1e-6 * (min(within_us, between_us) if cluster.nodes_of(ranks) > 1 else within_us)

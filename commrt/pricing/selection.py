@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which schedule of a collective ends soonest on a cluster, for the size of a message. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from commrt.algorithms.catalogue import COLLECTIVES, candidates
+from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.price import Pricing
+from commrt.proof.replay import prove
+from commrt.proof.spec import collective_of
+from commrt.schedule import Schedule
+
+__all__ = [
+    "WIRE_NBYTES",
+    "Choice",
+    "Selection",
+    "choices",
+    "parse_forced",
+    "require_candidate",
+    "size_class",
+    "slice_nbytes",
+    "slots_of",
+]
+
+WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
+ALIGNMENT_NBYTES = 256
+PROVEN_RANKS = 256
+"""A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second here."""
+
+
+class Choice(NamedTuple):
+    """A schedule of a collective, and its price."""
+
+    name: str
+    schedule: Schedule
+    seconds: float
+    latency_s: float
+    """The part of it that does not depend on the number of bytes."""
+    steps: int
+
+
+def choices(
+    cluster: Cluster, collective: str, ranks: Sequence[int], piece_nbytes: float, root: int = 0
+) -> list[Choice]:
+    """Return the schedules of `collective` among `ranks` of a cluster, the one that ends soonest first.
+
+    `piece_nbytes` is the size of what one rank has for, or gets from, one other; of the whole buffer for broadcast,
+    reduce and all_reduce. Ties go to the schedule with fewer steps.
+    """
+    world = max(ranks) + 1
+    found = []
+    for name, schedule in candidates(collective, len(ranks), root).items():
+        pricing = Pricing(schedule.over(ranks, world), cluster)
+        price = pricing.price(piece_nbytes * slots_of(collective, len(ranks)))
+        found.append(Choice(name, schedule, price.seconds, pricing.price(0.0).seconds, price.steps))
+    return sorted(found, key=lambda each: (round(1e9 * each.seconds), each.steps))
+
+
+def slots_of(collective: str, ranks: int) -> int:
+    """Return how many pieces the buffer of a collective has.
+
+    >>> [slots_of(collective, 4) for collective in ("broadcast", "all_gather", "all_to_all")]
+    [1, 4, 16]
+    """
+    if collective in {"all_reduce", "broadcast", "reduce"}:
+        return 1
+    return ranks * ranks if collective == "all_to_all" else ranks
+
+
+def slice_nbytes(collective: str, ranks: int, device: str) -> int:
+    """Return how much of each piece travels at once: the same on all ranks, and a multiple of all dtypes.
+
+    >>> slice_nbytes("all_reduce", 4, "cpu"), slice_nbytes("all_gather", 4, "cpu")
+    (4194304, 1048576)
+    """
+    pieces = 1 if slots_of(collective, ranks) == 1 else ranks
+    return max(WIRE_NBYTES[device] // pieces // ALIGNMENT_NBYTES, 1) * ALIGNMENT_NBYTES
+
+
+def size_class(piece_nbytes: int) -> int:
+    """Return the bytes for which pieces of this size are priced: the next power of two.
+
+    >>> [size_class(nbytes) for nbytes in (0, 1000, 1024, 1025)]
+    [1, 1024, 1024, 2048]
+    """
+    return 1 << max(piece_nbytes - 1, 0).bit_length()
+
+
+class Selection:
+    """Chooses the schedules of one group of ranks: once for each collective, root and size class, then from memory.
+
+    What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`. `ranks` [group] are the
+    places of the group's ranks in the cluster; `forced` names schedules to take whatever they cost, by collective.
+    Raises `UsageError` for a cluster that is too small, and for schedules that take other numbers of ranks.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str] | None = None) -> None:
+        cluster.require_room(max(ranks) + 1)
+        for collective, name in (forced or {}).items():
+            require_candidate(collective, name, len(ranks))
+        self._cluster, self._ranks, self._forced = cluster, ranks, forced or {}
+        self._known: dict[tuple[str, int, int], Schedule] = {}
+
+    def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
+        """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
+        key = collective, root, size_class(piece_nbytes)
+        if key not in self._known:
+            self._known[key] = self._choose(*key)
+        return self._known[key]
+
+    def _choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
+        ranks = len(self._ranks)
+        if (forced := self._forced.get(collective)) is None:
+            schedule = choices(self._cluster, collective, self._ranks, piece_nbytes, root)[0].schedule
+        else:
+            schedule = require_candidate(collective, forced, ranks, root)
+        if ranks <= PROVEN_RANKS:
+            prove(schedule, collective_of(collective, ranks, schedule.chunks, root))
+        return schedule
+
+
+def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> Schedule:
+    """Return the schedule called `name`; raises `UsageError` if `collective` has none of that name for `ranks`."""
+    offered = candidates(collective, ranks, root)
+    if name not in offered:
+        known = "takes another number of ranks" if name in COLLECTIVES[collective] else "is not known"
+        raise UsageError(f"the schedule {name!r} of {collective} {known}: {ranks} ranks take {', '.join(offered)}")
+    return offered[name]
+
+
+def parse_forced(text: str) -> dict[str, str]:
+    """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names; raises `UsageError`.
+
+    >>> parse_forced("all_reduce=ring, broadcast=tree")
+    {'all_reduce': 'ring', 'broadcast': 'tree'}
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    forced = {collective.strip(): name.strip() for collective, _, name in pairs}
+    for collective, name in forced.items():
+        if name not in COLLECTIVES.get(collective, {}):
+            offered = COLLECTIVES.get(collective) or COLLECTIVES
+            raise UsageError(
+                f"{collective}={name} in {text!r:.200} is not known: write collective=schedule, with one of "
+                f"{', '.join(offered)}"
+            )
+    return forced

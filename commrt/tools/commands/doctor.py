@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt doctor``: which packages are installed, what would fail or be slow, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from commrt.errors import UsageError
+from commrt.membership.launcher import default_timeout_s, launched
+from commrt.tools.commands.doctor_environment import (
+    Finding,
+    guarded,
+    installed,
+    interfaces,
+    launcher,
+    packages,
+    variables,
+)
+from commrt.tools.commands.json_output import json_of
+
+__all__ = ["examine", "run"]
+
+COLOURS = {"ok": "green", "absent": "yellow", "warning": "yellow", "problem": "red"}
+
+
+def run(as_json: bool, quick: bool = False) -> bool:
+    """Print all findings; return True if none is a problem. With `quick` no processes are started."""
+    findings = [*examine(quick)]
+    ok = all(finding.verdict != "problem" for finding in findings)
+    if as_json:
+        print(json_of({"ok": ok, "findings": [asdict(finding) for finding in findings]}))
+        return ok
+    table = Table("", "", "", title="commrt doctor", show_header=False)
+    table.columns[2].overflow = "fold"
+    for finding in findings:
+        verdict = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(finding.name, verdict, escape("\n".join(filter(None, (finding.detail, finding.advice)))))
+    Console().print(table)
+    return ok
+
+
+def examine(quick: bool = False) -> Iterator[Finding]:
+    """Yield all findings."""
+    yield Finding("python", "ok", platform.python_version())
+    yield from guarded("launcher", lambda: launcher(os.environ, launched()))
+    yield from guarded("deadline", _deadline)
+    try:
+        torch = import_module("torch")
+        from commrt.tools.commands import doctor_machine  # noqa: PLC0415  # imports torch too
+    except Exception as error:  # a missing library, or a build for another machine
+        yield from guarded("versions", lambda: packages(installed(), None))
+        detail = f"cannot be imported: {type(error).__name__}: {error}"
+        yield Finding("torch", "problem", detail, "Reinstall it: pip install --force-reinstall torch.")
+    else:
+        yield from guarded("versions", lambda: packages(installed(), torch.version.cuda))
+        launch = None
+        with suppress(UsageError):  # the launcher's finding says it
+            launch = launched()
+        yield from doctor_machine.examine(launch, quick)
+    yield from guarded("variables", lambda: variables(os.environ, interfaces()))
+
+
+def _deadline() -> Iterator[Finding]:
+    yield Finding("deadline", "ok", f"{default_timeout_s():g} s for every wait, unless init() sets another")

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt plan``: which algorithm, grid, wire and buckets to use, how many backup workers, and why. Needs no torch.
+
+Backups are planned for late ranks that finish their gradients before they go on, as measured (docs/evidence.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.direct import Direct
+from commrt.algorithms.ring import Ring, Rings
+from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.price import Pricing, all_reduce_bound_s
+from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, require_carried
+from commrt.proof.replay import prove
+from commrt.proof.spec import all_reduce
+from commrt.tools.commands.json_output import json_of
+from commrt.tools.commands.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, workload_of
+from commrt.tools.commands.simulate import coding_sentence, estimate_backups
+from commrt.tools.planning.local_steps import LocalSteps, hiding_period
+from commrt.tools.planning.planner import BackupCost, Plan, exchange_plans, step_plans
+from commrt.tools.planning.stragglers import step_time_s
+
+__all__ = ["gains", "run", "waitings"]
+
+SHOWN = 8
+MIN_WIDTH = 124
+"""Of the table: names that are cut off cannot be told apart."""
+PROVEN_RANKS = 1100
+"""A proof takes memory and time as ranks to the third: half a second here."""
+AUTO = "auto"
+EXPOSED = 0.2
+"""If more of the best step is exposed, local SGD is named too."""
+LOCAL_PERIODS = 16, 512
+"""The shortest and the longest period that is named."""
+COLUMNS: dict[str, Callable[[Plan], str | None]] = {
+    "algorithm": lambda plan: plan.name,
+    "backups": lambda plan: str(plan.backups) if plan.backups else None,
+    "wire": lambda plan: plan.wire,
+    "buckets": lambda plan: None if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:g}",
+    "step, ms": lambda plan: None if plan.step_s is None else f"{1e3 * plan.step_s:.2f}",
+    "updates": lambda plan: f"{plan.updates:.3f}" if plan.backups else None,
+    "efficiency": lambda plan: None if plan.efficiency is None else f"{plan.efficiency:.1%}",
+    "all, ms": lambda plan: f"{1e3 * plan.exchange_s:.2f}",
+    "latencies": lambda plan: f"{1e3 * plan.latency_s:.2f}",
+    "steps": lambda plan: f"{plan.steps:,}",
+}
+
+
+def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings: Sequence[BackupCost] = ()) -> None:
+    """Rank all plans that fit `options`, and print them with the reason; raises `UsageError`."""
+    options.check()
+    cluster = Cluster.named(options.cluster or CLUSTER)
+    plans = _plans(options, cluster, wires, waitings)
+    best, is_proven = plans[0], options.ranks <= PROVEN_RANKS
+    if options.ranks - best.backups <= PROVEN_RANKS:
+        schedule = best.algorithm.schedule(0, options.ranks - best.backups)
+        prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
+    local = None if waitings else _local(best, options, cluster)
+    if as_json:
+        record = {
+            "cluster": cluster.name,
+            "ranks": options.ranks,
+            "best": _record(best),
+            "proven": is_proven,
+            "reason": _reason(plans, cluster),
+            "lower_bound_seconds": all_reduce_bound_s(cluster, options.ranks, best.nbytes),
+            "local_sgd": local,
+            "plans": [_record(plan) for plan in plans],
+        }
+        print(json_of(record))
+        return
+    _show(f"{options.ranks:,} ranks of {cluster.name}", plans[:SHOWN])
+    print(_reason(plans, cluster))
+    if not is_proven:
+        print(f"not proven: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify proves fewer")
+    for line in (*_other_backups(plans), *_on_codes(best, options, cluster)):
+        print(line)
+    print(best.python)
+    if local is not None:
+        print(_local_sentence(local))
+    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+
+
+def _plans(
+    options: ExchangeOptions, cluster: Cluster, wires: Sequence[str], waitings: Sequence[BackupCost]
+) -> list[Plan]:
+    cluster.require_room(options.ranks)
+    for backups, wire in product({cost.backups for cost in waitings} - {0}, wires):
+        require_carried(BackupWorkers(backups, Direct()), options.ranks, wire)
+    if options.model is None:
+        coded = options.wire if options.wire in CODINGS else None
+        return exchange_plans(cluster, options.ranks, options.wire_nbytes, coded)
+    workload = workload_of(options.model)
+    compute_s, _ = compute_of(options, workload, cluster)
+    if waitings:
+        return step_plans(cluster, options.ranks, workload, compute_s, wires, waitings)
+    return step_plans(cluster, options.ranks, workload, compute_s, wires)
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    return {
+        "algorithm": plan.name,
+        "python": plan.python,
+        "backups": plan.backups,
+        "updates": plan.updates,
+        "wire": plan.wire,
+        "bucket_cap_mb": plan.bucket_cap_mb,
+        "step_seconds": plan.step_s,
+        "efficiency": plan.efficiency,
+        "exchange_seconds": plan.exchange_s,
+        "latency_seconds": plan.latency_s,
+        "steps": plan.steps,
+    }
+
+
+def _show(title: str, plans: Sequence[Plan]) -> None:
+    """Print `plans` as a table, the first one in bold, without columns that are empty."""
+    shown = {name: cell for name, cell in COLUMNS.items() if any(cell(plan) for plan in plans)}
+    table = Table(title=title)
+    for name in shown:
+        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
+    for plan in plans:
+        table.add_row(*(cell(plan) or "-" for cell in shown.values()), style="bold" if plan is plans[0] else None)
+    Console(width=max(Console().width, MIN_WIDTH)).print(table)
+
+
+def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
+    """Return how the best plan compares with the ring or rings, or else with the second best."""
+    best = plans[0]
+    alike = [plan for plan in plans[1:] if (plan.wire, plan.backups) == (best.wire, best.backups)]
+    others = [plan for plan in alike if plan.algorithm != best.algorithm]
+    if not others:
+        what = f"no other schedule carries {best.wire}" if best.wire in CODINGS else "nothing else was found"
+        return f"{best.name}: {what} for {cluster.name}"
+    other = next((plan for plan in others if isinstance(plan.algorithm, Ring | Rings)), others[0])
+    sides = gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
+    hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
+    return f"{best.name} against {other.name}, all at once: {sides}{hidden}"
+
+
+def gains(seconds: float, latency_s: float, digits: int) -> str:
+    """Return in words what is saved of a time, and which part of it is latencies.
+
+    >>> gains(0.003, 0.004, digits=0)
+    '4 ms less for latencies and 1 ms more for bytes'
+    """
+    less_ms = {"latencies": 1e3 * latency_s, "bytes": 1e3 * (seconds - latency_s)}
+    sides = [f"{abs(ms):.{digits}f} ms {'less' if ms >= 0 else 'more'} for {what}" for what, ms in less_ms.items()]
+    return " and ".join(sides)
+
+
+def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterator[str]:
+    """Yield what a wire of codes gains over fp32, and what coding takes."""
+    if best.wire not in CODINGS:
+        return
+    nbytes = options.nbytes if options.model is None else workload_of(options.model).numel * GRADIENT_NBYTES
+    plain = exchange_plans(cluster, options.ranks, float(nbytes or 0.0))[0]
+    ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
+    yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
+    schedule = best.algorithm.schedule(0, options.ranks - best.backups)
+    yield coding_sentence(2 * Pricing(schedule, cluster, CODINGS[best.wire]).code_s(best.nbytes), cluster)
+    yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
+
+
+def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, Any] | None:
+    """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
+    if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
+        return None
+    pricing = Pricing(best.algorithm.schedule(0, options.ranks), cluster, CODINGS.get(best.wire or ""))
+    shortest, longest = LOCAL_PERIODS
+    steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
+    if steps is None or steps.hiding_delay is None:
+        return None
+    wire = "" if (travels := _python_wire(best.wire)) is None else f", wire={travels}"
+    return {
+        "python": f"commrt.LocalSGD(period={steps.period}, delay={steps.hiding_delay}, inner=commrt.{best.name}{wire})",
+        "period": steps.period,
+        "delay": steps.hiding_delay,
+        "step_seconds": steps.step_s(steps.hiding_delay),
+    }
+
+
+def _python_wire(name: str | None) -> str | None:
+    """Return a wire as Python code; None for that of the weights."""
+    if name is not None and name in CODINGS:
+        return f"commrt.{name.capitalize()}()"
+    return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(name or "")
+
+
+def _local_sentence(local: Mapping[str, Any]) -> str:
+    """Return what local SGD would gain, and what it changes."""
+    late = f"{local['delay']} step{'s' * (local['delay'] != 1)}"
+    return (
+        f"{local['python']} would hide the exchange, with steps of {1e3 * local['step_seconds']:.2f} ms; weights are "
+        f"then up to {local['period']} steps apart and averages {late} late, so try the accuracy on your own model"
+    )
+
+
+def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a line for each other number of backups than the best."""
+    best = plans[0]
+    for number in sorted({plan.backups for plan in plans} - {best.backups}):
+        other = next(plan for plan in plans if plan.backups == number)
+        ratio = f"{other.seconds / best.seconds:.2f} times as long"
+        yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
+
+
+def waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCost]]:
+    """Return the number of ranks, and how steps change with no backups and with `backups`.
+
+    For auto: with one, and with as many as are best if nothing is exchanged.
+    """
+    found = estimate_backups(options)
+    if backups == AUTO:
+        tried = {0, found.best_if_late_finish["backups"]} | ({1} if found.ranks > 2 else set())
+    elif re.fullmatch("[0-9]{1,9}", backups):
+        tried = {0, int(backups)}
+    else:
+        raise UsageError(f"--backups {backups}: give auto, or a number")
+    needed = np.array([BackupWorkers(number).needed(found.ranks) for number in sorted(tried)])
+    updates = found.goal.iterations(needed) / found.goal.iterations(np.array([found.ranks]))
+    if np.isnan(updates).any():
+        fewest = needed[np.isnan(updates)].min()
+        raise UsageError(f"no count of updates is known for {fewest} gradients: give fewer backups, or --exponent")
+    slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
+    columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
+    return found.ranks, [BackupCost(*row) for row in zip(*columns, strict=True)]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``commrt plan``, and which of its plans they ask for; the code of each is imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from commrt.errors import UsageError
+from commrt.tools.commands import options as opt
+from commrt.tools.commands.options import BackupOptions, ExchangeOptions, Wire, leave_out
+
+__all__ = ["plan"]
+
+STEP = frozenset({"--model", "--batch", "--compute-ms"})
+FILES = frozenset({"--curves", "FILES", "--out"})
+TAKEN = {
+    "--collective": ("a collective has no training step", {"--nbytes"}),
+    "--target-loss": ("a time to --target-loss is planned without it", {"--model", "--compute-ms", "--wire", *FILES}),
+    "--fsdp": ("--fsdp prices steps of a model, without backups", {*STEP, "--wire"}),
+    "--hybrid": ("--hybrid prices steps of a model, with fp32 and without backups", STEP),
+}
+"""For each kind of plan, why it leaves options out, and those that it takes besides --ranks, --cluster and --json."""
+
+
+def plan(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=65536, show_default="4; --backups: 100", help="Number of ranks.")
+    ] = None,
+    cluster: opt.ClusterName = None,
+    nbytes: opt.Nbytes = None,
+    model: opt.Model = None,
+    wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help=opt.WIRE_HELP)] = None,
+    batch: opt.Batch = None,
+    compute_ms: opt.ComputeMs = None,
+    collective: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan this collective of torch.distributed instead of training: all_reduce, all_gather, "
+            "reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier."
+        ),
+    ] = None,
+    is_sharded: Annotated[
+        bool, typer.Option("--fsdp", help="With --model: plan FSDP, which shards the parameters over the ranks.")
+    ] = False,
+    backups: Annotated[
+        str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
+    ] = None,
+    steps: opt.Steps = None,
+    seed: opt.SeedOfTimes = None,
+    law: opt.Law = None,
+    parameters: opt.Parameters = None,
+    times: opt.TimesFile = None,
+    exponent: opt.Exponent = None,
+    hybrid: Annotated[
+        bool,
+        typer.Option(
+            "--hybrid",
+            help="With --model: price steps in which groups of ranks share fully connected layers. commrt does not run "
+            "them.",
+        ),
+    ] = False,
+    target_loss: opt.TargetLoss = None,
+    curves: opt.Curves = None,
+    more_curves: opt.MoreCurves = None,
+    out: opt.TargetPicture = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
+
+    With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
+    --fsdp, steps whose parameters are sharded. With --hybrid, the layers that groups of ranks should share. With
+    --target-loss and --curves, which way of training reaches a loss first, on how many ranks.
+    """
+    options = ExchangeOptions(
+        ranks or 4, cluster, nbytes, model, "fp32" if wire is None else wire.value, batch=batch, compute_ms=compute_ms
+    )
+    slow = BackupOptions(ranks, steps, seed or 0, law, parameters or [], times, exponent)
+    given: dict[str, object] = {"--collective": collective, "--target-loss": target_loss, "--fsdp": is_sharded or None}
+    given |= {"--hybrid": hybrid or None, "--nbytes": nbytes, "--model": model, "--wire": wire, "--batch": batch}
+    given |= {"--compute-ms": compute_ms, "--backups": backups, "--curves": curves or None, "--out": out}
+    given |= {"FILES": more_curves or None, "--seed": seed} | slow.given()
+    kind = _kind(given)
+    if kind == "--collective":
+        from commrt.tools.commands import plan_collective  # noqa: PLC0415  # the code of each plan is imported when it is asked for
+
+        plan_collective.run(str(collective), options.ranks, cluster, nbytes, as_json)
+    elif kind == "--target-loss":
+        from commrt.tools.commands import plan_target  # noqa: PLC0415
+
+        if more_curves and not curves:
+            raise UsageError(f"what is {more_curves[0]}? Write --curves before files of curves")
+        files = [*(curves or ()), *(more_curves or ())]
+        plan_target.run(files, target_loss or 0.0, ranks, options, wire and wire.value, as_json, out)
+    elif kind == "--fsdp":
+        from commrt.tools.commands import fsdp  # noqa: PLC0415
+
+        fsdp.run(options, _wires(wire), fsdp.UNITS_MB, as_json)
+    elif kind == "--hybrid":
+        from commrt.tools.commands import plan_hybrid  # noqa: PLC0415
+
+        plan_hybrid.run(options, as_json)
+    else:
+        if backups is None:
+            leave_out("without --backups no rank is slow", {"--seed": seed} | slow.given())
+        _plan_training(options, _wires(wire), backups, slow, as_json)
+
+
+def _kind(given: Mapping[str, object]) -> str | None:
+    """Return the option that asks for a kind of plan; None for an exchange or a training step.
+
+    Raises `UsageError` for an option that this kind would ignore.
+    """
+    kind = next((option for option in TAKEN if given[option] is not None), None)
+    if kind is None:
+        leave_out("curves are for --target-loss", {name: given[name] for name in sorted(FILES)})
+        return None
+    why, taken = TAKEN[kind]
+    leave_out(why, {name: value for name, value in given.items() if name not in {kind, *taken}})
+    return kind
+
+
+def _wires(wire: Wire | None) -> list[str]:
+    return ["fp32", "bf16"] if wire is None else [wire.value]
+
+
+def _plan_training(
+    options: ExchangeOptions, wires: list[str], backups: str | None, slow: BackupOptions, as_json: bool
+) -> None:
+    from commrt.tools.commands import plan as command  # noqa: PLC0415  # imported when called
+
+    if backups is None:
+        command.run(options, wires, as_json)
+        return
+    if options.model is None:
+        raise UsageError("--backups needs a training step: give --model too, or use commrt simulate backup")
+    ranks, waitings = command.waitings(backups, slow)
+    command.run(replace(options, ranks=ranks), wires, as_json, waitings)

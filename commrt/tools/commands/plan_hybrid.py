@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt plan --hybrid``: which layers groups of ranks should share, and what that gains. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.tools.commands.json_output import json_of
+from commrt.tools.commands.options import BATCH, CLUSTER, ExchangeOptions, compute_of, workload_of
+from commrt.tools.planning.hybrid import HybridPricing, HybridStep, RunCost, closed_form_groups
+from commrt.tools.planning.planner import Plan, step_plans
+from commrt.tools.planning.workload import Workload
+
+__all__ = ["Prediction", "predict", "run"]
+
+ONLY_PRICED = "commrt runs data parallelism only: hybrid parallelism is priced here, not run"
+COLUMNS = ("layers", "shape", "parallel", "groups", "closed form", "act., MB", "grad., MB", "act., ms", "grad., ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The best hybrid step of a workload, and data parallelism beside it."""
+
+    hybrid: HybridStep
+    data_parallel: HybridStep
+    """Of the same schedules and buckets."""
+    plan: Plan
+    """The best of all data-parallel ones, as ``commrt plan`` finds it."""
+    costs: tuple[RunCost, ...]
+    one_rank_s: float
+    """Time that one rank computes for the samples of all ranks."""
+
+    def speed_up(self, step: HybridStep | Plan) -> float:
+        """Return samples per second, divided by those of one rank that gets the same number of samples in a step."""
+        return self.one_rank_s / step.seconds
+
+    @property
+    def gains(self) -> bool:
+        """Return whether the hybrid step is faster than any data-parallel one."""
+        return self.hybrid.seconds < min(self.plan.seconds, self.data_parallel.seconds)
+
+
+def predict(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> Prediction:
+    """Return the best hybrid step; the samples per rank are `options.batch`, or 32. Raises `UsageError`."""
+    batch = options.batch or BATCH
+    compute_s, _ = compute_of(options, workload, cluster)
+    one_rank_s = options.ranks * compute_s
+    if options.compute_ms is None:
+        one_rank_s, _ = compute_of(replace(options, batch=batch * options.ranks), workload, cluster)
+    pricing = HybridPricing(cluster, options.ranks, workload, batch, compute_s)
+    best = pricing.best()
+    plan = step_plans(cluster, options.ranks, workload, compute_s, ["fp32"])[0]
+    return Prediction(best, pricing.uniform(options.ranks), plan, tuple(pricing.costs(best)), one_rank_s)
+
+
+def run(options: ExchangeOptions, as_json: bool) -> None:
+    """Find the best groups for each layer, and print them with what each layer exchanges; raises `UsageError`."""
+    if options.model is None:
+        raise UsageError("--hybrid plans the step of a model: give --model, such as vgg_a")
+    options.check_numbers()
+    cluster, workload = Cluster.named(options.cluster or CLUSTER), workload_of(options.model)
+    found = predict(options, workload, cluster)
+    if as_json:
+        print(
+            json_of(
+                {"cluster": cluster.name, "ranks": options.ranks, "model": workload.name, **_record(options, found)}
+            )
+        )
+        return
+    batch = options.batch or BATCH
+    _show(f"{workload.name} on {options.ranks:,} ranks of {cluster.name}, {batch:,} samples each", options, found)
+    for line in (_step_sentence(found.hybrid), _gain_sentence(found, options.ranks), ONLY_PRICED):
+        print(line)
+    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+
+
+def _record(options: ExchangeOptions, found: Prediction) -> dict[str, Any]:
+    return {
+        "batch": options.batch or BATCH,
+        "layers": [_run_record(cost, options) for cost in found.costs],
+        "hybrid": _step_record(found.hybrid, found),
+        "data_parallel": _step_record(found.data_parallel, found),
+        "data_parallel_plan": {
+            "algorithm": found.plan.name,
+            "bucket_cap_mb": found.plan.bucket_cap_mb,
+            "step_seconds": found.plan.seconds,
+            "speed_up": found.speed_up(found.plan),
+        },
+        "gains": found.gains,
+        "one_rank_seconds": found.one_rank_s,
+        "is_run_by_commrt": False,
+    }
+
+
+def _step_record(step: HybridStep, found: Prediction) -> dict[str, Any]:
+    return {
+        "step_seconds": step.seconds,
+        "compute_seconds": step.compute_s,
+        "waiting_for_activations_seconds": step.activations_s,
+        "waiting_for_gradients_seconds": step.gradients_s,
+        "speed_up": found.speed_up(step),
+    }
+
+
+def _run_record(cost: RunCost, options: ExchangeOptions) -> dict[str, Any]:
+    return {
+        "first": cost.first + 1,
+        "last": cost.first + len(cost.layers),
+        "inputs": cost.layers[0].inputs,
+        "outputs": cost.layers[0].outputs,
+        "parallel": cost.kind(options.ranks),
+        "groups": cost.groups,
+        "closed_form_groups": _closed_form(cost, options),
+        "activations_nbytes": cost.activations_nbytes,
+        "gradients_nbytes": cost.gradients_nbytes,
+        "activations_seconds": cost.activations_s,
+        "gradients_seconds": cost.gradients_s,
+    }
+
+
+def _closed_form(cost: RunCost, options: ExchangeOptions) -> float | None:
+    outputs = cost.layers[0].outputs
+    return None if outputs is None else closed_form_groups(options.ranks, options.batch or BATCH, outputs)
+
+
+def _show(title: str, options: ExchangeOptions, found: Prediction) -> None:
+    table = Table(title=title)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right", no_wrap=True)
+    for cost in found.costs:
+        table.add_row(*_cells(cost, options))
+    Console(width=max(Console().width, 110)).print(table)
+
+
+def _cells(cost: RunCost, options: ExchangeOptions) -> Sequence[str]:
+    layer, last = cost.layers[0], cost.first + len(cost.layers)
+    closed = _closed_form(cost, options)
+    return (
+        f"{cost.first + 1}" if len(cost.layers) == 1 else f"{cost.first + 1} to {last}",
+        "-" if layer.inputs is None else f"{layer.inputs} x {layer.outputs}",
+        cost.kind(options.ranks),
+        f"{cost.groups:,}",
+        "-" if closed is None else f"{closed:.1f}",
+        f"{cost.activations_nbytes / 1e6:,.2f}",
+        f"{cost.gradients_nbytes / 1e6:,.2f}",
+        f"{1e3 * cost.activations_s:,.2f}",
+        f"{1e3 * cost.gradients_s:,.2f}",
+    )
+
+
+def _step_sentence(step: HybridStep) -> str:
+    return (
+        f"a step takes {1e3 * step.seconds:.2f} ms: {1e3 * step.compute_s:.2f} to compute, "
+        f"{1e3 * step.activations_s:.2f} waiting for activations, {1e3 * step.gradients_s:.2f} for gradients at its end"
+    )
+
+
+def _gain_sentence(found: Prediction, ranks: int) -> str:
+    plan = found.plan
+    told = (
+        f"{ranks:,} ranks are {found.speed_up(found.hybrid):.1f} times as fast as one; the best data-parallel plan, "
+        f"with {plan.name}, {found.speed_up(plan):.1f} times, with steps of {1e3 * plan.seconds:.2f} ms"
+    )
+    return told if found.gains else f"{told}\nhybrid parallelism gains nothing here: take data parallelism"

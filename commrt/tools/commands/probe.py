@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt probe``: measure the links of the world it runs in, for ``commrt simulate`` and ``commrt plan``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from commrt.errors import UsageError
+from commrt.membership.launcher import launched, require_deadlines
+from commrt.pricing.cluster import Cluster
+from commrt.runtime.init import init
+from commrt.tools.commands.workers import run_workers
+from commrt.tools.measuring.probing import probe
+from commrt.tools.pictures.files import require_writable, write
+
+__all__ = ["run"]
+
+
+def run(out: str, workers: int, timeout_s: float) -> None:
+    """Measure, and write the cluster file; under a launcher the first rank writes it."""
+    path = Path(out)
+    if path.suffix != ".toml" or not path.parent.is_dir():
+        raise UsageError(f"--out {out}: give a .toml file in a folder that exists")
+    require_writable("--out", out, "mine.toml")
+    require_deadlines(**{"--timeout-s": timeout_s})
+    launch = launched()
+    is_launched = launch is not None and launch.size > 1
+    cluster = _measured(timeout_s) if is_launched else run_workers(workers, lambda: _measured(timeout_s))[0]
+    if launch is None or launch.rank == 0:
+        text = replace(cluster, name=path.stem).text()
+        write("--out", out, lambda: path.write_text(text, encoding="utf-8"))
+        print(_sentence(cluster, out))
+
+
+def _measured(timeout_s: float) -> Cluster:
+    with init(timeout_s) as world:
+        return probe(world)
+
+
+def _sentence(cluster: Cluster, out: str) -> str:
+    within, between = cluster.within, cluster.between
+    links = []
+    if cluster.gpus_per_node > 1:
+        links.append(f"{within.latency_us:.0f} us and {within.gbytes_per_s:.3g} GB/s inside a host")
+    if cluster.nodes != 1:
+        rate = f"{between.nics} x {between.gbytes_per_s:.3g} GB/s"
+        links.append(f"{between.latency_us:.0f} us and {rate} between hosts")
+    return f"{out}: {', '.join(links)}"

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt verify``: prove schedules of an algorithm or a collective, and print their cost. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.catalogue import ROOTED, by_name, candidates
+from commrt.algorithms.direct import Direct
+from commrt.algorithms.double_tree import DoubleTree
+from commrt.algorithms.gossip import Gossip, Topology
+from commrt.algorithms.ring import Rings
+from commrt.algorithms.torus import Torus2D
+from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.proof.mixing import mixing, steps_to_meet_all
+from commrt.proof.replay import Proof, verify
+from commrt.proof.spec import Collective, all_reduce, collective_of, gossip_mean
+from commrt.schedule import Algorithm, Schedule
+from commrt.tools.commands.json_output import json_of
+from commrt.tools.commands.options import ShapeOptions
+
+__all__ = ["choose", "run", "run_collective"]
+
+PERIODS = 2
+"""Periods of gossip that are verified: before and after the partners change."""
+MOST_STEPS_TO_MEET = 100_000
+WITHIN = Gossip | Direct | Rings | DoubleTree
+
+
+def choose(name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, backups: int | None = None) -> Algorithm:
+    """Return the algorithm that the options describe; raises `UsageError` if they do not fit together.
+
+    Rings and double trees fit the nodes of the `cluster`, if their options do not say otherwise.
+    """
+    algorithm = by_name(name)
+    given: dict[str, tuple[Any, bool]] = {
+        "--grid and --both-ways are for torus2d": (Torus2D, shape.grid is not None or shape.both_ways),
+        "--topology is for gossip": (Gossip, shape.topology is not None),
+        "--within is for gossip, direct, rings and double_tree": (WITHIN, shape.within is not None),
+        "--rings is for rings": (Rings, shape.rings is not None),
+        "--backups is for backup": (BackupWorkers, backups is not None),
+    }
+    for rule, (kind, is_given) in given.items():
+        if is_given and not isinstance(algorithm, kind):
+            raise UsageError(f"{rule}, not for {name}: leave {'it' if ' is ' in rule else 'them'} out")
+    if backups is not None:
+        return BackupWorkers(backups)
+    if isinstance(algorithm, Torus2D):
+        return Torus2D(None if shape.grid is None else _grid(shape.grid), shape.both_ways)
+    if isinstance(algorithm, Gossip):
+        chosen = cast("Topology", shape.topology or "dissemination")  # Gossip checks it
+        return Gossip(chosen, within=1 if shape.within is None else shape.within)
+    return _of_nodes(algorithm, shape, cluster)
+
+
+def _of_nodes(algorithm: Algorithm, shape: ShapeOptions, cluster: Cluster | None) -> Algorithm:
+    """Return `algorithm` for nodes of as many ranks and network cards as are given."""
+    within = shape.within or (None if cluster is None else cluster.gpus_per_node)
+    if isinstance(algorithm, Rings):
+        cards = 2 if cluster is None else min(cluster.between.ring_count, within or 1)
+        return Rings(shape.rings or cards, within)
+    if isinstance(algorithm, DoubleTree):
+        return DoubleTree(within or 1)
+    return Direct(shape.within) if isinstance(algorithm, Direct) and shape.within is not None else algorithm
+
+
+def _grid(text: str) -> tuple[int, int]:
+    sides = re.fullmatch(r"(\d+)x(\d+)", text)
+    if sides is None:
+        raise UsageError(f"--grid {text!r} is not a grid: write it as 4x3, ranks in a row x ranks in a column")
+    return int(sides[1]), int(sides[2])
+
+
+def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
+    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it is correct.
+
+    For gossip, verify each step of two periods, and print what a period does as a whole.
+    """
+    steps = PERIODS * algorithm.period(ranks) if isinstance(algorithm, Gossip) else 1
+    schedules = [algorithm.schedule(step, ranks) for step in range(steps)]
+    proofs = [verify(schedule, _spec(algorithm, schedule)) for schedule in schedules]
+    worst = next((proof for proof in proofs if not proof.ok), proofs[0])
+    mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
+    if as_json:
+        print(json_of({"algorithm": repr(algorithm)} | _record(worst) | mixed))
+        return worst.ok
+    if show:
+        print(*schedules, sep="\n")
+    print(_sentence(worst))
+    if isinstance(algorithm, Gossip) and worst.ok:
+        print(_mixing_sentence(mixed, algorithm.within))
+    return worst.ok
+
+
+def run_collective(collective: str, name: str | None, ranks: int, root: int | None, show: bool, as_json: bool) -> bool:
+    """Verify the schedule of `collective` called `name`, or all of them, as `run` does; return True if all are correct.
+
+    Raises `UsageError` for a schedule or a root that the collective does not have on so many ranks.
+    """
+    if root is not None and collective not in ROOTED:
+        raise UsageError(f"{collective} has no root: leave --root out")
+    schedules = candidates(collective, ranks, root or 0)
+    if name is not None:
+        schedules = _only(name, schedules, f"{collective} on {ranks} ranks")
+    proofs = {
+        each: verify(schedule, collective_of(collective, ranks, schedule.chunks, root or 0))
+        for each, schedule in schedules.items()
+    }
+    ok = all(proof.ok for proof in proofs.values())
+    if as_json:
+        print(json_of({"ok": ok, "schedules": {each: _record(proof) for each, proof in proofs.items()}}))
+        return ok
+    if show:
+        print(*schedules.values(), sep="\n")
+    print(*map(_sentence, proofs.values()), sep="\n")
+    return ok
+
+
+def _only(name: str, schedules: Mapping[str, Schedule], what: str) -> dict[str, Schedule]:
+    if name not in schedules:
+        raise UsageError(f"no schedule for {what} is called {name!r}: choose one of {', '.join(schedules)}")
+    return {name: schedules[name]}
+
+
+def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
+    if isinstance(algorithm, Gossip):
+        return gossip_mean(algorithm, schedule)
+    members = range(algorithm.needed(schedule.ranks)) if isinstance(algorithm, BackupWorkers) else None
+    return all_reduce(schedule.ranks, schedule.chunks, members)
+
+
+def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
+    """Return what the steps of `period` do as a whole, and after how many steps each rank has met all others."""
+    met = None
+    if algorithm.rotate:
+        of_rows = replace(algorithm, within=1)  # a row acts as one rank
+        met = steps_to_meet_all(of_rows, period[0].ranks // algorithm.within, MOST_STEPS_TO_MEET)
+    return {"period": len(period), "met_all_after": met} | asdict(mixing(period, algorithm.within))
+
+
+def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
+    shares, period, met = (mixed["smallest"], mixed["largest"]), mixed["period"], mixed["met_all_after"]
+    share = "exactly the mean" if shares == (1, 1) else "{:.3g} to {:.3g} times its share of each".format(*shares)
+    who = "ranks" if within == 1 else f"rows of {within}"
+    meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
+    return (
+        f"after {period} step{'s' * (period != 1)} every rank holds {share}; {mixed['second_singular_value']:.3g} of "
+        f"the differences between ranks is left at most; {who} {meet}"
+    )
+
+
+def _record(proof: Proof) -> dict[str, object]:
+    return {
+        "ok": proof.ok,
+        "schedule": proof.schedule,
+        "collective": proof.collective,
+        "ranks": proof.ranks,
+        "chunks": proof.chunks,
+        "steps": proof.traffic.steps,
+        "transfers": proof.traffic.transfers,
+        "bytes_per_rank": float(proof.traffic.bytes_per_rank),
+        "max_peers": proof.traffic.max_peers,
+        "counterexample": None if proof.ok else str(proof.counterexample),
+    }
+
+
+def _sentence(proof: Proof) -> str:
+    if not proof.ok:
+        return f"{proof.schedule} is not a correct {proof.collective}: {proof.counterexample}"
+    cost = proof.traffic
+    return (
+        f"{proof.schedule} on {proof.ranks} ranks is a correct {proof.collective}: {cost.steps} steps, "
+        f"{cost.transfers} transfers, {float(cost.bytes_per_rank):.4g} of the buffer sent by the busiest rank, "
+        f"at most {cost.max_peers} peers at once"
+    )

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-reduce, with which wire and buckets, ends soonest on a cluster. All candidates are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from commrt.algorithms.direct import MOST_RANKS, Direct
+from commrt.algorithms.double_tree import DoubleTree
+from commrt.algorithms.halving_doubling import HalvingDoubling
+from commrt.algorithms.ring import Ring, Rings
+from commrt.algorithms.torus import Torus2D
+from commrt.coding import Coding
+from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.price import Pricing, all_reduce_bound_s
+from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
+from commrt.schedule import Algorithm
+from commrt.tools.planning.timeline import overlapped_step
+from commrt.tools.planning.workload import Workload
+
+__all__ = [
+    "CAPS_MB",
+    "BackupCost",
+    "Candidate",
+    "Plan",
+    "all_reduce_candidates",
+    "coded_candidates",
+    "exchange_plans",
+    "priced_candidates",
+    "short_name",
+    "step_plans",
+    "tried_in_steps",
+]
+
+CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+"""Bucket sizes that are tried."""
+FEW_CAPS_MB, MOST_FOR_ALL_CAPS = (8.0, 100.0), 4096
+"""Those tried on more ranks than this, where pricing a bucket takes a tenth of a second."""
+MOST_STEPS = 2048
+"""Of a ring or a torus that is tried on so many ranks."""
+TRIED_IN_STEPS = 4
+"""Algorithms tried in a training step: those that exchange all gradients soonest. Besides these, the one of least
+latency, which may suit small buckets, and the first candidate, which is the ring if that was priced. On more than
+`MOST_FOR_ALL_CAPS` ranks only the best one."""
+COMPARED_RANKS = 1024
+"""Up to so many ranks the ring, or the rings, are priced whatever they cost, to be compared with."""
+MOST_DIRECT = 64
+"""Most ranks of a host that are tried to exchange with all others at once. Between hosts that is not tried: many that
+send to one host at once share its card, which no price here knows."""
+TREE_SLICES = 4, 32
+"""Slices of a double tree: few for short buffers, many for long ones."""
+PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+PYTHON_WIRES |= {name: f"commrt.{name.title()}()" for name in CODINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to average gradients, and its price."""
+
+    algorithm: Algorithm
+    nbytes: float
+    """Bytes of all gradients."""
+    exchange_s: float
+    """Time to exchange all gradients at once."""
+    latency_s: float
+    """The part of it that does not depend on the number of bytes."""
+    steps: int
+    """Steps of the schedule."""
+    wire: str | None = None
+    bucket_cap_mb: float | None = None
+    step_s: float | None = None
+    """Time of a training step."""
+    compute_s: float | None = None
+    """The part of it that is computing, if no rank is slow."""
+    backups: int = 0
+    updates: float = 1.0
+    """Updates that training needs, relative to waiting for all ranks."""
+
+    @property
+    def seconds(self) -> float:
+        """The time that plans are ranked by: of the exchange, or of as many steps as equal one update of all ranks."""
+        return self.exchange_s if self.step_s is None else self.step_s * self.updates
+
+    @property
+    def efficiency(self) -> float | None:
+        """Time of computing divided by the time of the step."""
+        return None if self.step_s is None or self.compute_s is None else self.compute_s / self.step_s
+
+    @property
+    def name(self) -> str:
+        """The shortest call that makes the algorithm."""
+        return short_name(self.algorithm)
+
+    @property
+    def python(self) -> str:
+        """The call of `commrt.attach` that uses this plan."""
+        algorithm = f"commrt.{self.name}".replace("between=", "between=commrt.")
+        given = [f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm]
+        given += [f"wire={PYTHON_WIRES[self.wire]}"] if self.wire in PYTHON_WIRES else []
+        given += [] if self.bucket_cap_mb is None else [f"bucket_cap_mb={self.bucket_cap_mb:g}"]
+        return f"commrt.attach(model, optimizer, {', '.join(given)})"
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        """The better plan has the smaller key. Times are in nanoseconds; ties go to the plan with fewer steps."""
+        return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
+
+
+def short_name(algorithm: Algorithm) -> str:
+    """Return the shortest call that makes `algorithm`.
+
+    >>> short_name(Torus2D((4, 2), both_ways=True)), short_name(Torus2D()), short_name(Direct())
+    ('Torus2D(grid=(4, 2), both_ways=True)', 'Torus2D()', 'Direct()')
+    """
+    if algorithm == Direct():
+        return "Direct()"
+    if not isinstance(algorithm, Torus2D):
+        return str(algorithm)
+    given = [] if algorithm.grid is None else [f"grid={algorithm.grid}"]
+    return f"Torus2D({', '.join([*given, *['both_ways=True'] * algorithm.both_ways])})"
+
+
+class BackupCost(NamedTuple):
+    """What slow ranks cost a step that waits for all but `backups` of them."""
+
+    backups: int = 0
+    slower: float = 1.0
+    """Time that the step computes, relative to a rank that is never slow."""
+    updates: float = 1.0
+    """Updates that training needs, relative to waiting for all ranks."""
+
+
+def all_reduce_candidates(ranks: int, per_node: int = 1, rings: int = 1) -> Iterator[Algorithm]:
+    """Yield all-reduces that run on `ranks` ranks, each shape once, the ring or the rings first.
+
+    `per_node` ranks share a node, whose network cards `rings` rings use, as those of NCCL do. One ring might use one
+    card, and all else would look fast beside it.
+
+    >>> [str(each) for each in all_reduce_candidates(2)]
+    ['Ring()', 'HalvingDoubling()', 'DoubleTree(within=1, slices=4)', 'DoubleTree(within=1, slices=32)']
+    >>> str(next(all_reduce_candidates(16, per_node=8, rings=4)))
+    'Rings(count=4, per_node=8)'
+    """
+    within = per_node if per_node < ranks and ranks % per_node == 0 else 1
+    count = min(rings, within)
+    yield Rings(count, within) if count > 1 else Ring()
+    yield HalvingDoubling()
+    yield from (DoubleTree(within, slices) for slices in TREE_SLICES)
+    if 2 < ranks <= min(per_node, MOST_DIRECT):
+        yield Direct()
+    if 2 < within <= MOST_DIRECT:  # of 2, the torus and halving-doubling are that
+        yield from (Direct(within, between) for between in (Ring(), HalvingDoubling()))
+    grids = [(side, ranks // side) for side in range(2, ranks // 2 + 1) if ranks % side == 0]
+    if not grids and ranks > 3:
+        yield Torus2D()  # one rank of a prime is folded in
+    for grid in grids:
+        yield Torus2D(grid)
+        yield Torus2D(grid, both_ways=True)
+
+
+def coded_candidates(ranks: int, per_node: int = 1) -> Iterator[Algorithm]:
+    """Yield all-reduces that carry codes between `ranks` ranks, of which `per_node` share a node; raises `UsageError`.
+
+    >>> [str(each) for each in coded_candidates(8, per_node=4)]
+    ['Direct(within=1)', 'Direct(within=4)']
+    """
+    if ranks <= MOST_RANKS:
+        yield Direct()
+    if 1 < per_node < ranks and ranks % per_node == 0 and max(per_node, ranks // per_node) <= MOST_RANKS:
+        yield Direct(per_node)
+    elif ranks > MOST_RANKS:
+        raise UsageError(
+            f"no schedule carries codes between {ranks:,} ranks: direct takes up to {MOST_RANKS:,} at once"
+        )
+
+
+class Candidate(NamedTuple):
+    """An all-reduce that may be the best one."""
+
+    algorithm: Algorithm
+    pricing: Pricing
+
+    def plan(self, nbytes: float) -> Plan:
+        """Return the plan to exchange `nbytes` at once."""
+        price, latency = self.pricing.price(nbytes), self.pricing.price(0.0)
+        return Plan(self.algorithm, nbytes, price.seconds, latency.seconds, price.steps)
+
+
+def priced_candidates(
+    cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, coding: Coding | None = None
+) -> list[Candidate]:
+    """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes.
+
+    What takes longer than `HalvingDoubling`, even if it moved `nbytes` as fast as the cluster allows, is left out: so
+    many steps would take long to price. The ring of few ranks stays, for comparison.
+    """
+    needed = ranks - backups
+    members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
+    per_node = 1 if backups else cluster.gpus_per_node
+
+    def candidate(algorithm: Algorithm) -> Candidate:
+        schedule = algorithm.schedule(0, needed)
+        return Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, coding))
+
+    if coding is not None:
+        return [candidate(each) for each in coded_candidates(needed, per_node)]
+    halving = candidate(HalvingDoubling())
+    limit_s = halving.plan(nbytes).exchange_s
+    tried = all_reduce_candidates(needed, per_node, cluster.between.ring_count)
+    bound_s = all_reduce_bound_s(cluster, needed, nbytes)
+    found = (each for each in tried if _is_promising(each, needed, cluster, bound_s, limit_s))
+    return [halving if each == halving.algorithm else candidate(each) for each in found]
+
+
+def _is_promising(algorithm: Algorithm, ranks: int, cluster: Cluster, bound_s: float, limit_s: float) -> bool:
+    """Return True for a ring or torus that may end before `limit_s`, if `bound_s` is the least time of all.
+
+    On thousands of ranks, those of thousands of steps are left out: pricing them takes minutes. Others, and the ring of
+    few ranks, always stay.
+    """
+    if isinstance(algorithm, Torus2D) and algorithm.grid is not None:
+        steps = 2 * sum(algorithm.grid) - 4
+    elif isinstance(algorithm, Ring | Rings) and ranks > COMPARED_RANKS:
+        steps = 2 * ranks - 2
+    elif isinstance(algorithm, Direct) and isinstance(algorithm.between, Ring):
+        steps = 2 * ranks // algorithm.within
+    else:
+        return True
+    latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
+    is_short = steps <= MOST_STEPS or ranks <= MOST_FOR_ALL_CAPS
+    return is_short and bound_s + latency_s * (steps - 1) <= limit_s
+
+
+def exchange_plans(cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None) -> list[Plan]:
+    """Return the plans to exchange `nbytes` on the wire at once, the best first; `wire` names codes, if it is any."""
+    coding = CODINGS.get(wire or "")
+    plans = (each.plan(nbytes) for each in priced_candidates(cluster, ranks, nbytes, coding=coding))
+    return sorted((replace(plan, wire=wire) for plan in plans), key=lambda plan: plan.sort_key)
+
+
+def step_plans(
+    cluster: Cluster,
+    ranks: int,
+    workload: Workload,
+    compute_s: float,
+    wires: Sequence[str] = ("fp32", "bf16"),
+    costs: Sequence[BackupCost] = (BackupCost(),),
+) -> list[Plan]:
+    """Return the plans of a training step that computes for `compute_s`, the best first.
+
+    There is one for each of `costs`, algorithm and wire, with its best bucket size. Without backups, the exchange
+    overlaps the backward pass. Backup workers announce their gradients after it, so none of their exchange is hidden.
+    """
+    if compute_s <= 0:
+        raise UsageError(f"a step that computes for {compute_s:g} s: give a time above 0")
+    found = list[Plan]()
+    for cost in costs:
+        largest = float(workload.numel * GRADIENT_NBYTES)
+        codings = dict.fromkeys(CODINGS.get(wire) for wire in wires)
+        priced = {coding: priced_candidates(cluster, ranks, largest, cost.backups, coding) for coding in codings}
+        for wire in wires:
+            for candidate in tried_in_steps(priced[CODINGS.get(wire)], wire_nbytes(workload.numel, ITEMS[wire])):
+                plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
+                slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
+                found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))
+    return sorted(found, key=lambda plan: plan.sort_key)
+
+
+def tried_in_steps(candidates: Sequence[Candidate], nbytes: float) -> list[Candidate]:
+    """Return those of `candidates` that are worth pricing in a training step that exchanges `nbytes`."""
+    most = TRIED_IN_STEPS if candidates[0].pricing.schedule.ranks <= MOST_FOR_ALL_CAPS else 1
+    soonest = sorted(candidates, key=lambda each: each.plan(nbytes).sort_key)[:most]
+    least_latency = min(candidates, key=lambda each: each.pricing.price(0.0).seconds)
+    return list({each.algorithm: each for each in (*soonest, least_latency, candidates[0])}.values())
+
+
+def _step_plan(candidate: Candidate, workload: Workload, compute_s: float, wire: str, *, overlaps: bool) -> Plan:
+    """Return the plan with the best bucket size, of equal ones the largest."""
+
+    def step_s(cap_mb: float) -> float:
+        buckets = workload.buckets(cap_mb * 2**20, ITEMS[wire])
+        ready = buckets if overlaps else [each._replace(at=1.0) for each in buckets]
+        return round(overlapped_step(candidate.pricing, ready, compute_s).seconds, 9)
+
+    caps_mb: tuple[float, ...] = CAPS_MB if candidate.pricing.schedule.ranks <= MOST_FOR_ALL_CAPS else FEW_CAPS_MB
+    caps_mb = caps_mb if overlaps else (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
+    times_s = {cap_mb: step_s(cap_mb) for cap_mb in sorted(caps_mb, reverse=True)}
+    best = min(times_s, key=times_s.__getitem__)
+    plan = candidate.plan(wire_nbytes(workload.numel, ITEMS[wire]))
+    return replace(plan, wire=wire, bucket_cap_mb=best, step_s=times_s[best], compute_s=compute_s)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model gives an exchange to do: how many gradients there are, and when in a step they are ready."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from commrt.coding import Coding
+from commrt.errors import CommrtError, UsageError
+from commrt.pricing.wires import GRADIENT_NBYTES, Item, wire_nbytes
+
+__all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
+
+FORWARD = 1 / 3
+"""Part of a step's computing before the first gradient is ready: the backward pass multiplies twice as much."""
+FIRST_NBYTES = 1 << 20
+"""Size of the first bucket, which is small so that exchanging begins early."""
+MOST_NUMEL, MOST_WORK = 10**15, 1e30
+"""Limits of a layer: sums and products of a few of them are still finite."""
+
+
+class Layer(NamedTuple):
+    """Parameters whose gradients are ready together."""
+
+    numel: int
+    work: float
+    """Multiplications, in any unit that all layers share."""
+    inputs: int | None = None
+    """Of a fully connected layer: activations that go in, per sample. None for other layers."""
+    outputs: int | None = None
+    """Likewise, activations that come out."""
+
+    def is_possible(self) -> bool:
+        """Return whether all numbers are of their kind and in range."""
+        shape = [each for each in (self.inputs, self.outputs) if each is not None]
+        counts = all(type(each) is int and 0 <= each <= MOST_NUMEL for each in (self.numel, *shape))
+        counts &= len(shape) != 1 and 0 not in shape
+        return counts and _is_number(self.work) and 0 <= self.work <= MOST_WORK
+
+    def facts(self) -> dict[str, float]:
+        """Return what is known, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+class ReadyBucket(NamedTuple):
+    """One bucket, and when it is ready."""
+
+    nbytes: float
+    at: float
+    """Part of the step's computing that is done by then, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model's layers, in the order of the forward pass. Raises `UsageError` for layers that cannot be.
+
+    `commrt.workload_of` reads it from a model of yours.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(NAME, self.name):
+            raise UsageError(
+                f"a workload cannot be called {self.name!r:.120}: give up to 100 letters, digits and spaces"
+            )
+        for number, layer in enumerate(self.layers):
+            if not layer.is_possible():
+                raise UsageError(
+                    f"{self.name}: layer {number} is {layer.facts()!s:.200}: give whole numbers up to {MOST_NUMEL:g}, "
+                    f"and a work from 0 to {MOST_WORK:g}"
+                )
+        if self.numel < 1 or self.work <= 0:
+            raise UsageError(
+                f"{self.name} has {self.numel} parameters to exchange and work {self.work:g}: a workload needs a layer "
+                "with parameters and one that multiplies; give both, in the order of the forward pass"
+            )
+
+    @classmethod
+    def even(cls, numel: int, parts: int = 1) -> Self:
+        """Return a model of `numel` parameters in equal layers that all compute equally long; raises `UsageError`."""
+        if numel < 1 or parts < 1:
+            raise UsageError(f"{numel} parameters in {parts} parts: give at least one of each")
+        parts = min(parts, numel)
+        bounds = [numel * part // parts for part in range(parts + 1)]
+        return cls(f"{numel:,} parameters", tuple(Layer(hi - lo, 1.0) for lo, hi in pairwise(bounds)))
+
+    @classmethod
+    def resnet50(cls) -> Self:
+        """Return ResNet-50 for images of 224 x 224 pixels; layers take time in proportion to their multiplications.
+
+        >>> model = Workload.resnet50()
+        >>> model.numel, round(model.work / 1e9, 2)
+        (25557032, 4.09)
+        """
+        return cls("resnet50", tuple(_resnet50()))
+
+    @classmethod
+    def vgg_a(cls) -> Self:
+        """Return VGG-A (VGG-11) for images of 224 x 224 pixels.
+
+        >>> model = Workload.vgg_a()
+        >>> model.numel, round(2 * model.work / 1e9, 1)
+        (132863336, 15.2)
+        """
+        shapes = [(3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28), (512, 512, 28)]
+        shapes += [(512, 512, 14)] * 2
+        convolutions = (_convolution(inputs, outputs, 3, side, extra=1) for inputs, outputs, side in shapes)
+        return cls("vgg_a", (*convolutions, *_dense(25088, 4096, 4096, 1000)))
+
+    @classmethod
+    def overfeat_fast(cls) -> Self:
+        """Return OverFeat's fast model for images of 231 x 231 pixels.
+
+        >>> model = Workload.overfeat_fast()
+        >>> round(model.numel / 1e6, 1), round(2 * model.work / 1e9, 1)
+        (145.9, 5.6)
+        """
+        shapes = (3, 96, 11, 56), (96, 256, 5, 24), (256, 512, 3, 12), (512, 1024, 3, 12), (1024, 1024, 3, 12)
+        convolutions = (_convolution(*shape, extra=1) for shape in shapes)
+        return cls("overfeat_fast", (*convolutions, *_dense(36864, 3072, 4096, 1000)))
+
+    @classmethod
+    def cd_dnn(cls) -> Self:
+        """Return the network of seven hidden layers for speech of Das et al. (2016).
+
+        >>> round(Workload.cd_dnn().numel / 1e6, 1)
+        45.1
+        """
+        return cls("cd_dnn", tuple(_dense(429, *[2048] * 7, 9304)))
+
+    @classmethod
+    def transformer(cls, width: int, depth: int, tokens: int, vocabulary: int = 50_257) -> Self:
+        """Return a GPT of `depth` blocks whose embedding is its last layer as well, for sequences of `tokens`.
+
+        Its work is that of a sequence. Raises `UsageError` for numbers below 1.
+
+        >>> model = Workload.transformer(width=768, depth=12, tokens=1024)
+        >>> model.numel
+        124439808
+        """
+        if min(width, depth, tokens, vocabulary) < 1:
+            raise UsageError(f"a transformer of {width} x {depth} for {tokens} tokens: give numbers from 1 on")
+        embedding = Layer((vocabulary + tokens) * width, 0.0)
+        attention = Layer(4 * width * (width + 1) + 2 * width, float(tokens * (4 * width * width + 2 * tokens * width)))
+        dense = Layer(8 * width * width + 7 * width, float(tokens * 8 * width * width))
+        last = Layer(2 * width, float(tokens * vocabulary * width))
+        name = f"transformer:{width}x{depth}x{tokens}"
+        return cls(name, (embedding, *(attention, dense) * depth, last))
+
+    @classmethod
+    def read(cls, file: str | Path) -> Self:
+        """Return the workload in `file`, which `save` wrote; raises `UsageError`."""
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{str(file)!r:.200} cannot be read: {error}; write one with Workload.save") from error
+        return cls.parsed(text, str(file))
+
+    @classmethod
+    def parsed(cls, text: str, source: str) -> Self:
+        """Return the workload that a JSON document of `text` describes; `UsageError` names its `source`."""
+        try:
+            given = json.loads(text)
+            name, layers = given["name"], tuple(Layer(**layer) for layer in given["layers"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{source:.200} describes no workload ({error!r:.200}): write it with Workload.save, or as {FORMAT}"
+            ) from error
+        return cls(name, layers)
+
+    def text(self) -> str:
+        """Return the workload as a JSON document, which `parsed` reads.
+
+        >>> small = Workload("small", (Layer(10, 100.0), Layer(5, 50.0)))
+        >>> print(small.text())
+        {"name": "small", "layers": [
+          {"numel": 10, "work": 100.0},
+          {"numel": 5, "work": 50.0}
+        ]}
+        >>> Workload.parsed(small.text(), "small.json") == small
+        True
+        """
+        layers = ",\n".join(f"  {json.dumps(layer.facts())}" for layer in self.layers)
+        return f'{{"name": {json.dumps(self.name)}, "layers": [\n{layers}\n]}}'
+
+    def save(self, file: str | Path) -> None:
+        """Write the workload to `file`, for ``commrt plan --model file.json``; `CommrtError` if that fails."""
+        try:
+            Path(file).write_text(self.text() + "\n", encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CommrtError(f"{str(file)!r:.200} could not be written: {error}; give another file") from error
+
+    @property
+    def work(self) -> float:
+        """Multiplications of a forward pass, in the unit of the layers."""
+        return sum(layer.work for layer in self.layers)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(layer.numel for layer in self.layers)
+
+    def buckets(self, cap_nbytes: float, itemsize: Item) -> list[ReadyBucket]:
+        """Return the buckets of the gradients, from the last layer to the first, as `commrt.attach` makes them.
+
+        `cap_nbytes` of fp32 gradients fill a bucket, `FIRST_NBYTES` the first one. On the wire each gradient takes
+        `itemsize` bytes, or is one of these codes.
+
+        >>> Workload.even(100, parts=4).buckets(cap_nbytes=200, itemsize=2)
+        [ReadyBucket(nbytes=100.0, at=0.6666666666666667), ReadyBucket(nbytes=100.0, at=1.0)]
+        """
+        if cap_nbytes <= 0 or not (isinstance(itemsize, Coding) or itemsize >= 1):
+            raise UsageError(f"buckets of {cap_nbytes:g} bytes, {itemsize} per gradient: both must be above 0")
+        total, done, filled = self.work, 0.0, 0
+        found, room_nbytes = list[ReadyBucket](), min(cap_nbytes, FIRST_NBYTES)
+        for layer in reversed(self.layers):
+            done += layer.work
+            filled += layer.numel
+            if filled * GRADIENT_NBYTES >= room_nbytes:
+                found.append(ReadyBucket(wire_nbytes(filled, itemsize), FORWARD + (1 - FORWARD) * done / total))
+                filled, room_nbytes = 0, cap_nbytes
+        return [*found, ReadyBucket(wire_nbytes(filled, itemsize), 1.0)] if filled else found
+
+
+NAME = r"[\w .,:+/()-]{1,100}"
+"""What tables, pictures and messages can show as it is."""
+FORMAT = '{"name": "mine", "layers": [{"numel": 1000, "work": 1000.0}]}'
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))
+"""Width, blocks and output side of each stage; a block's output has 4 times as many channels."""
+
+
+def _resnet50() -> Iterator[Layer]:
+    yield _convolution(3, 64, 7, 112)
+    channels = 64
+    for width, blocks, side in STAGES:
+        for block in range(blocks):
+            yield _convolution(channels, width, 1, side * 2 if block == 0 and width > 64 else side)
+            yield _convolution(width, width, 3, side)
+            yield _convolution(width, 4 * width, 1, side)
+            if block == 0:
+                yield _convolution(channels, 4 * width, 1, side)
+            channels = 4 * width
+    yield from _dense(channels, 1000)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, side: int, extra: int = 2) -> Layer:
+    """Return a convolution with `extra` parameters per channel: 2 of a batch normalisation after it, or 1 as a bias."""
+    weights = inputs * outputs * kernel * kernel
+    return Layer(weights + extra * outputs, float(weights * side * side))
+
+
+def _dense(*widths: int) -> Iterator[Layer]:
+    """Yield the fully connected layers between `widths`."""
+    for inputs, outputs in pairwise(widths):
+        yield Layer((inputs + 1) * outputs, float(inputs * outputs), inputs, outputs)
