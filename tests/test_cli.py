@@ -292,7 +292,7 @@ def test_help_is_short_and_groups_the_commands_by_purpose():
     }
     assert groups == {
         "Train": ["train"],
-        "Prove, price and draw": ["verify", "simulate", "plan", "draw", "export"],
+        "Prove, price and draw": ["verify", "simulate", "plan", "draw"],
         "Look at a machine": ["probe", "doctor"],
     }
     assert "0 success, 1 runtime failure, 2 invalid input, 130 interrupted" in shown

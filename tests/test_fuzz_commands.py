@@ -82,10 +82,6 @@ OPTIONS = {
         },
     ),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
-    "export": (
-        ALGORITHM,
-        {"--ranks": RANKS, "--cluster": CLUSTER, **SHAPES},
-    ),
     "train": (
         None,
         {
@@ -164,12 +160,6 @@ def test_draw_takes_or_refuses_any_line(nothing_starts, words, out):
     told_or_refused([*words, "--out", out])
 
 
-@cases(40)
-@given(words=lines("export"), nbytes=SIZE, out=mostly("traces", "/dev/null", bad=st.just("\0")))
-def test_export_takes_or_refuses_any_line(nothing_starts, words, nbytes, out):
-    told_or_refused([*words, "--nbytes", nbytes, "--out", out])
-
-
 @cases(60)
 @given(words=lines("train"))
 def test_train_takes_or_refuses_any_line(nothing_starts, words):
@@ -227,12 +217,11 @@ def test_bad_input_is_one_line_and_exit_code_2(nothing_starts, monkeypatch, caps
     assert len(said.err) < 2000
 
 
-COMMANDS = ("verify", "simulate", "plan", "draw", "export")
+COMMANDS = ("verify", "simulate", "plan", "draw")
 
 
 @for_each(("name", "ranks"), product(COMMANDS, ["0", "-1", "1e9", "1000000000", "65537"]))
 def test_numbers_of_ranks_that_nobody_has_are_refused_at_once(nothing_starts, name, ranks):
     words = {"verify": ["ring"], "simulate": ["ring"], "plan": [], "draw": ["ring", "--out", "a.svg"]}
-    words |= {"export": ["ring", "--nbytes", "1", "--out", "traces"]}
     with in_time(10):
         assert CliRunner().invoke(app, [name, *words[name], "--ranks", ranks]).exit_code == 2

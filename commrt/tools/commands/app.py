@@ -124,7 +124,7 @@ def train(
     command.run(job, compare or [], workers, as_json)
 
 
-for command_ in (commands.verify, commands.simulate, plan, commands.draw, commands.export):
+for command_ in (commands.verify, commands.simulate, plan, commands.draw):
     app.command(rich_help_panel=PRICE)(command_)
 
 
@@ -159,11 +159,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def main() -> None:
-    """Run the command; print an error that commrt raised on purpose as one line, and exit with its code."""
+def main(program: typer.Typer = app) -> None:
+    """Run `program`; print an error that commrt raised on purpose as one line, and exit with its code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be any bytes
     try:
-        app()
+        program()
     except CommrtError as error:
         print(f"commrt: {in_one_line(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError | ScheduleError | DisagreementError) else 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of ``commrt verify``, ``simulate``, ``draw`` and ``export``; their code is imported late."""
+"""The options of ``commrt verify``, ``simulate`` and ``draw``; their code is imported late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commrt.tools.commands.options import (
     leave_out,
 )
 
-__all__ = ["draw", "export", "simulate", "verify"]
+__all__ = ["draw", "simulate", "verify"]
 
 
 def verify(
@@ -209,31 +209,3 @@ def draw(
     options = ExchangeOptions(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
     shape = ShapeOptions(grid, both_ways, topology, within, rings)
     command.run(None if is_scaling else choose(what, shape, Cluster.named(cluster or CLUSTER)), options, out)
-
-
-def export(
-    algorithm: Annotated[
-        str,
-        typer.Argument(help="ring, rings, halving_doubling, double_tree, torus2d, direct, gossip, local or backup."),
-    ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write to: one file per rank.")],
-    nbytes: Annotated[float, typer.Option(min=1, help="Bytes of fp32 values that each rank contributes.")],
-    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Number of ranks.")] = 4,
-    cluster: opt.ClusterName = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    rings: opt.RingCount = None,
-) -> None:
-    """Write a schedule as traces for other simulators.
-
-    The traces follow the schema of MLCommons Chakra, as JSON: DIR/ALGORITHM.RANK.et.json. The cluster says how long
-    adding takes, and how ranks fill nodes.
-    """
-    from commrt.tools.commands import export as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.tools.commands.verify import choose  # noqa: PLC0415
-
-    shape = ShapeOptions(grid, both_ways, topology, within, rings)
-    chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))
-    command.run(algorithm, chosen, ExchangeOptions(ranks, cluster, nbytes), out)

@@ -7,12 +7,15 @@ import json
 from collections import Counter
 from random import Random
 
+import chakra_traces as chakra
+import export
 import numpy as np
 import pytest
 from cases import for_each
-from commands import invoke, refused
+from chakra_traces import VALUES, Node, NodeType, Trace, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.torus import Torus2D
@@ -21,8 +24,6 @@ from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.pricing.price import Pricing
 from commrt.proof.traffic import traffic
 from commrt.schedule import ADD, COPY, Schedule, Step
-from commrt.tools.pictures import chakra
-from commrt.tools.pictures.chakra import VALUES, Node, NodeType, Trace, traces
 
 SEND, RECV, COMP = NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMP_NODE
 FLAT = Cluster("flat", "", 1, Link(10.0, 1.0), Between(10.0, 1.0), reduce_gbytes_per_s=1.0)
@@ -55,6 +56,16 @@ SCHEDULES = st.one_of(
 )
 FEWER = settings(max_examples=30)
 SIZES = st.integers(1, 200).map(lambda values: 4 * values)
+
+
+def invoke(*args):
+    return CliRunner().invoke(export.app, [str(arg) for arg in args])
+
+
+def refused(*args):
+    with pytest.raises(UsageError) as refusal:
+        CliRunner().invoke(export.app, [str(arg) for arg in args], catch_exceptions=False)
+    return str(refusal.value)
 
 
 def nodes_of(found, kind):
@@ -239,7 +250,7 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
 
 def test_export_writes_a_file_per_rank_and_says_where(tmp_path):
     folder = tmp_path / "new" / "traces"
-    result = invoke("export", "torus2d", "--ranks", 6, "--grid", "3x2", "--nbytes", "25e6", "--out", folder)
+    result = invoke("torus2d", "--ranks", 6, "--grid", "3x2", "--nbytes", "25e6", "--out", folder)
     assert result.exit_code == 0
     assert result.stdout == f"6 traces of 25,000,000 bytes: {folder}/torus2d.0.et.json to torus2d.5.et.json\n"
     assert sorted(file.name for file in folder.iterdir()) == [f"torus2d.{rank}.et.json" for rank in range(6)]
@@ -249,7 +260,7 @@ def test_export_writes_a_file_per_rank_and_says_where(tmp_path):
 
 
 def test_export_takes_how_long_adding_takes_from_the_cluster(tmp_path):
-    invoke("export", "ring", "--ranks", 2, "--nbytes", "2e6", "--cluster", "host", "--out", tmp_path)
+    invoke("ring", "--ranks", 2, "--nbytes", "2e6", "--cluster", "host", "--out", tmp_path)
     nodes = json.loads((tmp_path / "ring.0.et.json").read_text())["nodes"]
     assert [node["duration_micros"] for node in nodes if node["type"] == "COMP_NODE"] == [100]
 
@@ -265,7 +276,7 @@ def test_export_takes_how_long_adding_takes_from_the_cluster(tmp_path):
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_words_and_leaves_no_folder(tmp_path, args, says):
-    assert says in refused("export", *args, "--out", tmp_path / "traces")
+    assert says in refused(*args, "--out", tmp_path / "traces")
     assert not (tmp_path / "traces").exists()
 
 
@@ -273,4 +284,4 @@ def test_what_cannot_be_exported_is_refused_in_words_and_leaves_no_folder(tmp_pa
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    assert "--out" in refused("export", "ring", "--nbytes", 8, "--out", out)
+    assert "--out" in refused("ring", "--nbytes", 8, "--out", out)
