@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Event
+from time import monotonic
 
 import pytest
 from torch.distributed import HashStore
@@ -43,13 +45,21 @@ def end(found, vote):
 
 
 def waiting_for_the_first(vote, store):
-    """Return the future of what a step comes to in which rank 0 counts, and does not say what it came to."""
+    """Return the future of what a step comes to in which rank 0 counts, and does not say what it came to.
+
+    The step waits for rank 0 by then, unless it has ended: a clock that moves earlier would blame the store.
+    """
 
     def execute(operation):
         return True if isinstance(operation, Reduce) else None  # None: there is no other attempt
 
     store.append(quorum_key(0, 0, "announced"), "0@0@ ")
-    return start_call(lambda: vote.run(quorum_step(1, 0, 2, 0), 0, execute))
+    ended = start_call(lambda: vote.run(quorum_step(1, 0, 2, 0), 0, execute))
+    end_s = monotonic() + PATIENT_S
+    while not (ended.done() or ((read := vote._store_thread.waits_for) and read.members)):
+        assert monotonic() < end_s, "the step does not wait for rank 0"
+        Event().wait(0.002)
+    return ended
 
 
 def goes_on_without(found):
