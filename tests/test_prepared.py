@@ -89,6 +89,18 @@ def test_a_buffer_that_lies_elsewhere_is_bound_anew():
     assert run_ranks(2, run) == [[10.0] * 10] * 2
 
 
+def test_a_buffer_that_has_become_shorter_is_bound_anew():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        whole = buffer.as_strided((10,), (1,))
+        buffer.resize_(4)
+        world.run(RING, buffer)
+        return whole.tolist()
+
+    assert run_ranks(2, run) == [[4.0] * 4 + [2.0] * 6] * 2
+
+
 def test_autograd_learns_that_the_buffer_was_written():
     def run(world):
         buffer = torch.ones(10)

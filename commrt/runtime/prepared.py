@@ -26,7 +26,8 @@ KEPT = 16
 class _Known:
     """What is bound to one buffer."""
 
-    address: int
+    place: tuple[int, int]
+    """Address and elements: `Tensor.set_` and ``resize_`` change them."""
     programs: dict[int, tuple[Schedule, BoundProgram]] = field(default_factory=dict)
     """By the identity of the schedule."""
 
@@ -46,7 +47,7 @@ class PreparedRuns:
     def has(self, schedule: Schedule, buffer: Tensor) -> bool:
         """Return True if `run` has nothing to bind."""
         known = self._buffers.get(id(buffer))
-        return known is not None and known.address == buffer.data_ptr() and id(schedule) in known.programs
+        return known is not None and known.place == _place(buffer) and id(schedule) in known.programs
 
     def run(self, schedule: Schedule, buffer: Tensor, tag: Tag) -> None:
         """Run `schedule`, of all ranks, on `buffer` [numel]. What was bound in another memory epoch is bound anew."""
@@ -72,8 +73,8 @@ class PreparedRuns:
         known = self._buffers.get(id(buffer))
         if known is None:
             finalize(buffer, self._buffers.pop, id(buffer), None)
-        if known is None or known.address != buffer.data_ptr():  # `Tensor.set_` moves it
-            known = self._buffers[id(buffer)] = _Known(buffer.data_ptr())
+        if known is None or known.place != _place(buffer):
+            known = self._buffers[id(buffer)] = _Known(_place(buffer))
         return known
 
     def _bind(self, schedule: Schedule, row: Tensor) -> BoundProgram:
@@ -82,6 +83,10 @@ class PreparedRuns:
         if key not in self._scratch or self._scratch[key].numel() < need:
             self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
         return bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
+
+
+def _place(buffer: Tensor) -> tuple[int, int]:
+    return buffer.data_ptr(), buffer.numel()
 
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:
