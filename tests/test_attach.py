@@ -117,18 +117,19 @@ def test_an_algorithm_that_does_not_keep_its_promise_is_refused(world, algorithm
 
 
 class Turned(commrt.Gossip):
-    """Gossip that sends the other way round, correct as well."""
+    """Gossip that sends the other way round from the step in `seed` on, which is correct as well."""
 
     def schedule(self, step, ranks):
         whole = super().schedule(step, ranks)
-        return whole.over([*range(ranks)][::-1])
+        return whole.over([*range(ranks)][::-1]) if step >= self.seed else whole
 
 
+@for_each("step", [0, 2])  # period 1 begins at 2
 @on_ranks(3)
-def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world):
+def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world, step):
     model = net()
-    with pytest.raises(UsageError, match=r"schedule\(0, 3\) is another than round\(\) makes: override both"):
-        commrt.attach(model, sgd(model), Turned(), world=world)
+    with pytest.raises(UsageError, match=rf"schedule\({step}, 3\) is another than round\(\) makes: override both"):
+        commrt.attach(model, sgd(model), Turned(seed=step), world=world)
 
 
 @for_each(

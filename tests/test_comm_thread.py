@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
 from threading import Event, Thread
 
@@ -11,6 +12,7 @@ from interrupts import interposed
 
 from commrt.errors import DeadlineExceeded, Place, TransportClosed
 from commrt.threads.comm_thread import CommThread, RecoveredError
+from commrt.threads.streams import Streams
 
 LIMIT_S = 20.0
 
@@ -125,3 +127,16 @@ def test_a_close_with_a_limit_does_not_wait_for_another_thread_that_is_stuck_in_
     go_on.set()
     thread.close(LIMIT_S)
     other.join()
+
+
+def test_a_signal_handler_may_close_the_thread_while_another_stream_becomes_the_current_one():
+    class Signalled(Streams):
+        def main_stream(self):
+            thread.close(5.0)  # as a handler that interrupts it
+            return nullcontext()
+
+    thread = CommThread(lambda error: None)
+    thread.streams = Signalled()
+    assert thread.run(lambda: "ran all the same").result(5.0) == "ran all the same"
+    with pytest.raises(TransportClosed):
+        thread.run(lambda: None)

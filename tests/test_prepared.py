@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections import defaultdict
+from weakref import finalize
 
 import pytest
 import torch
 
 import commrt
+from commrt.algorithms import tree
 from commrt.runtime import prepared
 from commrt.runtime.prepared import KEPT, PreparedRuns
 from commrt.schedule import COPY, Schedule, Step
@@ -59,23 +61,24 @@ def test_a_schedule_is_bound_to_a_buffer_once(bound_on):
     assert len(bound_on) == 2
 
 
-def test_what_is_bound_runs_on_its_caller_s_thread_unless_the_caller_goes_on(monkeypatch):
-    run_bound = PreparedRuns.run
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_a_gpu_what_is_bound_is_queued_by_its_caller_s_thread_unless_the_caller_goes_on(on_gpu, monkeypatch):
+    ran_on, run_bound, broadcast = defaultdict(list), PreparedRuns.run, tree.broadcast(2)  # which needs no kernel
 
     def noted(runs, *args):
         ran_on[runs].append(threading.get_ident())
         run_bound(runs, *args)
 
-    ran_on = defaultdict(list)
     monkeypatch.setattr(PreparedRuns, "run", noted)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
 
     def run(world):
         buffer = torch.zeros(10)
         for is_async in (False, False, True):
-            world.run(RING, buffer, async_op=is_async).wait()
+            world.run(broadcast, buffer, async_op=is_async).wait()
         return [thread == threading.get_ident() for thread in ran_on[world._prepared]]
 
-    assert run_ranks(2, run) == [[False, True, False]] * 2
+    assert run_ranks(2, run) == [[False, on_gpu, False]] * 2
 
 
 def test_a_buffer_that_lies_elsewhere_is_bound_anew():
@@ -87,6 +90,17 @@ def test_a_buffer_that_lies_elsewhere_is_bound_anew():
         return other.tolist()
 
     assert run_ranks(2, run) == [[10.0] * 10] * 2
+
+
+def test_a_buffer_of_another_dtype_is_bound_anew():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        buffer.data = buffer.data.view(torch.int32)
+        world.run(RING, buffer.fill_(1065353216))
+        return buffer.tolist()
+
+    assert run_ranks(2, run) == [[2 * 1065353216] * 10] * 2
 
 
 def test_a_buffer_that_has_become_shorter_is_bound_anew():
@@ -121,10 +135,26 @@ def test_a_program_is_forgotten_with_its_buffer(runs):
     assert runs._buffers == {}
 
 
+def test_a_buffer_that_lives_keeps_no_world_alive():
+    buffer, gone = torch.zeros(10), []
+
+    def run(world):
+        world.run(RING, mine := buffer if world.rank == 0 else torch.zeros(10))
+        finalize(world.transport, gone.append, world.rank)
+        return mine.numel()
+
+    assert run_ranks(2, run) == [10, 10]
+    gc.collect()
+    assert sorted(gone) == [0, 1]
+
+
 def test_what_was_bound_in_another_memory_epoch_is_bound_anew(bound_on):
-    epochs = iter([0, 0, 1, 1, 1])
-    runs, buffer = PreparedRuns(Nowhere(), lambda: next(epochs)), torch.zeros(10)
-    for _ in range(3):
+    epoch = [0]
+    runs, buffer = PreparedRuns(Nowhere(), lambda: epoch[0]), torch.zeros(10)
+    runs.run(RING, buffer, NOW)
+    epoch[0] = 1
+    assert not runs.has(RING, buffer)
+    for _ in range(2):
         runs.run(RING, buffer, NOW)
     assert len(bound_on) == 2
 

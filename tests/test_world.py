@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import commrt
 from commrt.algorithms import ring, tree
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import world as world_module
 from commrt.runtime.consistency import KEPT, SCHEDULES_KEPT, ConsistencyCheck
@@ -310,6 +310,20 @@ def test_a_buffer_that_cannot_work_is_refused_and_the_world_goes_on(unfit):
     buffers = [torch.ones(4) for _ in worlds]
     assert run_everywhere(worlds, ring.all_reduce(2), buffers) == [None, None]
     assert buffers[0].tolist() == [2.0] * 4
+
+
+def test_an_error_of_this_rank_alone_while_calls_are_compared_ends_the_world(monkeypatch):
+    def interrupted(*_):
+        raise UsageError("from a signal handler")
+
+    def run(world):
+        if world.rank == 0:
+            monkeypatch.setattr(world._consistency, "_gather", interrupted)
+        with pytest.raises(CommrtError):
+            world.run(commrt.Ring().schedule(0, 2), torch.zeros(4))
+        return world.closed
+
+    assert run_ranks(2, run) == [True, True]
 
 
 @pytest.mark.parametrize("make", [SharedTransport, lambda *args: GlooTransport(*args, LOOPBACK)])

@@ -243,15 +243,14 @@ class Collectives:
 
         Return (None, the sum) or (the error that all ranks found before anything was sent, the tensor).
         """
-        own, alone = call, not self._elastic.is_elastic and call.tensor.device.type == "cpu"
-        begin = self._comm_thread.run if alone else self._elastic.submit  # Ctrl-C cannot end a wait in CUDA or NCCL
+        own = call
         if before is not None and call.residual is not None:
             call.residual.copy_(before)
         if self._elastic.is_elastic:
             with torch.no_grad():
                 own = replace(call, tensor=call.layout.empty(call.layout.device).copy_(call.tensor))
         try:
-            begin(lambda: self._reduce_now(own, recorder)).result()
+            self._elastic.submit(lambda: self._reduce_now(own, recorder)).result()
         except DisagreementError as error:
             if self._comm_thread.failure is not None:
                 raise

@@ -99,8 +99,11 @@ class ConsistencyCheck:
         claim = f"{traits.digest} {buffer.numel()} {buffer.dtype}"
         try:
             self._compare_once(traits.players, claim)
+        except DisagreementError as refusal:  # any other error is of this rank alone
+            raise RecoveredError(refusal) from refusal
+        try:
             self._require_equal_chunks(schedule, buffer)
-        except (DisagreementError, UsageError) as refusal:
+        except UsageError as refusal:
             raise RecoveredError(refusal) from refusal
 
     def _require_equal_chunks(self, schedule: Schedule, buffer: Tensor) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
 
 from commrt.kernels.layout import GRANULE
-from commrt.program import chunk_bounds, program
+from commrt.program import chunk_bounds, member_program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.schedule import Schedule
 from commrt.transport.protocol import Tag, Transport
@@ -22,20 +22,24 @@ KEPT = 16
 """Programs that are kept for one buffer."""
 
 
+Place = tuple[int, int, torch.dtype]
+"""Address, elements and dtype of a buffer: ``set_``, ``resize_`` and ``buffer.data = ...`` change them."""
+
+
 @dataclass(slots=True)
 class _Known:
     """What is bound to one buffer."""
 
-    place: tuple[int, int]
-    """Address and elements: `Tensor.set_` and ``resize_`` change them."""
+    place: Place
     programs: dict[int, tuple[Schedule, BoundProgram]] = field(default_factory=dict)
     """By the identity of the schedule."""
 
 
 class PreparedRuns:
-    """The programs of `World.run`. Each is kept as long as its buffer lives and lies where it lay; all share scratch.
+    """The programs of `World.run`. Each is kept as long as its buffer lives; all share scratch memory.
 
-    One thread at a time calls `run`, and any thread `has`.
+    Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or dies. One thread at
+    a time calls `run`, and any thread the rest.
     """
 
     def __init__(self, transport: Transport, memory_epoch: Callable[[], int]) -> None:
@@ -46,7 +50,7 @@ class PreparedRuns:
 
     def has(self, schedule: Schedule, buffer: Tensor) -> bool:
         """Return True if `run` has nothing to bind."""
-        known = self._buffers.get(id(buffer))
+        known = self._buffers.get(id(buffer)) if self._memory_epoch == self._epoch_now() else None
         return known is not None and known.place == _place(buffer) and id(schedule) in known.programs
 
     def run(self, schedule: Schedule, buffer: Tensor, tag: Tag) -> None:
@@ -61,6 +65,10 @@ class PreparedRuns:
         self._buffers.clear()
         self._scratch.clear()
 
+    def forget_one(self, number: int) -> None:
+        """Let go of the memory of the buffer with this identity."""
+        self._buffers.pop(number, None)
+
     def _bound(self, schedule: Schedule, buffer: Tensor) -> BoundProgram:
         known = self._known(buffer)
         if id(schedule) not in known.programs:
@@ -72,21 +80,28 @@ class PreparedRuns:
     def _known(self, buffer: Tensor) -> _Known:
         known = self._buffers.get(id(buffer))
         if known is None:
-            finalize(buffer, self._buffers.pop, id(buffer), None)
+            finalize(buffer, _forget, ref(self), id(buffer)).atexit = False
         if known is None or known.place != _place(buffer):
             known = self._buffers[id(buffer)] = _Known(_place(buffer))
         return known
 
     def _bind(self, schedule: Schedule, row: Tensor) -> BoundProgram:
-        mine, bounds = program(schedule, self._transport.rank), cut(schedule, row)
+        ranks, bounds = schedule.ranks, cut(schedule, row)
+        mine = member_program(schedule, range(ranks), self._transport.rank, ranks)  # which remembers schedules
         need, key = scratch_numel(mine, row.numel(), bounds), (row.dtype, row.device)
         if key not in self._scratch or self._scratch[key].numel() < need:
             self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
         return bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
 
 
-def _place(buffer: Tensor) -> tuple[int, int]:
-    return buffer.data_ptr(), buffer.numel()
+def _place(buffer: Tensor) -> Place:
+    return buffer.data_ptr(), buffer.numel(), buffer.dtype
+
+
+def _forget(runs: ref[PreparedRuns], number: int) -> None:
+    """Forget the buffer that had this identity; does not keep the programs of other buffers alive."""
+    if (here := runs()) is not None:
+        here.forget_one(number)
 
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:

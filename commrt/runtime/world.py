@@ -151,8 +151,9 @@ class World:
         same sum in all chunks, as after an all-reduce or a broadcast. The call waits for the result, unless `async_op`:
         then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it first. The first time that
         it runs on so many elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
-        per rank. Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all
-        ranks if they differ; the world stays usable.
+        per rank. It stays bound to the buffer; on a GPU the calling thread queues what is bound. Before anything is
+        sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if they differ; the world
+        stays usable.
         """
         check_run(schedule, self.size, tag)
         run_same = self._consistency.compared(schedule, lambda row: self._prepared.run(schedule, row, tag))
@@ -161,7 +162,7 @@ class World:
                 self._collectives.run(schedule, buffer, run_same)
                 return Work(buffer, self.rank)
             self._consistency.require_possible(schedule, buffer)
-            is_ready = not async_op and self._prepared.has(schedule, buffer)
+            is_ready = buffer.is_cuda and not async_op and self._prepared.has(schedule, buffer)
             begin = self.comm_thread.run if is_ready else self.comm_thread.submit
             work = Work(buffer, self.rank, begin(lambda: run_same(buffer)))
             if not async_op:
@@ -347,6 +348,7 @@ class World:
         except BaseException:  # the communication thread still runs
             self.transport.abort()
             raise
+        self._prepared.forget()
         before_leave, self.hooks = self.hooks.before_leave, Hooks()
         before_leave()
         self.elastic.end_membership("it closed its world", finished=True)

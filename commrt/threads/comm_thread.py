@@ -173,7 +173,7 @@ class CommThread:
         future: TaskFuture[T] = TaskFuture()
         self.newest = future
         before = self.streams.record_event()
-        with self._turn, self.streams.main_stream():  # which Ctrl-C cannot leave taken, as it can an acquire()
+        with self.streams.main_stream(), self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
             self._runner = threading.current_thread()
             try:
                 self._run(task, future, before)

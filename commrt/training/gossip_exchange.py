@@ -65,7 +65,7 @@ class GossipExchange(WorldBroadcaster):
         """
         algorithm, ranks = self.algorithm, len(self.members)
         self._prove(algorithm.schedule(0, ranks))
-        for step in range(algorithm.period(ranks)):
+        for step in range(algorithm.period(ranks) + 1):  # the last one is of another permutation
             schedule, order = algorithm.round(step, ranks)
             self._proven(schedule)
             if schedule.over(order).digest() != algorithm.schedule(step, ranks).digest():
