@@ -70,7 +70,7 @@ OPTIONS = {
         ALGORITHM,
         {
             "--nbytes": SIZE, "--bucket-cap-mb": SIZE, "--jitter": SIZE, "--json": None, **SHARED, **SHAPES, **LAWS,
-            **LOCAL, "--size": mostly("64x64", "4096x1024", "0x1", "9x", "999999999x999999"), "--tflops": SIZE,
+            **LOCAL,
         },
     ),
     "plan": (

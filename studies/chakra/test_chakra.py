@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from random import Random
 
 import chakra_traces as chakra
+import commands
 import export
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from cases import for_each
 from chakra_traces import VALUES, Node, NodeType, Trace, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.torus import Torus2D
@@ -58,14 +59,7 @@ FEWER = settings(max_examples=30)
 SIZES = st.integers(1, 200).map(lambda values: 4 * values)
 
 
-def invoke(*args):
-    return CliRunner().invoke(export.app, [str(arg) for arg in args])
-
-
-def refused(*args):
-    with pytest.raises(UsageError) as refusal:
-        CliRunner().invoke(export.app, [str(arg) for arg in args], catch_exceptions=False)
-    return str(refusal.value)
+invoke, refused = (partial(run, program=export.app) for run in (commands.invoke, commands.refused))
 
 
 def nodes_of(found, kind):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the `commrt` command, or a program of a rank, in this process."""
+"""Run the `commrt` command, one of a study, or a program of a rank, in this process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from commrt.errors import UsageError
 from commrt.tools.commands.app import app, main
 
 
-def invoke(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+def invoke(*args, program=app):
+    return CliRunner().invoke(program, [str(arg) for arg in args], env={"COLUMNS": "200"})
 
 
-def told(*args):
+def told(*args, program=app):
     """Return what the command prints as JSON."""
-    result = invoke(*args, "--json")
+    result = invoke(*args, "--json", program=program)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-def refused(*args):
+def refused(*args, program=app):
     """Return the message with which the command refuses bad input."""
     with pytest.raises(UsageError) as refusal:
-        CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+        CliRunner().invoke(program, [str(arg) for arg in args], catch_exceptions=False)
     return str(refusal.value)
 
 

@@ -21,6 +21,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/FINDINGS.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "studies").rglob("*.md")),
 ]
 NOTES = ("with", "raises", "printed", "not run", "ranks")
 LANGUAGES = ("python", "sh", "toml", "text")
@@ -247,7 +249,8 @@ def _run_commands(pipe: Connection, name, environment):
     try:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            Path("examples").symlink_to(ROOT / "examples")  # pages name files of the checkout
+            for inside in ("examples", "studies"):  # pages name files of the checkout
+                Path(inside).symlink_to(ROOT / inside)
             ran = [
                 (block.line, "".join(_run_lines(block)))
                 for block in blocks(Path(name))
@@ -281,10 +284,12 @@ def commands(line):
 
 
 def run_command(words):
-    """What it printed. Only `commrt` is run; of other commands what they name must exist."""
+    """What it printed. Only `commrt` and programs of studies are run; of others what they name must exist."""
     first, *rest = words
     if first == "commrt":
         return _run_commrt(rest)
+    if first == "python" and rest[0].startswith("studies/"):
+        return _run_study(rest)
     if first == "make":
         _require_all([word for word in rest if "=" not in word], _targets(), "no target of the Makefile")
     elif first == "pip":
@@ -307,6 +312,16 @@ def run_command(words):
     elif first not in {"git", "cd"}:
         raise ValueError(f"{first!r} is no command that the harness knows: teach it, or write `text`")
     return ""
+
+
+def _run_study(words):
+    finds_its_folder = {**os.environ, "PYTHONSAFEPATH": "", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=finds_its_folder
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
 
 
 @cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_summa_example do."""
+"""What the ranks of test_summa_program do."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import sys
 from contextlib import redirect_stdout
 from datetime import timedelta
 from io import StringIO
-from pathlib import Path
 
+import summa
+import summa_layers
 import torch
 import torch.distributed as dist
 
 import commrt.c10d  # noqa: F401  # it registers the backend
 from commrt.runtime.executor import BoundProgram
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-import summa
-import summa_layers
 
 LETTERS, LENGTH, WIDTH, HEADS, LAYERS, SAMPLES = 36, 4, 12, 6, 2, 12
 LOST = 5

@@ -52,12 +52,9 @@ __all__ = [
     "RingCount",
     "Seed",
     "ShapeOptions",
-    "Sizes",
     "Steps",
     "TargetLoss",
     "TargetPicture",
-    "TensorOptions",
-    "Tflops",
     "TimesFile",
     "TopologyName",
     "Wire",
@@ -199,19 +196,6 @@ Outer = Annotated[
         help="Move the weights towards the average with Nesterov momentum, such as 0.7,0.5.",
     ),
 ]
-tensor_option = partial(typer.Option, rich_help_panel="Tensor parallelism")
-Sizes = Annotated[
-    list[str] | None,
-    tensor_option(
-        "--size",
-        metavar="TOKENSxWIDTH",
-        show_default="three sizes",
-        help="Tokens of a step and width of the layer; repeatable.",
-    ),
-]
-Tflops = Annotated[
-    float | None, tensor_option(help="TFLOP/s that a rank reaches, to add the time of computing to that of exchanges.")
-]
 Faults = Annotated[
     list[str] | None,
     option(
@@ -334,18 +318,6 @@ class LocalOptions(NamedTuple):
         values = self._asdict() | {"outer": None if self.outer is None else _outer(self.outer)}
         values |= {"inner": Direct()} if wire in CODINGS else {}
         return LocalSGD(**{name: value for name, value in values.items() if value is not None})
-
-
-class TensorOptions(NamedTuple):
-    """The options about tensor parallelism; None if an option was not given."""
-
-    sizes: Sequence[str] | None = None
-    """Each as TOKENSxWIDTH."""
-    tflops: float | None = None
-
-    def given(self) -> dict[str, object]:
-        """Return the options by name."""
-        return {"--size": self.sizes or None, "--tflops": self.tflops}
 
 
 def _outer(text: str) -> Nesterov:

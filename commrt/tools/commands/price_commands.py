@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -16,7 +15,6 @@ from commrt.tools.commands.options import (
     ExchangeOptions,
     LocalOptions,
     ShapeOptions,
-    TensorOptions,
     Wire,
     leave_out,
 )
@@ -75,12 +73,11 @@ def simulate(
         str,
         typer.Argument(
             help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; fsdp, for steps "
-            "with sharded parameters; tensor, for a layer whose matrices are split; or backup, for steps that wait for "
-            "some ranks."
+            "with sharded parameters; or backup, for steps that wait for some ranks."
         ),
     ],
     ranks: Annotated[
-        int | None, typer.Option(min=1, max=65536, show_default="4; tensor: 64; backup: 100", help="Number of ranks.")
+        int | None, typer.Option(min=1, max=65536, show_default="4; backup: 100", help="Number of ranks.")
     ] = None,
     cluster: opt.ClusterName = None,
     nbytes: opt.Nbytes = None,
@@ -108,8 +105,6 @@ def simulate(
     period: opt.Period = None,
     delay: opt.Delay = None,
     fragments: opt.Fragments = None,
-    size: opt.Sizes = None,
-    tflops: opt.Tflops = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate an exchange or a training step on a cluster.
@@ -119,11 +114,9 @@ def simulate(
     from commrt.tools.commands import simulate as command  # noqa: PLC0415  # commands are imported when called
     from commrt.tools.commands.verify import choose  # noqa: PLC0415
 
-    local, tensor = LocalOptions(period, delay, fragments), TensorOptions(size, tflops)
+    local = LocalOptions(period, delay, fragments)
     if algorithm != "local":
         leave_out(f"{algorithm} is not local SGD", local.given())
-    if algorithm != "tensor":
-        leave_out(f"{algorithm} splits no matrices", tensor.given())
     if algorithm == "backup":
         exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
         leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
@@ -140,15 +133,6 @@ def simulate(
 
         leave_out("fsdp is priced with each schedule that suits it", shape.given())
         fsdp.run(options, [wire.value], [bucket_cap_mb], as_json)
-        return
-    if algorithm == "tensor":
-        from commrt.tools.commands import simulate_tensor  # noqa: PLC0415
-
-        of_a_step = {"--nbytes": nbytes, "--model": model, "--batch": batch, "--compute-ms": compute_ms}
-        changed = {"--seed": seed or None, "--bucket-cap-mb": None if bucket_cap_mb == 25.0 else bucket_cap_mb}
-        leave_out("a layer is given by --size", of_a_step | changed | {"--jitter": jitter, "--steps": steps})
-        leave_out("a layer is priced on each grid that divides it", shape.given())
-        simulate_tensor.run(tensor, replace(options, ranks=ranks or simulate_tensor.RANKS), as_json)
         return
     chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))
     if algorithm == "local":

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
+import commands
+import price_layers
 import pytest
-from commands import invoke, refused, told
+from layer_costs import LayerSize, grids_of, in_one_dimension, layer_costs, on_grid, schedules_of
 
 from commrt import ScheduleError, UsageError
 from commrt.algorithms import summa
@@ -17,14 +20,6 @@ from commrt.proof import matrix_products
 from commrt.proof.replay import verify
 from commrt.proof.traffic import traffic
 from commrt.tools.planning.planner import exchange_plans
-from commrt.tools.planning.tensor_parallel import (
-    LayerSize,
-    grids_of,
-    in_one_dimension,
-    layer_costs,
-    on_grid,
-    schedules_of,
-)
 
 PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
     (6144, 3072): (149, 81, 93),
@@ -33,7 +28,10 @@ PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
 }
 
 
-COMMAND = ("simulate", "tensor", "--cluster", "h100", "--wire", "bf16", "--tflops", 400)
+COMMAND = ("--cluster", "h100", "--wire", "bf16", "--tflops", 400)
+invoke, refused, told = (
+    partial(run, program=price_layers.app) for run in (commands.invoke, commands.refused, commands.told)
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +67,14 @@ def test_a_layer_takes_its_exchanges_and_its_computing(record):
 
 
 def test_the_table_says_what_commrt_does_not_do():
-    text = invoke("simulate", "tensor", "--ranks", 8, "--size", "4096x1024").stdout
+    text = invoke("--ranks", 8, "--size", "4096x1024").stdout
     assert "[2, 2, 2]" in text
     assert "commrt splits no model for you" in text
 
 
 @pytest.mark.parametrize(("ranks", "layouts"), [(2, ["1-D"]), (4, ["1-D", "[2, 2, 1]"]), (9, ["[3, 3, 1]"])])
 def test_layouts_that_do_not_divide_the_layer_are_left_out(ranks, layouts):
-    record = told("simulate", "tensor", "--ranks", ranks, "--size", "1152x1023" if ranks == 9 else "4096x1024")
+    record = told("--ranks", ranks, "--size", "1152x1023" if ranks == 9 else "4096x1024")
     assert [row["layout"] for row in record["layouts"]] == layouts
 
 
@@ -125,7 +123,7 @@ def test_a_schedule_that_is_wrong_is_not_priced(monkeypatch, broken):
         return replace(whole, steps=lambda: islice(whole.steps(), 1, None))
 
     monkeypatch.setattr(summa, broken, without_a_step)
-    result = invoke("simulate", "tensor", "--ranks", 4, "--size", "64x64")
+    result = invoke("--ranks", 4, "--size", "64x64")
     assert isinstance(result.exception, ScheduleError)
 
 
@@ -143,20 +141,13 @@ def test_a_layer_that_no_layout_divides_is_refused():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["tensor", "--size", "3x"], "write tokens x width, such as 6144x3072"),
-        (["tensor", "--size", "0x64"], "write tokens x width"),
-        (["tensor", "--ranks", 1], "over 2 to 256 ranks"),
-        (["tensor", "--ranks", 512], "over 2 to 256 ranks"),
-        (["tensor", "--tflops", 0], "give what a rank computes per second"),
-        (["tensor", "--wire", "int8"], "activations travel as numbers; give fp32, bf16 or fp16"),
-        (["tensor", "--model", "resnet50"], "a layer is given by --size: leave --model out"),
-        (["tensor", "--grid", "2x2"], "leave --grid out"),
-        (["tensor", "--seed", 4], "leave --seed out"),
-        (["tensor", "--bucket-cap-mb", 4], "leave --bucket-cap-mb out"),
-        (["tensor", "--period", 4], "tensor is not local SGD: leave --period out"),
-        (["ring", "--nbytes", 8, "--size", "64x64"], "ring splits no matrices: leave --size out"),
-        (["ring", "--nbytes", 8, "--tflops", 3], "ring splits no matrices: leave --tflops out"),
+        (["--size", "3x"], "write tokens x width, such as 6144x3072"),
+        (["--size", "0x64"], "write tokens x width"),
+        (["--ranks", 1], "over 2 to 256 ranks"),
+        (["--ranks", 512], "over 2 to 256 ranks"),
+        (["--tflops", 0], "give what a rank computes per second"),
+        (["--wire", "int8"], "activations travel as numbers; give fp32, bf16 or fp16"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(args, says):
-    assert says in refused("simulate", *args)
+    assert says in refused(*args)

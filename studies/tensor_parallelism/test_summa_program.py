@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of 2.5-D tensor parallelism equals one process, moves the bytes of its formula, and names a lost rank."""
+"""The program of 2.5-D tensor parallelism equals one process, moves the bytes of its formula, and names a lost rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from commrt.testing.processes import run_processes
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "summa.py"
+EXAMPLE = Path(__file__).parent / "summa.py"
 
 pytestmark = pytest.mark.processes
 

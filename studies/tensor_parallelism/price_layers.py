@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate tensor``: what a transformer layer exchanges whose matrices are split. Needs no torch."""
+"""What a transformer layer exchanges whose matrices are split: ``python studies/tensor_parallelism/price_layers.py``.
+
+Each layout is proven, then priced. Needs no torch.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from layer_costs import LayerCost, LayerSize, layer_costs  # of this folder
 from rich.console import Console
 from rich.table import Table
 
@@ -17,47 +22,69 @@ from commrt.pricing.wires import CODINGS, ITEMS, wire_nbytes
 from commrt.proof import matrix_products
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.tools.commands import options as opt
+from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, ExchangeOptions, TensorOptions
-from commrt.tools.planning.tensor_parallel import LayerCost, LayerSize, layer_costs
+from commrt.tools.commands.options import CLUSTER, Wire
 
-__all__ = ["RANKS", "run"]
+__all__ = ["app"]
 
-RANKS, MOST_RANKS = 64, 256
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+MOST_RANKS = 256
 MIN_WIDTH = 140
 """Of the table: names that are cut off cannot be told apart."""
 SIZES = "6144x3072", "16384x4096", "98304x8192"
 """Priced if no --size is given: few, more and many tokens for each unit of width."""
-ONLY_PRICED = "commrt splits no model for you: examples/summa.py shows how a program does it on commrt's backend"
+ONLY_PRICED = (
+    "commrt splits no model for you: summa.py, of this folder, shows how a program does it on commrt's backend"
+)
 
 
-def run(tensor: TensorOptions, options: ExchangeOptions, as_json: bool) -> None:
-    """Prove and price the schedules of each layout and size, and print them; raises `UsageError`."""
-    sizes, cluster = _checked(tensor, options)
-    itemsize = int(wire_nbytes(1, ITEMS[options.wire]))
-    costs = {size: layer_costs(cluster, options.ranks, size, itemsize) for size in sizes}
-    for cost in {(cost.layout, cost.by): cost for each in costs.values() for cost in each}.values():
-        _prove(cost, options.ranks)
-    rows = [_record(size, cost, options.ranks, tensor.tflops) for size, each in costs.items() for cost in each]
+@app.command()
+def price_layers(
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 64,
+    cluster: opt.ClusterName = None,
+    wire: opt.WireDtype = Wire.fp32,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENSxWIDTH",
+            show_default="three sizes",
+            help="Tokens of a step and width of the layer; repeatable.",
+        ),
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="TFLOP/s that a rank reaches, to add the time of computing to that of exchanges."),
+    ] = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Prove and price the schedules of each layout and size, on each grid that divides the layer."""
+    _require_possible(wire.value, ranks, tflops)
+    described = Cluster.named(cluster or CLUSTER)
+    described.require_room(ranks)
+    sizes, itemsize = [_size(text) for text in size or SIZES], int(wire_nbytes(1, ITEMS[wire.value]))
+    costs = {each: layer_costs(described, ranks, each, itemsize) for each in sizes}
+    for cost in {(cost.layout, cost.by): cost for found in costs.values() for cost in found}.values():
+        _prove(cost, ranks)
+    rows = [_record(each, cost, ranks, tflops) for each, found in costs.items() for cost in found]
     if as_json:
-        print(json_of({"cluster": cluster.name, "ranks": options.ranks, "wire": options.wire, "layouts": rows}))
+        print(json_of({"cluster": described.name, "ranks": ranks, "wire": wire.value, "layouts": rows}))
         return
-    table = _table(f"a transformer layer on {options.ranks} ranks of {cluster.name}, {options.wire}", rows)
+    table = _table(f"a transformer layer on {ranks} ranks of {described.name}, {wire.value}", rows)
     Console(width=max(Console().width, MIN_WIDTH)).print(table)
     print(ONLY_PRICED)
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(f"{described.name}: {' '.join(described.about.split())}")
 
 
-def _checked(tensor: TensorOptions, options: ExchangeOptions) -> tuple[list[LayerSize], Cluster]:
-    if options.wire in CODINGS:
-        raise UsageError(f"--wire {options.wire}: activations travel as numbers; give fp32, bf16 or fp16")
-    if not 2 <= options.ranks <= MOST_RANKS:
-        raise UsageError(f"--ranks {options.ranks}: a layer is split over 2 to {MOST_RANKS} ranks")
-    if tensor.tflops is not None and not 0 < tensor.tflops < 1e9:
-        raise UsageError(f"--tflops {tensor.tflops:g}: give what a rank computes per second, such as 300")
-    cluster = Cluster.named(options.cluster or CLUSTER)
-    cluster.require_room(options.ranks)
-    return [_size(text) for text in tensor.sizes or SIZES], cluster
+def _require_possible(wire: str, ranks: int, tflops: float | None) -> None:
+    if wire in CODINGS:
+        raise UsageError(f"--wire {wire}: activations travel as numbers; give fp32, bf16 or fp16")
+    if not 2 <= ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks {ranks}: a layer is split over 2 to {MOST_RANKS} ranks")
+    if tflops is not None and not 0 < tflops < 1e9:
+        raise UsageError(f"--tflops {tflops:g}: give what a rank computes per second, such as 300")
 
 
 def _size(text: str) -> LayerSize:
@@ -109,3 +136,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         )
         table.add_row(f"{row['tokens']:,} x {row['width']:,}" if is_first else "", *cells)
     return table
+
+
+if __name__ == "__main__":
+    main(app)
