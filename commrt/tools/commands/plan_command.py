@@ -21,7 +21,6 @@ TAKEN = {
     "--collective": ("a collective has no training step", {"--nbytes"}),
     "--target-loss": ("a time to --target-loss is planned without it", {"--model", "--compute-ms", "--wire", *FILES}),
     "--fsdp": ("--fsdp prices steps of a model, without backups", {*STEP, "--wire"}),
-    "--hybrid": ("--hybrid prices steps of a model, with fp32 and without backups", STEP),
 }
 """For each kind of plan, why it leaves options out, and those that it takes besides --ranks, --cluster and --json."""
 
@@ -55,14 +54,6 @@ def plan(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
-    hybrid: Annotated[
-        bool,
-        typer.Option(
-            "--hybrid",
-            help="With --model: price steps in which groups of ranks share fully connected layers. commrt does not run "
-            "them.",
-        ),
-    ] = False,
     target_loss: opt.TargetLoss = None,
     curves: opt.Curves = None,
     more_curves: opt.MoreCurves = None,
@@ -72,15 +63,15 @@ def plan(
     """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
     With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
-    --fsdp, steps whose parameters are sharded. With --hybrid, the layers that groups of ranks should share. With
-    --target-loss and --curves, which way of training reaches a loss first, on how many ranks.
+    --fsdp, steps whose parameters are sharded. With --target-loss and --curves, which way of training reaches a loss
+    first, on how many ranks.
     """
     options = ExchangeOptions(
         ranks or 4, cluster, nbytes, model, "fp32" if wire is None else wire.value, batch=batch, compute_ms=compute_ms
     )
     slow = BackupOptions(ranks, steps, seed or 0, law, parameters or [], times, exponent)
     given: dict[str, object] = {"--collective": collective, "--target-loss": target_loss, "--fsdp": is_sharded or None}
-    given |= {"--hybrid": hybrid or None, "--nbytes": nbytes, "--model": model, "--wire": wire, "--batch": batch}
+    given |= {"--nbytes": nbytes, "--model": model, "--wire": wire, "--batch": batch}
     given |= {"--compute-ms": compute_ms, "--backups": backups, "--curves": curves or None, "--out": out}
     given |= {"FILES": more_curves or None, "--seed": seed} | slow.given()
     kind = _kind(given)
@@ -99,10 +90,6 @@ def plan(
         from commrt.tools.commands import fsdp  # noqa: PLC0415
 
         fsdp.run(options, _wires(wire), fsdp.UNITS_MB, as_json)
-    elif kind == "--hybrid":
-        from commrt.tools.commands import plan_hybrid  # noqa: PLC0415
-
-        plan_hybrid.run(options, as_json)
     else:
         if backups is None:
             leave_out("without --backups no rank is slow", {"--seed": seed} | slow.given())

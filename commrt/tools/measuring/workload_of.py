@@ -48,7 +48,7 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     where they are used first. Parameters that are frozen have no gradient to exchange. Products of matrices,
     convolutions, attention and recurrent layers are counted, and everything else is free.
 
-    An `nn.Linear` that runs once, with one row for each sample, also has its shape, for ``commrt plan --hybrid``.
+    An `nn.Linear` that runs once, with one row for each sample, also has its shape, for ``studies/hybrid_parallelism``.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> workload_of(model, torch.zeros(16, 4), name="mlp").layers[1].facts()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare prices of hybrid steps with a published scaling study: ``python bench/das2016.py``. Nothing is trained.
+"""Compare prices with a published scaling study: ``python studies/hybrid_parallelism/das2016.py``. Nothing is trained.
 
 Das et al., "Distributed Deep Learning Using Synchronous Stochastic Gradient Descent", 2016 (arXiv 1602.06709), give six
-speed-ups over one node. The clusters are described in examples/clusters. One number is fitted: the share of full speed
-that kernels reach with 4 images per node. All other assumptions are printed. ``--fit`` fits that number again.
+speed-ups over one node. The clusters are described in the folder clusters. One number is fitted: the share of full
+speed that kernels reach with 4 images per node. All other assumptions are printed. ``--fit`` fits that number again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 
+from plan_hybrid import predict  # of this folder
+
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands.options import ExchangeOptions, workload_of
-from commrt.tools.commands.plan_hybrid import predict
 
 __all__ = ["ASSUMPTIONS", "POINTS", "Point", "Result", "result"]
 
-CLUSTERS = Path(__file__).parent.parent / "examples" / "clusters"
+CLUSTERS = Path(__file__).parent / "clusters"
 CLOSE = 0.2
 """A predicted speed-up is near the published one if it differs by at most this part."""
 OTHER_BATCHES = 256, 1024, 2048
@@ -35,7 +36,7 @@ class Point:
 
     name: str
     cluster: str
-    """File in examples/clusters, without its ending."""
+    """File in the folder clusters, without its ending."""
     model: str
     nodes: int
     samples: int

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices of steps in which groups of ranks share fully connected layers, and `commrt plan --hybrid`."""
+"""Prices of steps in which groups of ranks share fully connected layers, and the programs of this folder."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 
+import commands
+import das2016
+import plan_hybrid
 import pytest
-from commands import invoke, refused, told
+import torch
+from hybrid_prices import BUCKET_NBYTES, HybridPricing, closed_form_groups
+from torch import nn
 
+import commrt
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.pricing.price import Pricing
-from commrt.tools.planning.hybrid import BUCKET_NBYTES, HybridPricing, closed_form_groups
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.workload import Layer, Workload
 
-CLUSTERS = Path(__file__).parent.parent / "examples" / "clusters"
+CLUSTERS = Path(__file__).parent / "clusters"
+invoke, refused, told = (
+    partial(run, program=plan_hybrid.app) for run in (commands.invoke, commands.refused, commands.told)
+)
 DENSE = Workload("dense", (Layer(4_001_000, 4e6, 4000, 1000),))
 
 
@@ -158,33 +167,25 @@ def test_steps_that_cannot_be_priced_are_refused_in_words(arguments, says):
 # A published study --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(CLUSTERS.parent.parent / "bench"))
-    import das2016  # noqa: PLC0415  # of the folder bench
-
-    return das2016
-
-
-def test_five_of_six_published_speed_ups_are_predicted_within_20_percent_and_the_page_has_these_figures(study):
-    results = [study.result(point) for point in study.POINTS]
+def test_five_of_six_published_speed_ups_are_predicted_within_20_percent_and_the_page_has_these_figures():
+    results = [das2016.result(point) for point in das2016.POINTS]
     assert [each.point.name for each in results if not each.is_close] == ["CD-DNN, 16 nodes"]
-    page = (CLUSTERS.parent.parent / "docs" / "simulate.md").read_text()
+    page = (CLUSTERS.parent / "README.md").read_text()
     for each in results:
         shown = f"| {each.data_parallel:.1f} | {each.hybrid:.1f} | {100 * each.off:+.0f} % |"
         assert shown in page, each.point.name
 
 
-def test_without_the_fitted_number_fewer_points_are_near(study):
-    results = [study.result(point, **study.efficiency(1.0)) for point in study.POINTS[1:]]
+def test_without_the_fitted_number_fewer_points_are_near():
+    results = [das2016.result(point, **das2016.efficiency(1.0)) for point in das2016.POINTS[1:]]
     assert [each.is_close for each in results] == [True, False, True, True, False]
 
 
-def test_what_is_recalled_is_printed_as_recalled(study, monkeypatch):
-    monkeypatch.setattr(study, "sensitivities", lambda: iter(()))
-    monkeypatch.setattr(study, "POINTS", study.POINTS[-2:])
-    said = "\n".join(study.report())
-    assert study.ASSUMPTIONS in said
+def test_what_is_recalled_is_printed_as_recalled(monkeypatch):
+    monkeypatch.setattr(das2016, "sensitivities", lambda: iter(()))
+    monkeypatch.setattr(das2016, "POINTS", das2016.POINTS[-2:])
+    said = "\n".join(das2016.report())
+    assert das2016.ASSUMPTIONS in said
     assert "| 11.9x | 4.0x | 11.3x | -5% | 2 2 2 | recalled |" in said
     assert "within 20%: 1 of 2, with one fitted number" in said
     assert "the number of frames in a step is unknown" in said
@@ -192,7 +193,7 @@ def test_what_is_recalled_is_printed_as_recalled(study, monkeypatch):
 
 # The command --------------------------------------------------------------------------------------------------------
 
-FDR = ("plan", "--hybrid", "--cluster", CLUSTERS / "das2016-fdr.toml", "--model", "vgg_a")
+FDR = ("--cluster", CLUSTERS / "das2016-fdr.toml", "--model", "vgg_a")
 
 
 def test_the_command_tells_what_each_layer_exchanges_and_what_that_gains():
@@ -219,7 +220,7 @@ def test_the_command_says_that_hybrid_steps_are_not_run():
 def test_the_command_says_whether_hybrid_steps_gain_over_the_best_data_parallel_plan(batch, gains):
     args = (*FDR, "--ranks", 8, "--batch", batch)
     record = told(*args)
-    plain = told("plan", *FDR[FDR.index("--hybrid") + 1 :], "--ranks", 8, "--batch", batch, "--wire", "fp32")["best"]
+    plain = commands.told("plan", *args, "--wire", "fp32")["best"]
     assert record["data_parallel_plan"]["step_seconds"] == plain["step_seconds"]
     assert record["gains"] is (record["hybrid"]["step_seconds"] < plain["step_seconds"])
     assert (record["gains"], "gains nothing here" in invoke(*args).stdout) == (gains, not gains)
@@ -234,16 +235,17 @@ def test_a_given_time_of_computing_is_that_of_a_step_of_the_batch():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--nbytes", 5], "prices steps of a model, with fp32 and without backups: leave --nbytes out"),
-        (["--wire", "bf16"], "leave --wire out"),
-        (["--backups", 1], "leave --backups out"),
-        (["--law", "slow"], "leave --law out"),
-        (["--collective", "broadcast"], "a collective has no training step: leave --hybrid out"),
-        ([], "--hybrid plans the step of a model: give --model"),
         (["--model", "1e6"], "how long a step of 1,000,000 parameters computes"),
         (["--model", "1e6", "--compute-ms", 5], "no fully connected layer of 1,000,000 parameters"),
         (["--model", "vgg_a", "--ranks", 2048, "--compute-ms", 5], "hybrid parallelism of 2,048 ranks"),
     ],
 )
 def test_options_that_do_not_fit_hybrid_plans_are_refused_in_words(args, says):
-    assert says in refused("plan", "--hybrid", *args)
+    assert says in refused(*args)
+
+
+def test_a_model_of_one_s_own_has_its_fully_connected_layers(tmp_path):
+    file, model = tmp_path / "mine.json", nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    commrt.workload_of(model, torch.zeros(1, 512), name="mine").save(file)
+    hybrid = told("--ranks", 8, "--model", file, "--compute-ms", 30, "--batch", 4)
+    assert [(layer["inputs"], layer["outputs"]) for layer in hybrid["layers"]] == [(512, 512)] * 2

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan --hybrid``: which layers groups of ranks should share, and what that gains. Needs no torch."""
+"""Which layers groups of ranks should share, and what that gains: ``python studies/hybrid_parallelism/plan_hybrid.py``.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from hybrid_prices import HybridPricing, HybridStep, RunCost, closed_form_groups  # of this folder
 from rich.console import Console
 from rich.table import Table
 
-from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
+from commrt.tools.commands import options as opt
+from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import BATCH, CLUSTER, ExchangeOptions, compute_of, workload_of
-from commrt.tools.planning.hybrid import HybridPricing, HybridStep, RunCost, closed_form_groups
 from commrt.tools.planning.planner import Plan, step_plans
 from commrt.tools.planning.workload import Workload
 
-__all__ = ["Prediction", "predict", "run"]
+__all__ = ["Prediction", "app", "predict"]
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 ONLY_PRICED = "commrt runs data parallelism only: hybrid parallelism is priced here, not run"
 COLUMNS = ("layers", "shape", "parallel", "groups", "closed form", "act., MB", "grad., MB", "act., ms", "grad., ms")
@@ -60,25 +67,28 @@ def predict(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> P
     return Prediction(best, pricing.uniform(options.ranks), plan, tuple(pricing.costs(best)), one_rank_s)
 
 
-def run(options: ExchangeOptions, as_json: bool) -> None:
-    """Find the best groups for each layer, and print them with what each layer exchanges; raises `UsageError`."""
-    if options.model is None:
-        raise UsageError("--hybrid plans the step of a model: give --model, such as vgg_a")
+@app.command()
+def plan_hybrid(
+    model: Annotated[str, typer.Option(help="vgg_a, overfeat_fast, cd_dnn, resnet50, or a file of commrt.Workload.")],
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks.")] = 4,
+    cluster: opt.ClusterName = None,
+    batch: opt.Batch = None,
+    compute_ms: opt.ComputeMs = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Find the best groups of ranks for each fully connected layer, and print what each layer then exchanges."""
+    options = ExchangeOptions(ranks, cluster, None, model, batch=batch, compute_ms=compute_ms)
     options.check_numbers()
-    cluster, workload = Cluster.named(options.cluster or CLUSTER), workload_of(options.model)
-    found = predict(options, workload, cluster)
+    described, workload = Cluster.named(cluster or CLUSTER), workload_of(model)
+    found = predict(options, workload, described)
     if as_json:
-        print(
-            json_of(
-                {"cluster": cluster.name, "ranks": options.ranks, "model": workload.name, **_record(options, found)}
-            )
-        )
+        told = {"cluster": described.name, "ranks": ranks, "model": workload.name}
+        print(json_of(told | _record(options, found)))
         return
-    batch = options.batch or BATCH
-    _show(f"{workload.name} on {options.ranks:,} ranks of {cluster.name}, {batch:,} samples each", options, found)
-    for line in (_step_sentence(found.hybrid), _gain_sentence(found, options.ranks), ONLY_PRICED):
+    _show(f"{workload.name} on {ranks:,} ranks of {described.name}, {batch or BATCH:,} samples each", options, found)
+    for line in (_step_sentence(found.hybrid), _gain_sentence(found, ranks), ONLY_PRICED):
         print(line)
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(f"{described.name}: {' '.join(described.about.split())}")
 
 
 def _record(options: ExchangeOptions, found: Prediction) -> dict[str, Any]:
@@ -169,3 +179,7 @@ def _gain_sentence(found: Prediction, ranks: int) -> str:
         f"with {plan.name}, {found.speed_up(plan):.1f} times, with steps of {1e3 * plan.seconds:.2f} ms"
     )
     return told if found.gains else f"{told}\nhybrid parallelism gains nothing here: take data parallelism"
+
+
+if __name__ == "__main__":
+    main(app)
