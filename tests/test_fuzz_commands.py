@@ -76,7 +76,7 @@ OPTIONS = {
     "plan": (
         None,
         {
-            "--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"), "--fsdp": None,
+            "--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"),
             "--target-loss": SIZE, "--curves": FILE, "--out": mostly("a.svg", "a.txt", "/"), "--json": None, **SHARED,
             **LAWS,
         },

@@ -15,12 +15,10 @@ from commrt.tools.commands.options import BackupOptions, ExchangeOptions, Wire, 
 
 __all__ = ["plan"]
 
-STEP = frozenset({"--model", "--batch", "--compute-ms"})
 FILES = frozenset({"--curves", "FILES", "--out"})
 TAKEN = {
     "--collective": ("a collective has no training step", {"--nbytes"}),
     "--target-loss": ("a time to --target-loss is planned without it", {"--model", "--compute-ms", "--wire", *FILES}),
-    "--fsdp": ("--fsdp prices steps of a model, without backups", {*STEP, "--wire"}),
 }
 """For each kind of plan, why it leaves options out, and those that it takes besides --ranks, --cluster and --json."""
 
@@ -42,9 +40,6 @@ def plan(
             "reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier."
         ),
     ] = None,
-    is_sharded: Annotated[
-        bool, typer.Option("--fsdp", help="With --model: plan FSDP, which shards the parameters over the ranks.")
-    ] = False,
     backups: Annotated[
         str | None, typer.Option(help="With --model: auto, or a number of ranks that a step does not wait for.")
     ] = None,
@@ -63,14 +58,13 @@ def plan(
     """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
     With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
-    --fsdp, steps whose parameters are sharded. With --target-loss and --curves, which way of training reaches a loss
-    first, on how many ranks.
+    --target-loss and --curves, which way of training reaches a loss first, on how many ranks.
     """
     options = ExchangeOptions(
         ranks or 4, cluster, nbytes, model, "fp32" if wire is None else wire.value, batch=batch, compute_ms=compute_ms
     )
     slow = BackupOptions(ranks, steps, seed or 0, law, parameters or [], times, exponent)
-    given: dict[str, object] = {"--collective": collective, "--target-loss": target_loss, "--fsdp": is_sharded or None}
+    given: dict[str, object] = {"--collective": collective, "--target-loss": target_loss}
     given |= {"--nbytes": nbytes, "--model": model, "--wire": wire, "--batch": batch}
     given |= {"--compute-ms": compute_ms, "--backups": backups, "--curves": curves or None, "--out": out}
     given |= {"FILES": more_curves or None, "--seed": seed} | slow.given()
@@ -86,10 +80,6 @@ def plan(
             raise UsageError(f"what is {more_curves[0]}? Write --curves before files of curves")
         files = [*(curves or ()), *(more_curves or ())]
         plan_target.run(files, target_loss or 0.0, ranks, options, wire and wire.value, as_json, out)
-    elif kind == "--fsdp":
-        from commrt.tools.commands import fsdp  # noqa: PLC0415
-
-        fsdp.run(options, _wires(wire), fsdp.UNITS_MB, as_json)
     else:
         if backups is None:
             leave_out("without --backups no rank is slow", {"--seed": seed} | slow.given())

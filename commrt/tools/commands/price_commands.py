@@ -72,8 +72,8 @@ def simulate(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; fsdp, for steps "
-            "with sharded parameters; or backup, for steps that wait for some ranks."
+            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; or "
+            "backup, for steps that wait for some ranks."
         ),
     ],
     ranks: Annotated[
@@ -128,12 +128,6 @@ def simulate(
         ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
     )
     shape = ShapeOptions(grid, both_ways, topology, within, rings)
-    if algorithm == "fsdp":
-        from commrt.tools.commands import fsdp  # noqa: PLC0415
-
-        leave_out("fsdp is priced with each schedule that suits it", shape.given())
-        fsdp.run(options, [wire.value], [bucket_cap_mb], as_json)
-        return
     chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))
     if algorithm == "local":
         from commrt.tools.commands import simulate_local  # noqa: PLC0415

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with sharded parameters: their halves of all-reduces, their times, and the commands that show them."""
+"""Steps with sharded parameters: their halves of all-reduces, their times, and the program that shows them."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import commands
 import numpy as np
+import price_fsdp
 import pytest
 from cases import for_each
-from commands import invoke, refused, told
+from sharded_steps import Halves, Unit, halves_of, sharded_step, sharding_candidates, units_of
 
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
@@ -16,12 +20,15 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.pricing.price import Pricing
 from commrt.schedule import ADD, Schedule
-from commrt.tools.planning.sharded import Halves, Unit, halves_of, sharded_step, sharding_candidates, units_of
 from commrt.tools.planning.workload import FORWARD, Workload
 
 SLOW = Cluster("slow", "", 1, Link(0.0, 1.0), Between(0.0, 1.0))
 UNITS = [Unit(250_000, 0.25)] * 4
-FSDP = ("simulate", "fsdp", "--ranks", 8, "--cluster", "ethernet-10g", "--model", "4e6", "--compute-ms", 100)
+FSDP = ("--ranks", 8, "--cluster", "ethernet-10g", "--model", "4e6", "--compute-ms", 100)
+ONE_WAY = (*FSDP, "--wire", "fp32", "--unit-mb", 25)
+invoke, refused, told = (
+    partial(run, program=price_fsdp.app) for run in (commands.invoke, commands.refused, commands.told)
+)
 
 
 def halves(algorithm, ranks, cluster=SLOW):
@@ -115,21 +122,21 @@ def test_a_schedule_that_copies_before_it_adds_has_no_halves():
     assert halves_of(Schedule("other", 4, 4, lambda: reversed([*ring.steps()]))) is None
 
 
-def test_simulate_tells_fsdp_beside_replicated_parameters():
-    record = told(*FSDP)
+def test_fsdp_stands_beside_replicated_parameters():
+    record = told(*ONE_WAY)
     assert record["best"] == min(record["plans"], key=lambda each: each["step_seconds"])
     assert record["best"]["exposed_seconds"] == pytest.approx(record["best"]["step_seconds"] - 0.1)
     assert record["replicated"]["step_seconds"] <= record["best"]["step_seconds"]
 
 
-def test_plan_fsdp_searches_units_and_wires():
-    record = told("plan", "--fsdp", *FSDP[2:])
+def test_units_and_wires_are_searched():
+    record = told(*FSDP)
     assert {each["wire"] for each in record["plans"]} == {"fp32", "bf16"}
-    assert record["best"]["step_seconds"] <= told(*FSDP)["best"]["step_seconds"]
+    assert record["best"]["step_seconds"] <= told(*ONE_WAY)["best"]["step_seconds"]
 
 
 def test_the_table_names_the_memory_of_a_rank():
-    shown = invoke(*FSDP).output
+    shown = invoke(*ONE_WAY).output
     assert "4.0 MB, and up to two units of" in shown
     assert "replicated 32.0 MB" in shown
 
@@ -137,19 +144,11 @@ def test_the_table_names_the_memory_of_a_rank():
 @for_each(
     ("args", "said"),
     [
-        (("--grid", "4x2"), "leave --grid out"),
-        (("--jitter", "0.1"), "leave --jitter out"),
-        (("--wire", "int8"), "FSDP gathers parameters"),
-        (("--nbytes", "1e6"), "leave --nbytes out"),
+        (("--wire", "int8"), "codes would round the parameters"),
+        (("--unit-mb", "0"), "give a size above 0"),
+        (("--ranks", 2048), "priced up to 1,024 ranks"),
+        (("--cluster", "mars"), "no cluster is called 'mars'"),
     ],
 )
-def test_options_that_fsdp_would_ignore_are_refused(args, said):
+def test_what_cannot_be_priced_is_refused(args, said):
     assert said in refused(*FSDP, *args)
-
-
-def test_plan_refuses_fsdp_with_backups():
-    assert "leave --backups out" in refused("plan", "--fsdp", "--backups", "1", *FSDP[2:])
-
-
-def test_more_ranks_than_can_be_priced_soon_are_refused():
-    assert "priced up to 1,024 ranks" in refused(*FSDP[:2], "--ranks", 2048, *FSDP[4:])

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate fsdp`` and ``commrt plan --fsdp``: a step whose parameters are sharded. Needs no torch."""
+"""The price of a step whose parameters are sharded: ``python studies/fsdp/price_fsdp.py``. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
+from sharded_steps import Halves, ShardedStep, sharded_step, sharding_candidates, units_of  # of this folder
 
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
@@ -16,20 +18,23 @@ from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
+from commrt.tools.commands import options as opt
+from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, ExchangeOptions, compute_of, workload_of
+from commrt.tools.commands.options import CLUSTER, ExchangeOptions, Wire, compute_of, workload_of
 from commrt.tools.planning.planner import CAPS_MB, Plan, short_name, step_plans
-from commrt.tools.planning.sharded import Halves, ShardedStep, sharded_step, sharding_candidates, units_of
 from commrt.tools.planning.workload import Workload
 
-__all__ = ["run"]
+__all__ = ["app"]
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 SHOWN = 6
 MIN_WIDTH = 140
 """Of the table: names that are cut off cannot be told apart."""
 MOST_RANKS = 1024
 UNITS_MB = (*CAPS_MB, 200.0, 400.0)
-"""Sizes of units that a plan tries."""
+"""Sizes of units that are tried."""
 OFFERED = Ring, HalvingDoubling, Direct
 """Algorithms whose halves the backend of torch.distributed has."""
 
@@ -57,34 +62,38 @@ class _Row:
         }
 
 
-def run(options: ExchangeOptions, wires: Sequence[str], units_mb: Sequence[float], as_json: bool) -> None:
-    """Price a step of FSDP with each schedule and wire, each with its best unit; print the best; raises `UsageError`.
-
-    A step that replicates the parameters stands beside it.
-    """
-    workload, cluster = _checked(options, wires)
-    compute_s, _ = compute_of(options, workload, cluster)
-    rows = _rows(options.ranks, workload, cluster, compute_s, wires, units_mb)
-    replicated = step_plans(cluster, options.ranks, workload, compute_s, wires)[0]
+@app.command()
+def price_fsdp(
+    model: Annotated[str, typer.Option(help="As for commrt simulate, such as resnet50 or transformer:2048x24x1024.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 4,
+    cluster: opt.ClusterName = None,
+    wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help="What travels.")] = None,
+    unit_mb: Annotated[
+        float | None, typer.Option(show_default="the best of several", help="Size of a unit of layers in fp32, in MB.")
+    ] = None,
+    batch: opt.Batch = None,
+    compute_ms: opt.ComputeMs = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Price a step of FSDP with each schedule, wire and unit, beside a step that replicates the parameters."""
+    wires = ["fp32", "bf16"] if wire is None else [wire.value]
+    options = ExchangeOptions(ranks, cluster, None, model, wires[0], batch=batch, compute_ms=compute_ms)
+    workload, described = _checked(options)
+    compute_s, _ = compute_of(options, workload, described)
+    rows = _rows(ranks, workload, described, compute_s, wires, UNITS_MB if unit_mb is None else [unit_mb])
+    replicated = step_plans(described, ranks, workload, compute_s, wires)[0]
     if as_json:
-        print(json_of(_record(options, workload, cluster, rows, replicated)))
+        print(json_of(_record(options, workload, described, rows, replicated)))
         return
-    Console(width=max(Console().width, MIN_WIDTH)).print(_table(options, workload, cluster, rows, replicated))
-    print(_memory(workload, options.ranks, rows[0].unit_mb))
+    Console(width=max(Console().width, MIN_WIDTH)).print(_table(options, workload, described, rows, replicated))
+    print(_memory(workload, ranks, rows[0].unit_mb))
     print("backend: a schedule that backend='commrt' of torch.distributed has; commrt runs FSDP through it")
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(f"{described.name}: {' '.join(described.about.split())}")
 
 
-def _checked(options: ExchangeOptions, wires: Sequence[str]) -> tuple[Workload, Cluster]:
-    if options.model is None or options.nbytes is not None:
-        raise UsageError("FSDP is priced as a training step: give --model, and leave --nbytes out")
-    for name, value in (("--jitter", options.jitter), ("--steps", options.steps)):
-        if value is not None:
-            raise UsageError(f"FSDP is priced with ranks of equal speed: leave {name} out")
-    if coded := [wire for wire in wires if wire in CODINGS]:
-        raise UsageError(
-            f"--wire {coded[0]}: FSDP gathers parameters, which codes would round; give fp32, bf16 or fp16"
-        )
+def _checked(options: ExchangeOptions) -> tuple[Workload, Cluster]:
+    if options.wire in CODINGS:
+        raise UsageError(f"--wire {options.wire}: codes would round the parameters; give fp32, bf16 or fp16")
     options.check()
     if options.ranks > MOST_RANKS:
         raise UsageError(
@@ -92,7 +101,7 @@ def _checked(options: ExchangeOptions, wires: Sequence[str]) -> tuple[Workload, 
         )
     cluster = Cluster.named(options.cluster or CLUSTER)
     cluster.require_room(options.ranks)
-    return workload_of(options.model), cluster
+    return workload_of(str(options.model)), cluster
 
 
 def _rows(
@@ -167,3 +176,7 @@ def _memory(workload: Workload, ranks: int, unit_mb: float) -> str:
     )
     held = f"{2 * share_mb:,.1f} MB, and up to two units of {unit:,.1f} MB"
     return f"fp32 parameters and gradients of a rank: {held}; replicated {2 * all_mb:,.1f} MB"
+
+
+if __name__ == "__main__":
+    main(app)
