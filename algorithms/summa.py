@@ -2,7 +2,8 @@
 """2.5-D tensor parallelism: all that a distributed matrix product Y = XW sends on a grid of ranks, as one schedule.
 
 van de Geijn and Watts, "SUMMA: Scalable Universal Matrix Multiplication Algorithm", 1997; for transformers: Xu, Li,
-Gong and You, "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2022. `studies/tensor_parallelism` runs such products.
+Gong and You, "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2022. `studies/tensor_parallelism` runs such
+products.
 """
 
 from __future__ import annotations
