@@ -2,8 +2,8 @@
 """Compare predicted with measured time to a loss: ``sudo python bench/netlab_target.py CURVES``.
 
 Needs Linux, iproute2 and root. CURVES is a folder of ``bench/curves.py``. The script predicts with the commands of a
-user: ``commrt probe`` measures the links of four hosts with two ranks each (`network_hosts`), and ``commrt plan
---target-loss`` takes the curves of 1, 2 and 4 ranks. Then all 8 ranks train, and the script takes the time in which
+user: ``commrt probe`` measures the links of four hosts with two ranks each (`network_hosts`), and the study
+``time_to_loss`` takes the curves of 1, 2 and 4 ranks. Then all 8 ranks train, and the script takes the time in which
 their loss reaches the target. A step computes a small network, and sleeps to stand for a larger one.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,10 +32,13 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.tools.pictures.curve_recorder import CurveRecorder
-from commrt.tools.planning.convergence import steps_to
 from commrt.tools.planning.curve import Curve
 from commrt.tools.planning.planner import all_reduce_candidates, short_name
 from commrt.tools.planning.workload import FORWARD
+
+STUDY = Path(__file__).parent.parent / "studies" / "time_to_loss"
+sys.path.insert(0, str(STUDY))
+from convergence import steps_to  # noqa: E402  # of that folder
 
 __all__ = ["main", "predicted", "trained"]
 
@@ -83,15 +87,16 @@ def _algorithm(method: str, name: str) -> commrt.Algorithm:
 
 
 def predicted(options: argparse.Namespace, folder: Path, compute_s: float) -> dict[str, dict[str, Any]]:
-    """Return what ``commrt plan`` says of 8 ranks, by method."""
+    """Return what the study says of 8 ranks, by method."""
     links = folder / "links.toml"
     output_of_first(["-m", "commrt", "probe", "--out", str(links)], HOSTS, PER_HOST)
     files = [str(path) for path in sorted(options.curves.glob("*.jsonl")) if int(path.stem.split("-")[1]) in FITTED]
     numel = sum(parameter.numel() for parameter in network(0).parameters())
-    command = [sys.executable, "-m", "commrt", "plan", "--target-loss", str(options.target), "--curves", *files]
+    command = [sys.executable, str(STUDY / "plan_target.py"), *files, "--target-loss", str(options.target)]
     command += ["--ranks", str(RANKS), "--cluster", str(links), "--model", str(numel), "--wire", "fp32"]
     command += ["--compute-ms", str(1e3 * compute_s), "--json"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    env = {**os.environ, "PYTHONSAFEPATH": ""}  # it finds its folder
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     print(links.read_text(encoding="utf-8"))
     return {row["method"].split(",")[0]: row for row in json.loads(said)["plans"] if row["ranks"] == RANKS}
 

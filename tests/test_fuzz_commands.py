@@ -77,8 +77,7 @@ OPTIONS = {
         None,
         {
             "--nbytes": SIZE, "--backups": mostly("auto", "1", "0", "3"),
-            "--target-loss": SIZE, "--curves": FILE, "--out": mostly("a.svg", "a.txt", "/"), "--json": None, **SHARED,
-            **LAWS,
+            "--json": None, **SHARED, **LAWS,
         },
     ),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),

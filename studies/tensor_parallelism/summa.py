@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 8 studies/tensor_parallelism/summa.py --grid 2 2 2  # or 4 ranks and 2 2 1, or 1 and 1 1 1
 
 All collectives run on ``backend="commrt"``. Every grid trains the same model on the same batches, so the losses are
-equal but for rounding. The text is that of `char_gpt.py`. The layers are in `summa_layers.py`.
+equal but for rounding. The text is that of `examples/char_gpt.py`. The layers are in `summa_layers.py`.
 """
 
 from __future__ import annotations

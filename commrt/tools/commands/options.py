@@ -31,7 +31,6 @@ __all__ = [
     "BucketCapMb",
     "ClusterName",
     "ComputeMs",
-    "Curves",
     "Delay",
     "ExchangeOptions",
     "Exponent",
@@ -43,7 +42,6 @@ __all__ = [
     "LawName",
     "LocalOptions",
     "Model",
-    "MoreCurves",
     "Nbytes",
     "Outer",
     "Parameters",
@@ -53,8 +51,6 @@ __all__ = [
     "Seed",
     "ShapeOptions",
     "Steps",
-    "TargetLoss",
-    "TargetPicture",
     "TimesFile",
     "TopologyName",
     "Wire",
@@ -171,22 +167,6 @@ Fragments = Annotated[
     local_option(
         min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave one after the other in a period."
     ),
-]
-target_option = partial(typer.Option, rich_help_panel="Time to a loss")
-TargetLoss = Annotated[
-    float | None, target_option(metavar="LOSS", help="Plan the least time to this training loss, from curves.")
-]
-Curves = Annotated[
-    list[str] | None,
-    target_option(
-        metavar="FILE...", help="Curves that commrt train --curve recorded, of several rank counts; one or more files."
-    ),
-]
-MoreCurves = Annotated[
-    list[str] | None, typer.Argument(metavar="FILES", show_default=False, help="More files of --curves.")
-]
-TargetPicture = Annotated[
-    str | None, target_option("--out", metavar="FILE", help="Draw times over ranks: .svg, .png or .pdf.")
 ]
 Outer = Annotated[
     str | None,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated
 
@@ -14,13 +13,6 @@ from commrt.tools.commands import options as opt
 from commrt.tools.commands.options import BackupOptions, ExchangeOptions, Wire, leave_out
 
 __all__ = ["plan"]
-
-FILES = frozenset({"--curves", "FILES", "--out"})
-TAKEN = {
-    "--collective": ("a collective has no training step", {"--nbytes"}),
-    "--target-loss": ("a time to --target-loss is planned without it", {"--model", "--compute-ms", "--wire", *FILES}),
-}
-"""For each kind of plan, why it leaves options out, and those that it takes besides --ranks, --cluster and --json."""
 
 
 def plan(
@@ -49,55 +41,27 @@ def plan(
     parameters: opt.Parameters = None,
     times: opt.TimesFile = None,
     exponent: opt.Exponent = None,
-    target_loss: opt.TargetLoss = None,
-    curves: opt.Curves = None,
-    more_curves: opt.MoreCurves = None,
-    out: opt.TargetPicture = None,
     as_json: opt.Json = False,
 ) -> None:
     """Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.
 
-    With --model and --backups also how many backup workers. With --collective, the schedule of one collective. With
-    --target-loss and --curves, which way of training reaches a loss first, on how many ranks.
+    With --model and --backups also how many backup workers. With --collective, the schedule of one collective.
     """
     options = ExchangeOptions(
         ranks or 4, cluster, nbytes, model, "fp32" if wire is None else wire.value, batch=batch, compute_ms=compute_ms
     )
     slow = BackupOptions(ranks, steps, seed or 0, law, parameters or [], times, exponent)
-    given: dict[str, object] = {"--collective": collective, "--target-loss": target_loss}
-    given |= {"--nbytes": nbytes, "--model": model, "--wire": wire, "--batch": batch}
-    given |= {"--compute-ms": compute_ms, "--backups": backups, "--curves": curves or None, "--out": out}
-    given |= {"FILES": more_curves or None, "--seed": seed} | slow.given()
-    kind = _kind(given)
-    if kind == "--collective":
+    if collective is not None:
         from commrt.tools.commands import plan_collective  # noqa: PLC0415  # the code of each plan is imported when it is asked for
 
-        plan_collective.run(str(collective), options.ranks, cluster, nbytes, as_json)
-    elif kind == "--target-loss":
-        from commrt.tools.commands import plan_target  # noqa: PLC0415
-
-        if more_curves and not curves:
-            raise UsageError(f"what is {more_curves[0]}? Write --curves before files of curves")
-        files = [*(curves or ()), *(more_curves or ())]
-        plan_target.run(files, target_loss or 0.0, ranks, options, wire and wire.value, as_json, out)
-    else:
-        if backups is None:
-            leave_out("without --backups no rank is slow", {"--seed": seed} | slow.given())
-        _plan_training(options, _wires(wire), backups, slow, as_json)
-
-
-def _kind(given: Mapping[str, object]) -> str | None:
-    """Return the option that asks for a kind of plan; None for an exchange or a training step.
-
-    Raises `UsageError` for an option that this kind would ignore.
-    """
-    kind = next((option for option in TAKEN if given[option] is not None), None)
-    if kind is None:
-        leave_out("curves are for --target-loss", {name: given[name] for name in sorted(FILES)})
-        return None
-    why, taken = TAKEN[kind]
-    leave_out(why, {name: value for name, value in given.items() if name not in {kind, *taken}})
-    return kind
+        of_a_step = {"--model": model, "--wire": wire, "--batch": batch, "--compute-ms": compute_ms}
+        of_slow_ranks = {"--backups": backups, "--seed": seed} | slow.given()
+        leave_out("a collective has no training step", of_a_step | of_slow_ranks)
+        plan_collective.run(collective, options.ranks, cluster, nbytes, as_json)
+        return
+    if backups is None:
+        leave_out("without --backups no rank is slow", {"--seed": seed} | slow.given())
+    _plan_training(options, _wires(wire), backups, slow, as_json)
 
 
 def _wires(wire: Wire | None) -> list[str]:

@@ -16,13 +16,10 @@ from commrt.pricing.price import Phase
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
 from commrt.tools.pictures.charts import new_figure
 from commrt.tools.pictures.traces import WARMUP_STEPS, Span
-from commrt.tools.planning.target import TimeToTarget
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
-__all__ = [
-    "draw_recorded_step", "draw_scaling", "draw_schedule", "draw_simulated_step", "draw_times_to_target",
-]  # fmt: skip
+__all__ = ["draw_recorded_step", "draw_scaling", "draw_schedule", "draw_simulated_step"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,54 +106,6 @@ def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[s
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def draw_times_to_target(title: str, times: Sequence[TimeToTarget]) -> Figure:
-    """Draw times against the number of ranks: a line per method, in a band of its intervals.
-
-    Points are filled where curves were recorded, and hollow where they are predicted.
-    """
-    figure, axes = new_figure(7.5, 4.6)
-    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415  # after new_figure
-
-    for number, method in enumerate(dict.fromkeys(each.method for each in times)):
-        own = sorted((each for each in times if each.method == method), key=lambda each: each.ranks)
-        _draw_method(axes, own, f"C{number}", MARKERS[number % len(MARKERS)])
-    if not all(each.steps.is_recorded for each in times):
-        axes.plot([], [], "o--", color="0.4", mfc="white", label="predicted")
-    counts = sorted({each.ranks for each in times})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(counts, [f"{ranks:,}" for ranks in counts])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    _label_counts(axes, title)
-    return figure
-
-
-def _label_counts(axes: Axes, title: str) -> None:
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("time, s")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title(title, fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_method(axes: Axes, times: Sequence[TimeToTarget], colour: str, marker: str) -> None:
-    """Draw the line to a predicted count dashed."""
-    ranks = [each.ranks for each in times]
-    low_s, seconds, high_s = ([getattr(each, name) for each in times] for name in ("low_s", "seconds", "high_s"))
-    if np.isfinite(high_s).all():
-        axes.fill_between(ranks, low_s, high_s, color=colour, alpha=0.15, lw=0)
-    for place, (one, other) in enumerate(pairwise(times)):
-        style = "-" if one.steps.is_recorded and other.steps.is_recorded else "--"
-        axes.plot(ranks[place : place + 2], seconds[place : place + 2], style, color=colour, lw=1.5)
-    for is_recorded, face, label in ((True, colour, times[0].method), (False, "white", None)):
-        shown = [each for each in times if each.steps.is_recorded is is_recorded]
-        points = [each.ranks for each in shown], [each.seconds for each in shown]
-        axes.plot(*points, marker, ls="", color=colour, mfc=face, ms=6, label=label)
 
 
 MARKERS = "osD^vPX*"

@@ -32,7 +32,7 @@ HEAD = ("training", "ranks", "batch", "settings", "seed")
 class Curve:
     """What one run recorded; raises `UsageError` for a run without steps.
 
-    `save` writes it as JSON lines, one about the run and one for each step, for ``commrt plan --target-loss``.
+    `save` writes it as JSON lines, one about the run and one for each step, for ``studies/time_to_loss``.
 
     >>> Curve("local", 4, 64, np.ones(10), settings={"period": 8}).method
     'local, period 8'

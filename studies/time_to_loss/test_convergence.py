@@ -9,10 +9,7 @@ from math import exp, log
 import numpy as np
 import pytest
 from cases import for_each
-from made_curves import NOISE, curves_of, made, made_power, steps_of
-
-from commrt.errors import UsageError
-from commrt.tools.planning.convergence import (
+from convergence import (
     FAMILIES,
     Convergence,
     Run,
@@ -23,8 +20,11 @@ from commrt.tools.planning.convergence import (
     smoothed,
     steps_to,
 )
+from lasso import descend, fit_losses
+from made_curves import NOISE, curves_of, made, made_power, steps_of
+
+from commrt.errors import UsageError
 from commrt.tools.planning.curve import LOCAL, Curve
-from commrt.tools.planning.lasso import descend, fit_losses
 
 TARGET = 0.2
 FLOOR = lambda ranks: 6 + 60 / ranks  # noqa: E731

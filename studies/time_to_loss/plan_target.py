@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan --target-loss``: which method on how many ranks reaches a loss first. Needs no torch."""
+"""Which method on how many ranks reaches a loss first: ``python studies/time_to_loss/plan_target.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from convergence import Convergence, Steps, convergence_of
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from time_to_target import TimeToTarget, Verdict
 
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.pricing.wires import CODINGS, ITEMS, wire_nbytes
+from commrt.tools.commands import options as opt
+from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of, workload_of
+from commrt.tools.commands.options import CLUSTER, ExchangeOptions, LocalOptions, Wire, compute_of, workload_of
 from commrt.tools.commands.simulate import ExchangeEstimate
 from commrt.tools.pictures.files import require_picture, save_picture
-from commrt.tools.planning.convergence import Convergence, Steps, convergence_of
 from commrt.tools.planning.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.planner import exchange_plans, step_plans
-from commrt.tools.planning.target import TimeToTarget, Verdict
 from commrt.tools.planning.workload import Workload
 
-__all__ = ["run"]
+__all__ = ["app"]
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 MIN_WIDTH = 124
 """Of the table: names that are cut off cannot be told apart."""
@@ -38,19 +43,31 @@ ALONE = "-"
 """The algorithm of one rank."""
 
 
-def run(
-    files: Sequence[str], target: float, most: int | None, options: ExchangeOptions, wire: str | None, as_json: bool,
-    out: str | None,
-) -> None:  # fmt: skip
-    """Predict times to `target` for up to `most` ranks from curves in `files`, and print them; raises `UsageError`.
-
-    Without a model, print only steps. Draw times to the file `out`.
-    """
+@app.command()
+def plan_target(
+    files: Annotated[
+        list[str], typer.Argument(help="Curves that commrt train --curve recorded, of several rank counts.")
+    ],
+    target_loss: Annotated[float, typer.Option(metavar="LOSS", help="Plan the least time to this training loss.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=65536, show_default="twice the recorded ones", help="Up to so many ranks."),
+    ] = None,
+    cluster: opt.ClusterName = None,
+    model: opt.Model = None,
+    wire: Annotated[Wire | None, typer.Option(show_default="as recorded", help="What travels.")] = None,
+    compute_ms: opt.ComputeMs = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw times over ranks: .svg, .png or .pdf.")] = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Predict times to a loss for up to --ranks ranks from recorded curves. Without --model, print only steps."""
+    target, most = target_loss, ranks
+    options = ExchangeOptions(ranks or 4, cluster, None, model, "fp32", compute_ms=compute_ms)
     if out is not None:
         require_picture(out)
     curves = _curves(files, target)
     known = convergence_of(curves, target)
-    prices = _prices(curves, options, wire)
+    prices = _prices(curves, options, wire and wire.value)
     counts = _rank_counts(known, most, inf if prices is None else prices.cluster.ranks())
     steps = {(each.method, ranks): each.steps(ranks) for each in known for ranks in counts if each.knows(ranks)}
     times = [] if prices is None else [prices.time(*at, found) for at, found in steps.items()]
@@ -67,8 +84,6 @@ def run(
 def _curves(files: Sequence[str], target: float) -> dict[str, Curve]:
     if not 0 < target < float("inf"):
         raise UsageError(f"--target-loss {target:g}: give a loss above 0, such as 0.2")
-    if not files:
-        raise UsageError("--target-loss needs recorded curves: give --curves a.jsonl b.jsonl, of commrt train --curve")
     curves = {file: Curve.read(file) for file in files}
     known = dict[tuple[str, int, int], str]()
     for file, curve in curves.items():
@@ -324,6 +339,10 @@ def _counted(ranks: int) -> str:
 def _draw(times: Sequence[TimeToTarget], place: str, target: float, out: str) -> None:
     if not times:
         raise UsageError("--out draws times: give --model too")
-    from commrt.tools.pictures.drawing import draw_times_to_target  # noqa: PLC0415  # needs matplotlib
+    from drawing_times import draw_times_to_target  # noqa: PLC0415  # needs matplotlib
 
     save_picture(draw_times_to_target(f"{place}time to a loss of {target:g}", times), out)
+
+
+if __name__ == "__main__":
+    main(app)

@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/planner_check.py: its table for curves whose steps are known."""
+"""planner_check.py: its table for curves whose steps are known."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from cases import for_each
+from convergence import Steps
 from made_curves import curves_of, steps_of, written
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
 from planner_check import CASES, Row, check, main, order
 
 from commrt.errors import UsageError
-from commrt.tools.planning.convergence import Steps
 from commrt.tools.planning.curve import GOSSIP
 
 

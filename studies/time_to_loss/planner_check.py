@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare predicted with recorded steps to a loss: ``python bench/planner_check.py FOLDER``.
+"""Compare predicted with recorded steps to a loss: ``python studies/time_to_loss/planner_check.py FOLDER``.
 
 The folder holds curves of ``commrt train --curve``: some methods on 1, 2, 4, 8 and 16 ranks, with several seeds each.
 Steps for 8 and 16 ranks are predicted from curves of 1, 2 and 4, and for 16 also from those of 8.
@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from convergence import Convergence, Steps, convergence_of, mean_log
+
 from commrt.errors import UsageError
-from commrt.tools.planning.convergence import Convergence, Steps, convergence_of, mean_log
 from commrt.tools.planning.curve import Curve
 
 __all__ = ["Row", "check", "order"]

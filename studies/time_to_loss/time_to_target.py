@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from commrt.tools.planning.convergence import Steps
+from convergence import Steps
 
 __all__ = ["TimeToTarget", "Verdict"]
 

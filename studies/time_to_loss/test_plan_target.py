@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan --target-loss``, as a user calls it."""
+"""The plan of the time to a loss, as a user calls it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import commands
+import plan_target
 import pytest
 from cases import for_each
-from commands import invoke, refused, told
+from convergence import Steps
 from made_curves import curves_of, made, steps_of, written
+from time_to_target import TimeToTarget, Verdict
 
 from commrt.pricing import cluster
-from commrt.tools.planning.convergence import Steps
 from commrt.tools.planning.curve import GOSSIP, LOCAL, Curve
-from commrt.tools.planning.target import TimeToTarget, Verdict
 
 CLUSTERS = Path(cluster.__file__).parent / "clusters"
 STEP = ("--model", "resnet50", "--cluster", "ethernet-10g", "--compute-ms", 100)
 HIDDEN = ("--model", "resnet50", "--cluster", "abci", "--compute-ms", 100)
 """A step whose exchange is hidden."""
 COUNTS = (1, 2, 4)
+invoke, refused = (partial(run, program=plan_target.app) for run in (commands.invoke, commands.refused))
+told = commands.told
 
 
 def synchronous(ranks):
@@ -31,7 +35,7 @@ def synchronous(ranks):
 
 def planned(files, *args):
     """What the command says, with files as a shell gives them."""
-    return told("plan", "--target-loss", 0.2, "--curves", *files, *args)
+    return told("--target-loss", 0.2, *files, *args, program=plan_target.app)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +107,7 @@ def test_curves_that_were_recorded_with_a_wire_are_priced_with_it(tmp_path):
     files = written(tmp_path, curves_of(synchronous, (4,), seeds=2, wire="int4"))
     assert planned(files, *STEP)["plans"][0]["algorithm"] == "Direct()"
     assert "were recorded with wire int4: leave --wire out" in refused(
-        *("plan", "--target-loss", 0.2, "--curves", *files, *STEP, "--wire", "bf16")
+        *("--target-loss", 0.2, *files, *STEP, "--wire", "bf16")
     )
 
 
@@ -128,13 +132,13 @@ def test_methods_whose_times_overlap_have_no_winner(two_methods):
 
 
 def test_the_answer_says_what_would_decide(two_methods):
-    output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *two_methods, *STEP).stdout.split())
+    output = " ".join(invoke("--target-loss", 0.2, *two_methods, *STEP).stdout.split())
     assert "no winner, as the intervals of time overlap: " in output
     assert "a curve on 8 ranks would decide" in output
 
 
 def test_the_answer_says_how_steps_were_predicted(one_method):
-    output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *one_method, *STEP).stdout.split())
+    output = " ".join(invoke("--target-loss", 0.2, *one_method, *STEP).stdout.split())
     assert re.search(r"synchronous: predicted by .*; errors per doubling for counts that were held out: ", output)
     assert re.search(r"least time: synchronous.* with \S+\(\) on 8 ranks, [\d.]+ s \[", output)
 
@@ -143,24 +147,19 @@ def test_without_a_model_only_steps_are_told(one_method):
     record = planned(one_method)
     assert (record["best"], record["undecided"], record["model"]) == (None, [], None)
     assert "seconds" not in record["plans"][0]
-    assert "these are steps: give --model" in invoke("plan", "--target-loss", 0.2, "--curves", *one_method).stdout
+    assert "these are steps: give --model" in invoke("--target-loss", 0.2, *one_method).stdout
 
 
 def test_a_curve_of_each_of_two_methods_is_enough_to_compare_them(tmp_path):
     files = written(tmp_path, {"a": made(20, 4), "b": made(20, 4, 0, GOSSIP)})
-    output = invoke("plan", "--target-loss", 0.2, "--curves", *files, *STEP).stdout
+    output = invoke("--target-loss", 0.2, *files, *STEP).stdout
     assert "(needs more seeds)" in output
     assert "curves with more seeds would decide" in output
 
 
-def test_files_may_stand_apart_after_the_option_each(one_method):
-    each = [word for file in one_method for word in ("--curves", file)]
-    assert told("plan", "--target-loss", 0.2, *each) == planned(one_method)
-
-
 def test_a_picture_has_a_line_per_method_and_shows_what_is_predicted(two_methods, tmp_path):
     path = tmp_path / "times.svg"
-    invoke("plan", "--target-loss", 0.2, "--curves", *two_methods, *STEP, "--out", path)
+    invoke("--target-loss", 0.2, *two_methods, *STEP, "--out", path)
     texts = set(re.findall(r"<!-- (.*?) -->", path.read_text()))
     assert {"synchronous", "local, period 8", "predicted", "ranks", "8"} <= texts
     assert any("ethernet-10g: time to a loss of 0.2" in text for text in texts)
@@ -169,34 +168,28 @@ def test_a_picture_has_a_line_per_method_and_shows_what_is_predicted(two_methods
 
 def test_a_picture_without_anything_predicted_does_not_say_so(one_method, tmp_path):
     path = tmp_path / "times.svg"
-    invoke("plan", "--target-loss", 0.2, "--curves", *one_method, "--ranks", 4, *STEP, "--out", path)
+    invoke("--target-loss", 0.2, *one_method, "--ranks", 4, *STEP, "--out", path)
     assert "<!-- predicted -->" not in path.read_text()
 
 
 @for_each(
     ("args", "says"),
     [
-        (["--target-loss", 0.2], "--target-loss needs recorded curves: give --curves a.jsonl b.jsonl"),
-        (["--target-loss", 0, "--curves", "FILE"], "--target-loss 0: give a loss above 0"),
-        (["--target-loss", "nan", "--curves", "FILE"], "--target-loss nan: give a loss above 0"),
-        (["--target-loss", 0.2, "FILE"], "Write --curves before files of curves"),
-        (["--target-loss", 0.2, "--curves", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
-        (["--curves", "FILE", "--nbytes", 1], "curves are for --target-loss: leave --curves out"),
-        (["stray", "--nbytes", 1], "curves are for --target-loss: leave FILES out"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--nbytes", 1], "leave --nbytes out"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--batch", 8], "leave --batch out"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--wire", "bf16"], "are for the time of a step: give --model"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--out", "a.svg"], "--out draws times: give --model too"),
-        (["--target-loss", 0.2, "--curves", "FILE", *STEP, "--out", "a.txt"], "give a file that ends in .svg"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--ranks", 1], "the curves begin at 4 ranks"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--ranks", 8], "curves of 4 ranks say nothing of 8"),
-        (["--target-loss", 0.001, "--curves", "FILE"], "does not reach a loss of 0.001"),
-        (["--target-loss", 0.2, "--curves", "FILE", "--model", "1e6"], "how long a step of 1,000,000 parameters"),
+        (["--target-loss", 0, "FILE"], "--target-loss 0: give a loss above 0"),
+        (["--target-loss", "nan", "FILE"], "--target-loss nan: give a loss above 0"),
+        (["--target-loss", 0.2, "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
+        (["--target-loss", 0.2, "FILE", "--wire", "bf16"], "are for the time of a step: give --model"),
+        (["--target-loss", 0.2, "FILE", "--out", "a.svg"], "--out draws times: give --model too"),
+        (["--target-loss", 0.2, "FILE", *STEP, "--out", "a.txt"], "give a file that ends in .svg"),
+        (["--target-loss", 0.2, "FILE", "--ranks", 1], "the curves begin at 4 ranks"),
+        (["--target-loss", 0.2, "FILE", "--ranks", 8], "curves of 4 ranks say nothing of 8"),
+        (["--target-loss", 0.001, "FILE"], "does not reach a loss of 0.001"),
+        (["--target-loss", 0.2, "FILE", "--model", "1e6"], "how long a step of 1,000,000 parameters"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(args, says, tmp_path):
     (file,) = written(tmp_path, {"a": made(20, 4)})
-    assert says in refused("plan", *(file if arg == "FILE" else arg for arg in args))
+    assert says in refused(*(file if arg == "FILE" else arg for arg in args))
 
 
 @for_each(
@@ -210,13 +203,13 @@ def test_bad_input_is_refused_with_what_to_do(args, says, tmp_path):
 )
 def test_curves_of_training_that_has_no_price_are_refused(training, settings, says, tmp_path):
     files = written(tmp_path, {"a": made(20, 4, 0, training, **settings)})
-    assert says in refused("plan", "--target-loss", 0.2, "--curves", *files, *STEP)
+    assert says in refused("--target-loss", 0.2, *files, *STEP)
 
 
 def test_names_from_files_are_printed_as_they_are(tmp_path):
     losses = made(20, 1).losses
     files = written(tmp_path, {"a": Curve("synchronous", 1, 16, losses, {"rate": "[red]"})})
-    assert "synchronous, rate [red]" in invoke("plan", "--target-loss", 0.2, "--curves", *files).stdout
+    assert "synchronous, rate [red]" in invoke("--target-loss", 0.2, *files).stdout
 
 
 # What can be said of times ------------------------------------------------------------------------------------------
@@ -257,7 +250,7 @@ def test_of_equal_times_that_of_fewer_ranks_is_the_least():
 
 def test_two_files_of_one_seed_are_refused(tmp_path):
     files = written(tmp_path, {"a": made(20, 4), "b": made(20, 4)})
-    assert "both record seed 0 of synchronous on 4 ranks" in refused("plan", "--target-loss", 0.2, "--curves", *files)
+    assert "both record seed 0 of synchronous on 4 ranks" in refused("--target-loss", 0.2, *files)
 
 
 def test_rank_counts_of_one_method_that_overlap_are_told_with_the_advice_to_take_the_fewest(tmp_path):
@@ -265,7 +258,7 @@ def test_rank_counts_of_one_method_that_overlap_are_told_with_the_advice_to_take
     record = planned(files, *HIDDEN)
     assert (record["best"], record["best_method"]) == (None, "synchronous")
     assert {each["ranks"] for each in record["undecided"]} == {2, 4}
-    output = " ".join(invoke("plan", "--target-loss", 0.2, "--curves", *files, *HIDDEN).stdout.split())
+    output = " ".join(invoke("--target-loss", 0.2, *files, *HIDDEN).stdout.split())
     assert "least time: synchronous; its rank counts cannot be told apart" in output
     assert "take the fewest, 2 ranks; curves with more seeds would decide" in output
 
@@ -273,9 +266,7 @@ def test_rank_counts_of_one_method_that_overlap_are_told_with_the_advice_to_take
 def test_counts_that_no_curve_tells_are_left_out_unless_asked_for(tmp_path):
     files = written(tmp_path, curves_of(synchronous, (1, 4), seeds=2))
     assert [plan["ranks"] for plan in planned(files)["plans"]] == [1, 4]
-    assert "curves of 1, 4 ranks say nothing of 8" in refused(
-        "plan", "--target-loss", 0.2, "--curves", *files, "--ranks", 8
-    )
+    assert "curves of 1, 4 ranks say nothing of 8" in refused("--target-loss", 0.2, *files, "--ranks", 8)
 
 
 def test_default_rank_counts_fit_on_the_cluster(one_method, tmp_path):
@@ -302,7 +293,7 @@ def test_methods_that_cannot_be_predicted_there_are_named(tmp_path):
     files += written(
         tmp_path, curves_of(lambda ranks: 9 * synchronous(ranks), (1, 2), seeds=2, training=LOCAL, period=8)
     )
-    said = invoke("plan", "--target-loss", 0.2, "--curves", *files, *HIDDEN).stdout
+    said = invoke("--target-loss", 0.2, *files, *HIDDEN).stdout
     assert "on 8 ranks" in said
     assert "where local, period 8 was not compared" in said
     assert planned(files, *HIDDEN)["best_method"] is None
@@ -310,15 +301,13 @@ def test_methods_that_cannot_be_predicted_there_are_named(tmp_path):
 
 def test_one_seed_of_one_curve_is_said_to_tell_nothing_of_the_spread(tmp_path):
     files = written(tmp_path, curves_of(synchronous, (4,), seeds=1))
-    said = invoke("plan", "--target-loss", 0.2, "--curves", *files, *STEP).stdout
+    said = invoke("--target-loss", 0.2, *files, *STEP).stdout
     assert "nothing is known of the spread between seeds" in said
 
 
 def test_a_target_above_the_first_loss_is_refused(tmp_path):
     files = written(tmp_path, curves_of(synchronous, COUNTS, seeds=2))
-    assert "from its first step on: give a lower --target-loss" in refused(
-        "plan", "--target-loss", 5, "--curves", *files, *STEP
-    )
+    assert "from its first step on: give a lower --target-loss" in refused("--target-loss", 5, *files, *STEP)
 
 
 @pytest.mark.slow
@@ -342,7 +331,7 @@ def test_runs_of_different_recipes_are_refused(tmp_path, recipes, says):
     files = written(
         tmp_path, {name: replace(one, recipe=own) for (name, one), own in zip(curves, recipes, strict=True)}
     )
-    assert re.search(says, refused("plan", "--target-loss", 0.2, "--curves", *files, *STEP))
+    assert re.search(says, refused("--target-loss", 0.2, *files, *STEP))
 
 
 def test_learning_rates_may_follow_the_number_of_ranks(tmp_path):
