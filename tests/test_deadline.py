@@ -54,9 +54,9 @@ def test_a_process_that_is_stopped_beyond_its_limit_gets_an_answer_that_comes_so
 @pytest.mark.processes
 def test_a_rank_that_is_stopped_in_a_step_is_late_and_does_not_take_the_store_for_silent():
     def wake(_, pid, process):
-        Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
+        Timer(8.0, os.kill, (pid, signal.SIGCONT)).start()
 
-    ends = run_processes(4, stopped_in_a_question, 2, 1.0, on_message=wake)
+    ends = run_processes(4, stopped_in_a_question, 2, 3.0, on_message=wake)
     assert [(end.error, end.value) for end in ends] == [(None, True)] * 4
 
 
