@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import threading
 from importlib import import_module
 from importlib.util import find_spec
@@ -167,6 +169,26 @@ def test_what_unpickles_is_noticed():
         "torch.distributed.all_gather_object(a, b)",
     ]
     assert_none(text for text in texts if not list(unpickling(parsed(ROOT, text))))
+
+
+JOB = """
+import sys, torch, commrt
+world, model = commrt.init(), torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+commrt.attach(model, optimizer, commrt.Ring(), world=world)
+for _ in range(10):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+print(*{name.split(".")[1] for name in sys.modules if name.startswith("commrt.")})
+"""
+
+
+@pytest.mark.slow  # it starts a process that imports torch
+def test_a_training_job_imports_no_tools_no_backend_and_no_prices():
+    done = subprocess.run([sys.executable, "-c", JOB], capture_output=True, text=True, timeout=100, check=True)
+    rooms = set(done.stdout.split())
+    assert {"training", "buckets", "runtime"} <= rooms
+    assert rooms & {"tools", "c10d", "pricing", "testing"} == set()
 
 
 def modules_entered():
