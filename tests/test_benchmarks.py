@@ -165,7 +165,8 @@ def test_records_say_where_they_were_made_and_the_last_one_of_a_kind_counts(tmp_
         times = {"ours": [seconds, seconds], "theirs": [4.0, 4.0]}
         records.append(file, records.made("step", "ResNet-50", times, {"ours": "theirs"}, nbytes=7))
     (one,) = records.read([file])
-    assert (one["median_s"], one["ratio"], one["nbytes"], one["torch"]) == (2.0, 0.5, 7, torch.__version__)
+    assert (one["median_s"], one["ratio"], one["nbytes"]) == (2.0, 0.5, 7)
+    assert torch.__version__.startswith(one["torch"])  # which may add the version of CUDA
     assert {"date", "commit", "device", "cores", "python"} <= one.keys()
 
 

@@ -79,7 +79,8 @@ def test_without_communication_a_step_takes_its_computing():
 
 def test_without_computing_a_step_takes_all_its_exchanges():
     step = sharded_step(UNITS, halves(Ring(), 4), 0.0, 4)
-    assert step.seconds == step.exchange_s == pytest.approx((4 + 3 + 4) * 3 / 4 * 1e6 / 1e9)
+    assert step.seconds == pytest.approx(step.exchange_s)  # Python 3.12 adds floats more exactly
+    assert step.exchange_s == pytest.approx((4 + 3 + 4) * 3 / 4 * 1e6 / 1e9)
 
 
 def test_where_computing_is_longer_only_the_first_gather_and_the_last_scatter_show():
