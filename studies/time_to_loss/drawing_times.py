@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from time_to_target import TimeToTarget  # of this folder
 
-from commrt.tools.pictures.charts import new_figure
+from commrt.tools.pictures.charts import label_ranks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,23 +35,12 @@ def draw_times_to_target(title: str, times: Sequence[TimeToTarget]) -> Figure:
     if not all(each.steps.is_recorded for each in times):
         axes.plot([], [], "o--", color="0.4", mfc="white", label="predicted")
     counts = sorted({each.ranks for each in times})
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(counts, [f"{ranks:,}" for ranks in counts])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
-    _label_counts(axes, title)
+    label_ranks(axes, title, counts, "time, s")
     return figure
-
-
-def _label_counts(axes: Axes, title: str) -> None:
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("time, s")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title(title, fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_method(axes: Axes, times: Sequence[TimeToTarget], colour: str, marker: str) -> None:

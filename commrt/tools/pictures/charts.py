@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["data_url", "draw_curves", "draw_members", "mean_by_column", "new_figure", "steps_per_column"]
+__all__ = ["data_url", "draw_curves", "draw_members", "label_ranks", "mean_by_column", "new_figure", "steps_per_column"]
 
 MAX_COLUMNS = 160
 """Columns of a chart; if there are more steps, several steps share a column."""
@@ -36,6 +36,18 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
         raise UsageError("pictures need matplotlib: pip install 'commrt[draw]'") from error
     figure = New(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def label_ranks(axes: Axes, title: str, ranks: Sequence[int], what: str) -> None:
+    """Let `axes` show `what` against numbers of ranks, with a legend."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(what)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def data_url(figure: Figure) -> str:

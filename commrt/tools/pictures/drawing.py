@@ -14,7 +14,7 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.pricing.price import Phase
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
-from commrt.tools.pictures.charts import new_figure
+from commrt.tools.pictures.charts import label_ranks, new_figure
 from commrt.tools.pictures.traces import WARMUP_STEPS, Span
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
@@ -96,15 +96,8 @@ def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[s
     figure, axes = new_figure(7.5, 4.6)
     for (name, efficiency), marker in zip(efficiencies.items(), MARKERS, strict=False):
         axes.plot(rank_counts, [100 * each for each in efficiency], f"{marker}-", label=name, ms=5)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(rank_counts, [f"{ranks:,}" for ranks in rank_counts])
     axes.set_ylim(0, 102)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("efficiency, %")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title(title, fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
+    label_ranks(axes, title, rank_counts, "efficiency, %")
     return figure
 
 
