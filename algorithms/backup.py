@@ -7,6 +7,7 @@ Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
@@ -33,6 +34,8 @@ class BackupWorkers:
     backups: int = 1
     inner: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
     early: bool = False
+    traits: ClassVar[tuple[str, ...]] = ("backup workers",)
+    trained_by: ClassVar[str] = "commrt.backup_workers.start"
 
     def __post_init__(self) -> None:
         if isinstance(self.backups, bool) or not isinstance(self.backups, int) or self.backups < 0:

@@ -16,7 +16,7 @@ import numpy as np
 
 from commrt.algorithms import ring
 from commrt.errors import UsageError
-from commrt.schedule import MIX, IntArray, Schedule, Step, empty
+from commrt.schedule import MIX, SYNCHRONOUS, IntArray, Schedule, Step, empty
 
 __all__ = ["Gossip", "Topology", "dissemination", "hypercube", "period", "permutation"]
 
@@ -129,6 +129,21 @@ class Gossip:
         if not 0 < self.share <= WEIGHT or (self.staleness and self.share >= WEIGHT):
             most = "below 1/2, as late messages with 1/2 oscillate for ever" if self.staleness else "at most 1/2"
             raise UsageError(f"weight={self.weight:g}: the share of what is received must be above 0 and {most}")
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Return what `commrt.options` calls this algorithm."""
+        return ("gossip", "gossip of weights") if self.payload == "weights" else ("gossip",)
+
+    @property
+    def trained_by(self) -> str:
+        """Return the module whose ``attach`` trains a model so; gradients travel as in synchronous training."""
+        return "commrt.training.gossip" if self.payload == "weights" else SYNCHRONOUS
+
+    @property
+    def mixing_row(self) -> int:
+        """Return how many ranks average exactly before rows mix: replicas do not become equal."""
+        return self.within
 
     @property
     def share(self) -> float:

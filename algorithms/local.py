@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, pi, sin
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.outer import HeavyBall, Nesterov, Outer
 from commrt.algorithms.torus import Torus2D
-from commrt.coding import Int4
 from commrt.errors import UsageError
+from commrt.quantizer import Int4
 from commrt.schedule import Algorithm, Schedule
 
 __all__ = ["CORRECT", "LocalSGD", "Mix", "cocod", "dasgd", "diloco", "noloco", "streaming_diloco"]
@@ -70,6 +70,7 @@ class LocalSGD:
     inner: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
     wire: Any = None
     anchor: Literal["device", "cpu"] = "device"
+    trained_by: ClassVar[str] = "commrt.local_sgd.local_replica"
 
     def __post_init__(self) -> None:
         _require_whole("period", self.period, 1)
@@ -130,6 +131,11 @@ class LocalSGD:
                 f"wire={self.wire} with inner=Gossip(): weights travel there, not small differences, and would be "
                 "rounded; leave wire out, or use an all-reduce"
             )
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Return what `commrt.options` calls this algorithm."""
+        return ("local SGD", "local SGD by gossip") if self.is_gossip else ("local SGD",)
 
     @property
     def gain(self) -> float:

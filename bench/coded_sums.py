@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import commrt
-from commrt.algorithms.carrying import require_short_sums
 from commrt.errors import UsageError
 from commrt.kernels.codes import add_codes, encode
 from commrt.kernels.codes import decode as decode_codes
 from commrt.proof.symbols import select
+from commrt.quantization.short_sums import require_short_sums
 from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
 
 __all__ = ["print_errors", "relative_error", "replayed", "replayed_error"]

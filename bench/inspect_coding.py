@@ -24,9 +24,9 @@ from pathlib import Path
 
 from inspect_kernels import ARCHS, as_golden, compare, disassembled, of_this_version, width
 
-from commrt.coding import BITS, BLOCKS, NEAREST, STOCHASTIC, Coding, Float8, Int8
 from commrt.kernels.device import variants
 from commrt.kernels.device.variants import Variant
+from commrt.quantizer import BITS, BLOCKS, NEAREST, STOCHASTIC, Coding, Float8, Int8
 
 KINDS = (*(Coding(bits) for bits in BITS), Float8())
 OF_ALL_BLOCKS = (Int8(), Coding(7, feedback=True, rounding=STOCHASTIC), Float8(feedback=True))

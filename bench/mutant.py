@@ -21,7 +21,10 @@ ROOMS = {
     "transports": ("commrt/transport/*.py",),
     "buckets": ("commrt/buckets/*.py",),
     "training": ("commrt/training/*.py",),
-    "membership": ("commrt/membership/*.py",),
+    "membership": ("commrt/elastic/*.py", "commrt/store/*.py"),
+    "backup workers": ("commrt/backup_workers/*.py",),
+    "local SGD": ("commrt/local_sgd/*.py",),
+    "quantization": ("commrt/quantization/*.py", "commrt/quantizer.py"),
     "c10d": ("commrt/c10d/*.py",),
     "kernel definitions": ("kernels/reference.py", "kernels/layout.py", "kernels/tables.py", "kernels/dispatch.py"),
 }

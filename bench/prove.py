@@ -157,7 +157,7 @@ def gossip(ranks: int) -> Iterator[Check]:
     period = algorithm.period(ranks)
     for step in (*range(period), *range(3 * period, 4 * period)):
         schedule = algorithm.schedule(step, ranks)
-        yield named(f"gossip, step {step}", verify(schedule, spec.gossip_mean(algorithm, schedule)))
+        yield named(f"gossip, step {step}", verify(schedule, spec.promise(algorithm, schedule)))
     report = mixing(algorithm.schedule(step, ranks) for step in range(period))
     mixes = report.smallest > 0 and (report.smallest == report.largest == 1.0) == is_power(ranks)
     yield f"gossip, a period of {ranks} ranks", None if mixes else f"mixes to {report}"

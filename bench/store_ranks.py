@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from commrt.membership.generations import Generation
-from commrt.membership.launcher import LOOPBACK
-from commrt.membership.membership import Membership
-from commrt.membership.quorum import Outcome, QuorumStep, quorum_step
-from commrt.membership.quorum_vote import QuorumVote, RankOperation, VoteSettings
-from commrt.membership.rendezvous import hold, listen
+from commrt.backup_workers.quorum import Outcome, QuorumStep, quorum_step
+from commrt.backup_workers.quorum_vote import QuorumVote, RankOperation, VoteSettings
+from commrt.elastic.generations import Generation
+from commrt.elastic.store_membership import StoreMembership
+from commrt.store.launcher import LOOPBACK
+from commrt.store.rendezvous import hold, listen
 from commrt.threads.future import Future
 
 __all__ = ["MeasuredRank", "cores", "measured_rank", "now_s"]
@@ -99,7 +99,7 @@ class VoteSetup(NamedTuple):
         for name in ("commrt/0/1", "backed 1"):
             store = PrefixStore(name, store)
         founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
-        membership = Membership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
+        membership = StoreMembership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
         membership.open_generations()  # without a watcher: nobody is lost
         settings = VoteSettings(rank, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
         vote = QuorumVote(cast("Store", Counted(PrefixStore("session 1", store), counts)), settings)
@@ -253,7 +253,7 @@ def measured_rank(rank: int, ranks: int, backups: int, counts: Counter[str]) -> 
 def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:
     """Start a process that is killed at the end; return its connection and its pid."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "commrt.membership.quorum_vote"])
+    context.set_forkserver_preload(["torch.distributed", "commrt.backup_workers.quorum_vote"])
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args), daemon=True)
     process.start()

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 from interleaved import spread
 from store_ranks import MeasuredRank, cores, measured_rank, now_s
 
-from commrt.membership.quorum import Outcome, QuorumStep, WaitFor, quorum_key
-from commrt.membership.quorum_vote import RankOperation
+from commrt.backup_workers.quorum import Outcome, QuorumStep, WaitFor, quorum_key
+from commrt.backup_workers.quorum_vote import RankOperation
 
 __all__ = ["CASES", "Case", "Row", "measured"]
 

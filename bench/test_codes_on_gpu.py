@@ -14,8 +14,8 @@ from kernel_variants import DEVICE
 from test_on_gpu import random, same, there
 from torch import Tensor
 
-from commrt.coding import NEAREST, STOCHASTIC, Coding, Float8
-from commrt.kernels import codes, dispatch
+from commrt.kernels import codes, quantizing
+from commrt.quantizer import NEAREST, STOCHASTIC, Coding, Float8
 
 NUMELS = (1, 255, 2048, 5000, 1_000_003)
 KEY = 0x9E37_79B9_7F4A_7C15
@@ -54,7 +54,7 @@ def test_codes_and_what_they_lose_are_their_definition(coding: Coding):
         want = torch.full((coding.nbytes(numel),), 0xEE, dtype=torch.uint8)
         away, away_left, got = there(here), there(left), there(want)
         codes.encode(here, want, coding, left if coding.feedback else None, KEY)
-        dispatch.encoding(away, got, coding, away_left if coding.feedback else None)(KEY)
+        quantizing.encoding(away, got, coding, away_left if coding.feedback else None)(KEY)
         assert torch.equal(got.cpu(), want)
         assert same(away_left, left)
 
@@ -66,9 +66,9 @@ def test_decoding_and_adding_codes_are_their_definitions(coding: Coding):
         away, decoded, away_total = there_rows(rows), torch.empty(numel, device=DEVICE), there(total)
         want = torch.empty(numel)
         codes.decode(rows[0], want, coding)
-        dispatch.decoding(away[0], decoded, coding)()
+        quantizing.decoding(away[0], decoded, coding)()
         codes.add_codes(total, list(rows), coding)
-        dispatch.adding_codes(away_total, list(away), coding)()
+        quantizing.adding_codes(away_total, list(away), coding)()
         assert same(decoded, want)
         assert same(away_total, total)
 

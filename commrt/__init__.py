@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from commrt.torch_import import prepare as _prepare
 
 if TYPE_CHECKING:
-    from commrt.adaptive import Adaptive, Progress, adaquant, dq
     from commrt.algorithms.backup import BackupWorkers
     from commrt.algorithms.direct import Direct
     from commrt.algorithms.double_tree import DoubleTree
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from commrt.algorithms.ring import Ring, Rings
     from commrt.algorithms.sliced import Sliced
     from commrt.algorithms.torus import Torus2D
-    from commrt.coding import Coding, Float8, Int2, Int4, Int8
+    from commrt.backup_workers.backup_replica import reissued
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
@@ -43,9 +42,11 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
-    from commrt.membership.generations import Loss
     from commrt.proof.replay import prove, verify
+    from commrt.quantization.adaptive import Adaptive, Progress, adaquant, dq
+    from commrt.quantizer import Coding, Float8, Int2, Int4, Int8
     from commrt.runtime.init import init
+    from commrt.runtime.membership import Loss
     from commrt.runtime.work import Work
     from commrt.runtime.world import World
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from commrt.tools.planning.curve import Curve
     from commrt.tools.planning.workload import Workload
     from commrt.training.attach import attach
-    from commrt.training.backup_workers import reissued
     from commrt.training.ddp import DDPState, ddp_hook
     from commrt.training.replica import Replica, Stats, StepReport
     from commrt.training.ring_shuffle import RingShuffle
@@ -73,11 +73,11 @@ _HOMES = {
     "commrt.algorithms.ring": ("Ring", "Rings"),
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
-    "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
+    "commrt.quantization.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
     "commrt.tools.planning.curve": ("Curve",),
     "commrt.tools.planning.workload": ("Workload",),
     "commrt.tools.pictures.curve_recorder": ("CurveRecorder",),
-    "commrt.coding": ("Coding", "Float8", "Int2", "Int4", "Int8"),
+    "commrt.quantizer": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
         "DeadlineExceeded",
@@ -93,11 +93,11 @@ _HOMES = {
     "commrt.training.ring_shuffle": ("RingShuffle",),
     "commrt.tools.measuring.workload_of": ("workload_of",),
     "commrt.training.ddp": ("DDPState", "ddp_hook"),
-    "commrt.training.backup_workers": ("reissued",),
+    "commrt.backup_workers.backup_replica": ("reissued",),
     "commrt.training.replica": ("Replica", "Stats", "StepReport"),
     "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
     "commrt.proof.replay": ("prove", "verify"),
-    "commrt.membership.generations": ("Loss",),
+    "commrt.runtime.membership": ("Loss",),
     "commrt.runtime.init": ("init",),
     "commrt.transport.protocol": ("Tag",),
     "commrt.runtime.work": ("Work",),

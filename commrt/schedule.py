@@ -27,6 +27,7 @@ __all__ = [
     "ADD",
     "COPY",
     "MIX",
+    "SYNCHRONOUS",
     "Algorithm",
     "Combine",
     "IntArray",
@@ -281,12 +282,22 @@ class Schedule:
         return "\n".join([f"{self.name}: {_shape(self)}", *lines])
 
 
+SYNCHRONOUS = "commrt.training.synchronous"
+"""The module that trains by an all-reduce of gradients."""
+
+
 class Algorithm(Protocol):
     """What `attach` takes as its algorithm: an object that gives the schedule of each training step.
 
     `schedule` is a pure function of the object's fields, the step and the rank count, so every rank computes the same
     schedule. Implementations are small frozen dataclasses, so their ``repr`` says everything. For equal arguments they
     return the same object (use ``functools.lru_cache``), because programs are bound once per object.
+
+    An algorithm that is more than an all-reduce of gradients also has some of these:
+
+    - ``trained_by``: the module whose ``attach(request)`` makes the replica (default: `SYNCHRONOUS`);
+    - ``mixing_row``: its schedules mix, after they have averaged over rows of so many ranks;
+    - ``traits``: what `commrt.options` calls it.
     """
 
     def schedule(self, step: int, ranks: int) -> Schedule:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.coding import STOCHASTIC, TILE_BLOCKS, Coding
+from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Coding
 
 __all__ = ["add_codes", "decode", "encode", "key_of", "uniform"]
 

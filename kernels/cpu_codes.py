@@ -16,7 +16,6 @@ import numpy as np
 from numba import njit, uint32, uint64
 from torch import Tensor
 
-from commrt.coding import STOCHASTIC, TILE_BLOCKS, Coding
 from commrt.kernels.codes import (
     HUGE_BITS,
     INFINITY_BITS,
@@ -27,6 +26,7 @@ from commrt.kernels.codes import (
     PHILOX_ROUNDS,
     SCALES_NBYTES,
 )
+from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Coding
 
 __all__ = ["add_codes_call", "decode_call", "encode_call"]
 

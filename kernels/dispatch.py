@@ -2,23 +2,17 @@
 """Choose the backend of a kernel: Triton on a GPU, where it offers the dtype, else the definition in plain torch.
 
 So plain torch packs, adds and mixes integers and fp64 on GPUs too. It also adds and mixes tensors there that do not
-begin at a multiple of 16 bytes. On CPUs Numba codes, where it is installed.
+begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from commrt.coding import Coding
-from commrt.kernels.codes import add_codes, decode, encode
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
 from commrt.kernels.reference import combine_into, mix_into, reduce_into
@@ -29,11 +23,8 @@ __all__ = [
     "OPERATIONS",
     "TRITON_AT_LEAST",
     "adding",
-    "adding_codes",
     "combining",
     "copying",
-    "decoding",
-    "encoding",
     "is_too_old",
     "mixing",
     "packing",
@@ -126,58 +117,6 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
 
         return mix_launch(out, received, weight)
     return lambda: mix_into(out, received, weight)
-
-
-def suits_numba(values: Tensor) -> bool:
-    """Return True if Numba can work on `values`: by their device."""
-    return values.device.type == "cpu"
-
-
-@cache
-def compiled_codes() -> ModuleType | None:
-    """Return `cpu_codes`, or None without one that works, and where Numba finds no folder for what it compiles."""
-    if find_spec("numba") is None:
-        return None
-    try:
-        return import_module("commrt.kernels.cpu_codes")
-    except (ImportError, RuntimeError):  # a Numba that does not fit this NumPy, for one
-        return None
-
-
-def encoding(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
-    """Return a function of a key that codes `values`; see `codes.encode`."""
-    if suit_kernels(values, codes, *([] if residual is None else [residual])):
-        from commrt.kernels.device.coding_launches import encode_launch  # noqa: PLC0415
-
-        return encode_launch(values, codes, coding, residual)
-    if suits_numba(values) and (numba := compiled_codes()):
-        return cast("Callable[[int], None]", numba.encode_call(values, codes, coding, residual))
-    return lambda key: encode(values, codes, coding, residual, key)
-
-
-def decoding(codes: Tensor, values: Tensor, coding: Coding) -> Combination:
-    """Return a function that decodes to `values`; see `codes.decode`."""
-    if suit_kernels(values, codes):
-        from commrt.kernels.device.coding_launches import decode_launch  # noqa: PLC0415
-
-        return decode_launch(codes, values, coding)
-    if suits_numba(values) and (numba := compiled_codes()):
-        return cast("Combination", numba.decode_call(codes, values, coding))
-    return lambda: decode(codes, values, coding)
-
-
-def adding_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Combination:
-    """Return a function that adds what `received` codes stand for; see `codes.add_codes`.
-
-    On a GPU they lie evenly spaced in one buffer.
-    """
-    if suit_kernels(values, *received):
-        from commrt.kernels.device.coding_launches import add_codes_launch  # noqa: PLC0415
-
-        return add_codes_launch(values, received, coding)
-    if suits_numba(values) and (numba := compiled_codes()):
-        return cast("Combination", numba.add_codes_call(values, received, coding))
-    return lambda: add_codes(values, received, coding)
 
 
 def is_too_old(triton: str) -> bool:

@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost
-from commrt.membership import agreement, store_client
-from commrt.membership.agreement import gather, wait_until_read
-from commrt.membership.store_client import call_store
 from commrt.runtime import connection
+from commrt.store import agreement, client
+from commrt.store.agreement import gather, wait_until_read
+from commrt.store.client import call_store
 from commrt.testing.moved_clock import moved_clock
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads.future import Future
@@ -139,7 +139,7 @@ class JustTooLate(Future):
 
 
 def test_an_answer_that_comes_just_too_late_is_an_answer(monkeypatch):
-    monkeypatch.setattr(store_client, "Future", JustTooLate)
+    monkeypatch.setattr(client, "Future", JustTooLate)
     assert call_store(lambda: "yes", 0.1) == "yes"
 
 

@@ -28,6 +28,7 @@ from late_ranks import (
 )
 
 import commrt
+from commrt.elastic.elastic_membership import membership_of
 from commrt.errors import DeadlineExceeded, Place, QuorumLost
 from commrt.testing.ranks import run_ranks
 from commrt.training.broadcast_state import gather_integers
@@ -202,7 +203,7 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
             replica.detach()
         all_are_done.wait()
         if world.rank < 2:
-            world.elastic.recover_now(commrt.PeerLost("made up", Place(world.rank)))
+            membership_of(world).recover_now(commrt.PeerLost("made up", Place(world.rank)))
             both_are_left.wait(LIMIT_S)
         return tuple(world.members)
 
@@ -259,7 +260,7 @@ def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
         now[0] = (0, 1, 2, 3)
 
     elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
-    world = SimpleNamespace(size=4, rank=0, run_now=run_now, elastic=elastic)
+    world = SimpleNamespace(size=4, rank=0, run_now=run_now, membership=elastic)
 
     class Broadcaster:
         members = property(lambda _: now[0])

@@ -19,7 +19,7 @@ from failing_collectives import (
 )
 
 import commrt
-from commrt.membership.barrier import Barrier
+from commrt.elastic.barrier import Barrier
 from commrt.runtime.executor import BoundProgram
 from commrt.testing.processes import run_processes
 

@@ -15,10 +15,10 @@ from cases import for_each
 from torch import nn
 
 import commrt
+from commrt.backup_workers.catch_up import FinalCalls
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks
-from commrt.training.catch_up import FinalCalls
 from commrt.training.model_state import dump, load
 
 LATE, LATE_AT, STEPS, LIMIT_S = 2, 3, 6, 30.0

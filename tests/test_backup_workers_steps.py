@@ -16,8 +16,8 @@ from pairwise import pairwise
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
+from commrt.backup_workers import quorum_vote
 from commrt.errors import UsageError
-from commrt.membership import quorum_vote
 from commrt.testing.ranks import run_ranks
 
 

@@ -18,7 +18,7 @@ from rank_pool import Pool
 
 from commrt.c10d.group_work import as_dist_error
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
-from commrt.membership.launcher import LOOPBACK
+from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))

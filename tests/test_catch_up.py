@@ -31,10 +31,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
+from commrt.backup_workers.catch_up import CatchUp, PendingCatchUp
+from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
-from commrt.membership.generations import Generation
 from commrt.testing.ranks import run_ranks
-from commrt.training.catch_up import CatchUp, PendingCatchUp
 
 
 def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
@@ -349,9 +349,9 @@ def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources
 
     membership = SimpleNamespace(is_gone=lambda rank: True, current=evicted)
     elastic = SimpleNamespace(
-        host="127.0.0.1", require_open=int, generation=Generation(0, dict.fromkeys(range(3), 0)), membership=membership
+        host="127.0.0.1", require_open=int, generation=Generation(0, dict.fromkeys(range(3), 0)), on_store=membership
     )
-    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, elastic=elastic, config=None), None, None)
+    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, config=None), elastic, None, None)
     catch_up.close()
     with pytest.raises(Evicted):
         catch_up._require_sources(PendingCatchUp(3, (0, 1)), is_late=False)
@@ -360,9 +360,9 @@ def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources
 def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
     membership = SimpleNamespace(is_gone=lambda rank: True, current=int)
     elastic = SimpleNamespace(
-        host="127.0.0.1", require_open=int, generation=Generation(1, {2: 0, 3: 0}), membership=membership
+        host="127.0.0.1", require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=membership
     )
-    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, elastic=elastic, config=None), None, None)
+    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, config=None), elastic, None, None)
     catch_up.close()
     with pytest.raises(QuorumLost, match=r"only ranks \[0, 1\] had the weights of step 3, and they are gone"):
         catch_up.fetch(PendingCatchUp(3, (0, 1)))

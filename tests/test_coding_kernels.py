@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from interpreter import complaint, interpret, interpreted_gpu, watched
 
 import commrt
-from commrt.coding import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Coding, Float8, Int2, Int4, Int8
-from commrt.kernels import codes, dispatch
+from commrt.kernels import codes, quantizing
 from commrt.kernels.device import coding as device
 from commrt.kernels.device import variants
 from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
+from commrt.quantizer import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Coding, Float8, Int2, Int4, Int8
 from commrt.testing.ranks import run_ranks
 
 KEY = 0x9E37_79B9_7F4A_7C15
@@ -252,9 +252,9 @@ def test_launches_on_a_gpu_give_what_a_cpu_gives():
 
 
 def run_all(coding, rows, x, left, wire, out, total):
-    dispatch.encoding(x, wire, coding, left)(KEY)
-    dispatch.decoding(wire, out, coding)()
-    dispatch.adding_codes(total, list(rows), coding)()
+    quantizing.encoding(x, wire, coding, left)(KEY)
+    quantizing.decoding(wire, out, coding)()
+    quantizing.adding_codes(total, list(rows), coding)()
 
 
 def trained(world, wire):
@@ -286,16 +286,16 @@ def test_buffers_that_begin_elsewhere_are_coded_in_plain_torch():
     coding, x = Int8(64), values(513)[1:]
     wire = torch.zeros(coding.nbytes(512), dtype=torch.uint8)
     with interpreted_gpu() as launches:
-        dispatch.encoding(x, wire, coding, None)(KEY)
-        dispatch.decoding(wire, x, coding)()
-        dispatch.adding_codes(x, [wire], coding)()
+        quantizing.encoding(x, wire, coding, None)(KEY)
+        quantizing.decoding(wire, x, coding)()
+        quantizing.adding_codes(x, [wire], coding)()
     assert launches.names == []
 
 
 def test_rows_that_lie_unevenly_are_refused():
     coding, rows = Int8(64), torch.zeros(5, Int8(64).tile_nbytes, dtype=torch.uint8)
     with interpreted_gpu(), pytest.raises(ValueError, match="must lie evenly"):
-        dispatch.adding_codes(torch.zeros(512), [rows[0], rows[1], rows[4]], coding)
+        quantizing.adding_codes(torch.zeros(512), [rows[0], rows[1], rows[4]], coding)
 
 
 CHECKS = [

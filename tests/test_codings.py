@@ -10,10 +10,10 @@ import pytest
 import commrt
 from commrt import Adaptive, Coding, Direct, DoubleTree, HalvingDoubling, Int2, Int8, Ring, Torus2D, adaquant, dq
 from commrt.algorithms import direct, halving_doubling, ring
-from commrt.algorithms.carrying import summing_steps
 from commrt.errors import CommrtError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.quantization.short_sums import summing_steps
 
 HOSTS = (*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from interpreter import interpreted_gpu
 
-from commrt.kernels import dispatch
+from commrt.kernels import dispatch, quantizing
 from commrt.kernels.device import coding_launches, combine, meet_launch, packing
 from commrt.kernels.device.sizes import sizes_for
 from commrt.kernels.layout import layout_of
@@ -182,9 +182,9 @@ def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch)
         monkeypatch.setattr(coding_launches, "launch_of", launch_of)
         for coding in inspect_coding.codings():
             values, codes = torch.zeros(100), torch.zeros(coding.nbytes(100), dtype=torch.uint8)
-            dispatch.encoding(values, codes, coding, values if coding.feedback else None)
-            dispatch.decoding(codes, values, coding)
-            dispatch.adding_codes(values, [codes], coding)
+            quantizing.encoding(values, codes, coding, values if coding.feedback else None)
+            quantizing.decoding(codes, values, coding)
+            quantizing.adding_codes(values, [codes], coding)
     assert launched <= {variant for _, variant in inspect_coding.cases().values()}
 
 

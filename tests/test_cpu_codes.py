@@ -12,8 +12,8 @@ from codings import ENCODINGS, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.coding import BLOCKS, STOCHASTIC, Coding, Float8, Int4, Int8
-from commrt.kernels import codes, dispatch
+from commrt.kernels import codes, quantizing
+from commrt.quantizer import BLOCKS, STOCHASTIC, Coding, Float8, Int4, Int8
 
 cpu_codes = pytest.importorskip("commrt.kernels.cpu_codes", reason="Numba is an extra")
 KEY = 0xF234_5678_9ABC_DEF1
@@ -93,12 +93,12 @@ def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
     def refuse(_):
         raise error
 
-    monkeypatch.setattr(dispatch, "import_module", refuse)
-    dispatch.compiled_codes.cache_clear()
+    monkeypatch.setattr(quantizing, "import_module", refuse)
+    quantizing.compiled_codes.cache_clear()
     try:
         x, tiles = torch.randn(100), torch.zeros(2, Int8().nbytes(100), dtype=torch.uint8)
-        dispatch.encoding(x, tiles[0], Int8(), None)(0)
+        quantizing.encoding(x, tiles[0], Int8(), None)(0)
         codes.encode(x, tiles[1], Int8())
         assert torch.equal(*tiles)
     finally:
-        dispatch.compiled_codes.cache_clear()
+        quantizing.compiled_codes.cache_clear()

@@ -12,10 +12,10 @@ import pytest
 from failing_collectives import stopped_in_a_question, stopped_while_it_asks
 from torch.distributed import HashStore
 
-from commrt.membership import barrier, membership
-from commrt.membership.barrier import Barrier
-from commrt.membership.generations import Generation
-from commrt.membership.membership import Membership
+from commrt.elastic import barrier, store_membership
+from commrt.elastic.barrier import Barrier
+from commrt.elastic.generations import Generation
+from commrt.elastic.store_membership import StoreMembership
 from commrt.testing.processes import run_processes
 from commrt.threads import deadline
 from commrt.threads.deadline import Deadline
@@ -83,10 +83,10 @@ def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(monke
             looked.set()
             return waited_s
 
-    for module in (barrier, membership):
+    for module in (barrier, store_membership):
         monkeypatch.setattr(module, "Deadline", Stopped)
     store, founders = HashStore(), Generation(0, {0: 0, 1: 0})
-    members = [Membership(store, rank, founders, lambda: 20.0, host="127.0.0.1") for rank in range(2)]
+    members = [StoreMembership(store, rank, founders, lambda: 20.0, host="127.0.0.1") for rank in range(2)]
     for member in members:
         member.join_first_generation()
     with ThreadPoolExecutor(2) as pool:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
-from commrt.membership.launcher import VARIABLES, Launch, launched
+from commrt.store.launcher import VARIABLES, Launch, launched
 from commrt.tools.commands import doctor_environment, doctor_machine
 from commrt.tools.commands.app import app
 from commrt.tools.commands.doctor import examine

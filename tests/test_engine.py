@@ -15,7 +15,7 @@ import commrt
 from commrt.algorithms import ring
 from commrt.buckets.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
-from commrt.runtime.world import World
+from commrt.runtime.consistency import ConsistencyCheck
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.transport.local import LocalTransport
@@ -77,13 +77,13 @@ def test_a_rank_that_alone_runs_another_schedule_ends_the_step_on_every_rank():
 
 
 def test_a_schedule_of_a_later_step_is_compared_once_and_that_of_step_0_by_attach(monkeypatch):
-    made, compare = [], World.require_same_now
+    made, compare = [], ConsistencyCheck.require_same_schedule_now
 
-    def counted(world, digest, members, step):
+    def counted(check, digest, members, step):
         made.append((digest, members, step))
-        compare(world, digest, members, step)
+        compare(check, digest, members, step)
 
-    monkeypatch.setattr(World, "require_same_now", counted)
+    monkeypatch.setattr(ConsistencyCheck, "require_same_schedule_now", counted)
     first, *others = run_ranks(3, lambda world: train(world, Moody((1, 2)), steps=6).tolist())
     assert all(other == first for other in others)
     assert made == [(relabelled(3, 1, 2).digest(), (0, 1, 2), 2)] * 3

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commrt.errors import UsageError
-from commrt.membership.launcher import LAUNCHERS, chosen_transport, default_timeout_s, first_host, is_timeout, launched
+from commrt.store.launcher import LAUNCHERS, chosen_transport, default_timeout_s, first_host, is_timeout, launched
 
 NAMES = sorted(
     {name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size, *one.job, one.sign)}

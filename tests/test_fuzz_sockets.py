@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from stray_connections import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt.membership.liveness import LivenessListener, probe
+from commrt.backup_workers import state_server
+from commrt.backup_workers.state_server import ANSWER, StateServer, request_state
+from commrt.elastic.liveness import LivenessListener, probe
 from commrt.testing.processes import run_processes
-from commrt.training import catch_up
-from commrt.training.catch_up import ANSWER, StateServer, request_state
 from commrt.transport import channel
 
 LOOPBACK = "127.0.0.1"
@@ -60,8 +60,8 @@ def open_service():
 
 @cases(20)
 @given(said=FILES)
-@example(said=b"\0" * catch_up.REQUEST.size)
-@example(said=b"\0" * (catch_up.REQUEST.size - 1))
+@example(said=b"\0" * state_server.REQUEST.size)
+@example(said=b"\0" * (state_server.REQUEST.size - 1))
 def test_a_service_goes_on_after_any_bytes(open_service, said):
     host, port, _ = open_service.address.split()
     with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
@@ -73,8 +73,8 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
 
 
 def test_a_server_limits_the_number_and_the_time_of_silent_connections(monkeypatch):
-    monkeypatch.setattr(catch_up, "PASSWORD_S", 0.5)
-    monkeypatch.setattr(catch_up, "MAX_CLIENTS", 4)
+    monkeypatch.setattr(state_server, "PASSWORD_S", 0.5)
+    monkeypatch.setattr(state_server, "MAX_CLIENTS", 4)
     served = StateServer(LOOPBACK, {b"R": lambda number: b"yes"})
     host, port, _ = served.address.split()
     lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
+from commrt.backup_workers.replica_state import Snapshot, StateTransfer, pack, unpack
 from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.testing.ranks import local_worlds
 from commrt.training.large_batch import BatchSizeControl, Rate
 from commrt.training.model_state import dump, load
-from commrt.training.replica_state import Snapshot, StateTransfer, pack, unpack
 from commrt.training.ring_shuffle import RingShuffle
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")

@@ -15,15 +15,16 @@ from torch import nn
 from torch.distributed import HashStore, Store
 
 import commrt
+from commrt.backup_workers.catch_up import request_state
+from commrt.backup_workers.quorum import parse_announcements
+from commrt.elastic.generations import Generation
+from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
-from commrt.membership.agreement import WorldConfig, gather
-from commrt.membership.generations import Generation
-from commrt.membership.liveness import diagnose
-from commrt.membership.membership import Membership
-from commrt.membership.quorum import parse_announcements
 from commrt.runtime import connection
+from commrt.store.agreement import gather
+from commrt.store.reports import diagnose
+from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
-from commrt.training.catch_up import request_state
 from commrt.training.join_progress import Progress
 from commrt.transport import channel, nccl_communicator
 from commrt.transport.nccl_communicator import ShutdownNotices
@@ -73,7 +74,7 @@ def test_a_foreign_record_is_understood_or_is_refused_in_words(said):
 @example(b'[2, "localhost 99999"]')
 def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
     store = HashStore()
-    membership = Membership(store, 0, FOUNDERS, lambda: 0.2)
+    membership = StoreMembership(store, 0, FOUNDERS, lambda: 0.2)
     membership.open_generations()
     membership.generation = FOUNDERS
     for key in ("departed", "arrived/0.1", "process/1", "generation/junk"):

@@ -22,7 +22,7 @@ from commrt.errors import UsageError
 from commrt.program import program
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import prove
-from commrt.proof.spec import gossip_mean
+from commrt.proof.spec import promise
 from commrt.proof.traffic import traffic
 from commrt.tools.commands.app import app
 
@@ -107,7 +107,7 @@ def test_gossip_of_rows_keeps_the_mean_and_a_row_sends_each_byte_once(within, ro
     algorithm = Gossip(within=within, staleness=staleness)
     ranks = within * rows
     schedule = algorithm.schedule(step, ranks)
-    prove(schedule, gossip_mean(algorithm, schedule))
+    prove(schedule, promise(algorithm, schedule))
     sent = [Fraction(0)] * rows
     for hop in schedule.steps():
         for src, dst, lo, hi in zip(*(column.tolist() for column in hop.columns[:4]), strict=True):

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.launcher import (
+from commrt.store.launcher import (
     LAUNCHERS,
     Launch,
     chosen_cluster,

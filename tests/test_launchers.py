@@ -17,7 +17,7 @@ import pytest
 from launched_ranks import in_a_group, with_variables
 from network_namespaces import address, hosts, why_none
 
-from commrt.membership.launcher import LAUNCHERS, launched
+from commrt.store.launcher import LAUNCHERS, launched
 from commrt.testing.processes import free_port, run_processes
 
 pytestmark = pytest.mark.processes

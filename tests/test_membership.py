@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from commrt.elastic.barrier import Barrier
+from commrt.elastic.generations import GATHERING, OPEN, Generation, Generations, Head
+from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
-from commrt.membership.barrier import Barrier
-from commrt.membership.generations import GATHERING, OPEN, Generation, Generations, Head, Loss
-from commrt.membership.membership import Membership
+from commrt.runtime.membership import Loss
 from commrt.testing.moved_clock import moved_clock
 from commrt.threads.deadline import Deadline
 
@@ -26,7 +27,8 @@ def members(ranks, timeout_s=LONG_S, needed=1, store=None):
     store = HashStore() if store is None else store
     founders = Generation(0, dict.fromkeys(range(ranks), 0))
     found = [
-        Membership(store, rank, founders, lambda: timeout_s, host="127.0.0.1", needed=needed) for rank in range(ranks)
+        StoreMembership(store, rank, founders, lambda: timeout_s, host="127.0.0.1", needed=needed)
+        for rank in range(ranks)
     ]
     for member in found:
         member.join_first_generation()
@@ -196,7 +198,7 @@ def test_waiting_ends_when_the_world_does():
 
 @pytest.mark.parametrize(("rank", "longest_s"), [(0, 0.05), (1, 0.1), (9, 0.5), (19, 1.0), (29, 1.0)])
 def test_the_k_th_rank_reads_the_store_up_to_k_times_less_often_but_once_a_second(rank, longest_s):
-    member = Membership(HashStore(), rank, Generation(0, dict.fromkeys(range(30), 0)), lambda: LONG_S)
+    member = StoreMembership(HashStore(), rank, Generation(0, dict.fromkeys(range(30), 0)), lambda: LONG_S)
     pauses = list(islice(member.pauses(Deadline(LONG_S)), 12))
     assert pauses[0] < 0.01
     assert pauses == sorted(pauses)
@@ -204,14 +206,14 @@ def test_the_k_th_rank_reads_the_store_up_to_k_times_less_often_but_once_a_secon
 
 
 def test_a_process_that_is_no_member_yet_reads_the_store_as_often_as_the_first_rank():
-    new = Membership(HashStore(), 3, Generation(0, dict.fromkeys(range(3), 0)), lambda: LONG_S)
-    first = Membership(HashStore(), 0, Generation(0, dict.fromkeys(range(3), 0)), lambda: LONG_S)
+    new = StoreMembership(HashStore(), 3, Generation(0, dict.fromkeys(range(3), 0)), lambda: LONG_S)
+    first = StoreMembership(HashStore(), 0, Generation(0, dict.fromkeys(range(3), 0)), lambda: LONG_S)
     pauses = [list(islice(member.pauses(Deadline(LONG_S)), 12)) for member in (new, first)]
     assert pauses[0] == pauses[1]
 
 
 def test_a_short_deadline_is_polled_in_time():
-    member = Membership(HashStore(), 9, Generation(0, dict.fromkeys(range(30), 0)), lambda: LONG_S)
+    member = StoreMembership(HashStore(), 9, Generation(0, dict.fromkeys(range(30), 0)), lambda: LONG_S)
     assert max(islice(member.pauses(Deadline(0.2)), 12)) == pytest.approx(0.05)
 
 
@@ -341,7 +343,7 @@ def test_a_refusal_in_place_of_a_vote_tells_all_members_the_reason():
 
 
 def replacement(store, rank, ranks):
-    return Membership(
+    return StoreMembership(
         store, rank, Generation(0, dict.fromkeys(range(ranks), 0)), lambda: LONG_S, host="127.0.0.1", needed=1
     )
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from torch.distributed import HashStore
 
-from commrt.membership.store_client import start_call
+from commrt.store.client import start_call
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.transport import nccl, nccl_communicator

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from commrt.membership.quorum import (
+from commrt.backup_workers.quorum import (
     DONE,
     FAILED,
     NO_MEMBERS,
@@ -196,7 +196,7 @@ class Model:
             yield from self.reductions(state, rank, operation, store)
 
     def read(self, state, rank, operation, store):
-        """Read a key; a waiting rank checks if the others live, as `commrt.membership.quorum_vote` does."""
+        """Read a key; a waiting rank checks if the others live, as `commrt.backup_workers.quorum_vote` does."""
         if operation.key in store:
             yield state.with_answer(rank, store[operation.key])
         elif operation.members:

@@ -10,12 +10,13 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore
 
-from commrt.membership import quorum_vote
-from commrt.membership.generations import Generation, Loss
-from commrt.membership.membership import Membership
-from commrt.membership.quorum import DONE, FAILED, Outcome, Reduce, quorum_key, quorum_step
-from commrt.membership.quorum_vote import QuorumVote, VoteSettings
-from commrt.membership.store_client import set_once, start_call
+from commrt.backup_workers import quorum_vote
+from commrt.backup_workers.quorum import DONE, FAILED, Outcome, Reduce, quorum_key, quorum_step
+from commrt.backup_workers.quorum_vote import QuorumVote, VoteSettings
+from commrt.elastic.generations import Generation
+from commrt.elastic.store_membership import StoreMembership
+from commrt.runtime.membership import Loss
+from commrt.store.client import set_once, start_call
 from commrt.testing.moved_clock import moved_clock
 
 LONG_S, PATIENT_S = 20.0, 10.0
@@ -24,7 +25,7 @@ OUTCOME = quorum_key(0, 0, "outcome")
 
 def members(ranks, store):
     founders = Generation(0, dict.fromkeys(range(ranks), 0))
-    found = [Membership(store, rank, founders, lambda: LONG_S, host="127.0.0.1") for rank in range(ranks)]
+    found = [StoreMembership(store, rank, founders, lambda: LONG_S, host="127.0.0.1") for rank in range(ranks)]
     for member in found:
         member.join_first_generation()
     return found

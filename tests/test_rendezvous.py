@@ -12,9 +12,9 @@ import pytest
 import rendezvous_ranks
 
 from commrt.errors import DeadlineExceeded, TransportError
-from commrt.membership import rendezvous
-from commrt.membership.launcher import Launch
-from commrt.membership.rendezvous import is_loopback, meet
+from commrt.store import rendezvous
+from commrt.store.launcher import Launch
+from commrt.store.rendezvous import is_loopback, meet
 from commrt.testing.processes import free_port, run_processes
 
 LIMIT_S = 80.0

@@ -19,7 +19,7 @@ from commands import invoke
 
 from commrt.buckets.engine import Span
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.generations import Loss
+from commrt.runtime.membership import Loss
 from commrt.runtime.recording import Timeline
 from commrt.tools.commands import train
 from commrt.tools.commands.dataset import Images

@@ -15,8 +15,8 @@ import failing_ranks
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.membership.liveness import LivenessListener, probe
-from commrt.membership.store_client import delete_once, parse_dict, parse_list, set_once
+from commrt.elastic.liveness import LivenessListener, probe
+from commrt.store.client import delete_once, parse_dict, parse_list, set_once
 from commrt.testing.processes import run_processes
 
 LIMIT_S = 20.0

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
-from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import connection
+from commrt.store.launcher import LOOPBACK
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults

@@ -14,8 +14,8 @@ from time import monotonic, sleep
 import pytest
 
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
-from commrt.membership.launcher import launched
-from commrt.membership.rendezvous import meet
+from commrt.store.launcher import launched
+from commrt.store.rendezvous import meet
 from commrt.tools.commands import train, workers
 from commrt.tools.commands.training_job import Job
 from commrt.tools.commands.workers import run_workers

@@ -18,11 +18,11 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
-from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import world as world_module
 from commrt.runtime.consistency import KEPT, SCHEDULES_KEPT, ConsistencyCheck
 from commrt.runtime.world import Hooks, World
 from commrt.schedule import MIX, Schedule, Step
+from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.transport.gloo import GlooTransport
@@ -318,7 +318,7 @@ def test_an_error_of_this_rank_alone_while_calls_are_compared_ends_the_world(mon
 
     def run(world):
         if world.rank == 0:
-            monkeypatch.setattr(world._consistency, "_gather", interrupted)
+            monkeypatch.setattr(world.consistency, "_gather", interrupted)
         with pytest.raises(CommrtError):
             world.run(commrt.Ring().schedule(0, 2), torch.zeros(4))
         return world.closed
@@ -403,7 +403,7 @@ def test_what_was_compared_is_forgotten_after_a_while(comparisons):
         schedule = ring.all_reduce(2)
         for numel in [*range(KEPT + 5), 0]:
             world.run(schedule, torch.ones(numel))
-        return [len(known) for known in world._consistency._compared.values()]
+        return [len(known) for known in world.consistency._compared.values()]
 
     assert run_ranks(2, body) == [[6], [6]]
     assert len(comparisons) == 2 * (KEPT + 6)
@@ -413,9 +413,9 @@ def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
     world = local_worlds(2)[0]
     for number in range(3 * SCHEDULES_KEPT):
         schedule = tree.broadcast(2, root=number % 2).over(range(2))  # a new object
-        assert world._consistency._traits(schedule).digest == schedule.digest()
+        assert world.consistency._traits(schedule).digest == schedule.digest()
         del schedule
-    assert world._consistency._traits.cache_info().currsize == SCHEDULES_KEPT
+    assert world.consistency._traits.cache_info().currsize == SCHEDULES_KEPT
 
 
 def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():

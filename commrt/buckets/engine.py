@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
@@ -13,21 +13,17 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling, tree
-from commrt.algorithms.carrying import require_short_sums
-from commrt.algorithms.gossip import Gossip
-from commrt.buckets.coder import Coder
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.step_graph import StepGraphs
-from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.program import Program, member_program, program
 from commrt.proof.replay import prove
-from commrt.proof.spec import all_reduce, gossip_mean
-from commrt.runtime.coded import CodeBuffers, CodedProgram, bind_codes, scratch_nbytes
-from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.proof.spec import promise
+from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
 from commrt.runtime.reading import bind_reading
 from commrt.runtime.recording import within_range
+from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
@@ -40,7 +36,6 @@ KEPT = 16
 COMPARISONS_KEPT = 256
 """Schedules and members of which the engine knows that all ranks agree; a digest and a few numbers each."""
 
-AnyProgram = BoundProgram | CodedProgram
 BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
 """Makes buckets of parameters, given in ready order."""
 
@@ -87,6 +82,7 @@ class Engine:
         """The ranks that take part in the step; inside ``join()`` those that still have data."""
         self._players = world.size if players is None else players  # in a step without late or lost ranks
         self._uses_graphs, self._unpacks = graphs, unpacks
+        self._row: int | None = getattr(algorithm, "mixing_row", None)
         self._proven = lru_cache(KEPT)(self._prove)
         self._digest = lru_cache(KEPT)(Schedule.digest)
         self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
@@ -103,12 +99,9 @@ class Engine:
         return self._proven(schedule)
 
     def _prove(self, schedule: Schedule) -> Schedule:
-        if isinstance(self.algorithm, Gossip):
-            prove(schedule, gossip_mean(self.algorithm, schedule))
-        else:
-            prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-        if self.buckets and (wire := self.buckets[0].coding) is not None:
-            require_short_sums(schedule, wire)
+        prove(schedule, promise(self.algorithm, schedule))
+        if self.buckets and (wire := self.buckets[0].quantized) is not None:
+            carrier_of(wire).require_short_sums(schedule, wire)
         return schedule
 
     def require_any_members(self) -> None:
@@ -130,7 +123,12 @@ class Engine:
         self._compared: set[tuple[str, tuple[int, ...]]] = set()
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, self._shared, {}))
-        self.coder = Coder(self.buckets[0].coding if self.buckets else None)
+        wire = self.buckets[0].quantized if self.buckets else None
+        self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
+        """Chooses the quantizer of each step; None if values travel as they are."""
+
+    def _quantizer_at(self, step: int) -> QuantizedWire | None:
+        return None if self.quantizer is None else self.quantizer.at(step)
 
     def residuals(self) -> dict[str, Tensor]:
         """Return what this rank still owes to the average of each parameter; empty without feedback."""
@@ -184,15 +182,15 @@ class Engine:
         if self.world.size > 1:
             self._share()
             schedule = self.schedule(step)
-            self._bound(schedule, tuple(range(self.world.size)), self.coder.at(step))
+            self._bound(schedule, tuple(range(self.world.size)), self._quantizer_at(step))
             self._connect_peers(program(schedule, self.world.rank), step)
 
     def _share(self) -> None:
         """Let peers read the buckets, in place of messages, where they can and all take part in every step."""
         takes_all = self._players == self.world.size
-        wires = [bucket.wire for bucket in self.buckets if bucket.coding is None and takes_all]
+        wires = [bucket.wire for bucket in self.buckets if bucket.quantized is None and takes_all]
         if windows := self.world.transport.share(wires):
-            shown = [bucket.index for bucket in self.buckets if bucket.coding is None]
+            shown = [bucket.index for bucket in self.buckets if bucket.quantized is None]
             self._shared.windows.update(zip(shown, windows, strict=True))
 
     def _connect_peers(self, mine: Program, step: int) -> None:
@@ -206,14 +204,14 @@ class Engine:
         recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
         self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
 
-    def _average(self, bucket: GradientBucket, step: int, bound: Callable[..., Sequence[AnyProgram]]) -> Span:
+    def _average(self, bucket: GradientBucket, step: int, bound: Callable[..., Sequence[RunnableProgram]]) -> Span:
         begin_s, recorder = perf_counter(), self.world.recorder
         if len(self.members) == 1:
             return Span(bucket.index, begin_s, begin_s, 0)
         schedule = self.algorithm.schedule(step, len(self.members))
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             self._compare_once(schedule, step)
-            programs = bound(self._proven(schedule), self.members, self.coder.at(step))
+            programs = bound(self._proven(schedule), self.members, self._quantizer_at(step))
             own = programs[bucket.index]
             if not self._replay(bucket, programs, step):
                 self._pack_and_run(bucket, own, step)
@@ -226,23 +224,29 @@ class Engine:
         """Add up `bucket` over `members`, and leave the sum on the wire for `GradientBucket.unpack`."""
         begin_s = perf_counter()
         schedule = self.algorithm.schedule(step, len(self.members))
-        own = self._bound(self._proven(schedule), self.members, self.coder.at(step))[bucket.index]
+        own = self._bound(self._proven(schedule), self.members, self._quantizer_at(step))[bucket.index]
         with within_range(self.world.recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             self._pack_and_run(bucket, own, step)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
-    def _pack_and_run(self, bucket: GradientBucket, own: AnyProgram, step: int) -> None:
+    def _pack_and_run(self, bucket: GradientBucket, own: RunnableProgram, step: int) -> None:
         with within_range(self.world.recorder, "pack"):
             bucket.pack(self.scale())
         if len(self.members) > 1:  # one rank alone has no codes to decode
             own.run(Tag(step, bucket.index), self.world.recorder)
-        self.coder.note(bucket.wire[bucket.head_numel :])
+        if self.quantizer is not None:
+            self.quantizer.note(bucket.wire[bucket.head_numel :])
+
+    @property
+    def mixes(self) -> bool:
+        """True if the schedules mix, so that ranks do not become equal."""
+        return self._row is not None
 
     def scale(self) -> float:
         """Return the weight of a rank's gradients in what the schedule adds."""
-        return 1 / (self.algorithm.within if isinstance(self.algorithm, Gossip) else len(self.members))
+        return 1 / (self._row or len(self.members))
 
-    def _replay(self, bucket: GradientBucket, programs: Sequence[AnyProgram], step: int) -> bool:
+    def _replay(self, bucket: GradientBucket, programs: Sequence[RunnableProgram], step: int) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
         if self._graphs is None or self.world.joined is not None:
             return False
@@ -269,11 +273,11 @@ class Engine:
         The key is what moves and who takes part, never an object: all members must find the same comparisons due.
         Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the schedule of step 0.
         """
-        if isinstance(self.algorithm, Gossip):
+        if self.mixes:
             return
         key = self._digest(schedule), self.members
         if key not in self._compared and key != (self._digest(self.schedule(0)), tuple(range(self.world.size))):
-            self.world.require_same_now(*key, step)
+            self.world.consistency.require_same_schedule_now(*key, step)
             self._connect_peers(member_program(schedule, self.members, self.world.rank, self.world.size), step)
         if len(self._compared) == COMPARISONS_KEPT:  # all members forget at the same step
             self._compared.clear()
@@ -310,14 +314,14 @@ def _bind(
     scratch: dict[torch.dtype, Tensor],
     schedule: Schedule,
     members: tuple[int, ...],
-    coding: Coding | None,
-) -> Sequence[AnyProgram]:
+    quantizer: QuantizedWire | None,
+) -> Sequence[RunnableProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
     mine = member_program(schedule, members, world.rank, world.size)
     room = partial(_room, world, scratch)
     if any(mine.peers & window.peers.keys() for window in shared.windows.values()):
         return [_reading(mine, bucket, shared, world.transport, room) for bucket in buckets]
-    heads = [bucket.wire[: bucket.head_numel] if bucket.coding else bucket.wire for bucket in buckets]
+    heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in buckets]
     cuts = [_cut(bucket, mine) for bucket in buckets]
     for wire, cut in zip(heads, cuts, strict=True):
         room(wire, scratch_numel(mine, wire.numel(), cut))
@@ -326,7 +330,18 @@ def _bind(
         bind(mine, wire, transport, scratch[wire.dtype], streams, bounds=cut)
         for wire, cut in zip(heads, cuts, strict=True)
     ]
-    return programs if coding is None else [*_coded(world, buckets, mine, programs, coding)]
+    if quantizer is None:
+        return programs
+    values = [
+        ValuesOnWire(head, bucket.wire[bucket.head_numel :], bucket.residual)
+        for head, bucket in zip(programs, buckets, strict=True)
+    ]
+    allocate = partial(_allocate_bytes, transport, values[0].values.device)
+    return carrier_of(quantizer).bind_values(mine, quantizer, values, transport, allocate)
+
+
+def _allocate_bytes(transport: Transport, device: torch.device, _: str, nbytes: int) -> Tensor:
+    return transport.allocate(nbytes, torch.uint8, device)
 
 
 def _room(world: World, scratch: dict[torch.dtype, Tensor], like: Tensor, need: int) -> Tensor:
@@ -357,18 +372,4 @@ def _reading(
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:
     """Return the bounds of the chunks of `bucket`: between tiles where kernels unpack, with windows or without."""
-    return None if bucket.repeatable is None or bucket.coding is not None else bucket.repeatable.cut(mine.chunks)
-
-
-def _coded(
-    world: World, buckets: Sequence[GradientBucket], mine: Program, heads: Sequence[BoundProgram], coding: Coding
-) -> Iterator[CodedProgram]:
-    """Yield the programs that carry codes; their buffers are shared too."""
-    values = [bucket.wire[bucket.head_numel :] for bucket in buckets]
-    most, device = max(map(len, values)), values[0].device
-    codes = world.transport.allocate(coding.nbytes(most), torch.uint8, device)
-    need = max(scratch_nbytes(mine, len(row), coding) for row in values)
-    scratch = world.transport.allocate(need, torch.uint8, device)
-    for bucket, row, head in zip(buckets, values, heads, strict=True):
-        own = codes[: coding.nbytes(len(row))]
-        yield bind_codes(mine, head, CodeBuffers(row, own, scratch, bucket.residual), coding, world.transport)
+    return None if bucket.repeatable is None or bucket.quantized is not None else bucket.repeatable.cut(mine.chunks)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from commrt.adaptive import Adaptive
 from commrt.buckets.layout import (
     MIB,
     Header,
@@ -27,11 +26,11 @@ from commrt.buckets.layout import (
     plan_buckets,
     wire_dtype,
 )
-from commrt.coding import Coding
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of, overlap
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
+from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 
 __all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets", "require_fit"]
@@ -110,17 +109,17 @@ class GradientBucket:
         wire: Tensor,
         model: int,
         overlaps: OverlapCheck | None = None,
-        coding: Coding | Adaptive | None = None,
+        quantized: QuantizedWire | None = None,
     ) -> None:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
         self.model = model
         """Number of the model among those attached to one world."""
         self.header = Header(0, model, 0, 0, index, 0)
         """What its wire says in every step; the first bucket's says more."""
-        self.coding = coding
+        self.quantized = quantized
         """What gradients become when they travel; None if they travel as they are on the wire."""
         self.head_numel = layout.head_numel
-        feeds_back = coding is not None and coding.feedback
+        feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
         """What this rank still owes to the averages, behind the head; None without feedback."""
         self.names = tuple(name for name, _ in params)
@@ -141,7 +140,7 @@ class GradientBucket:
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
-        return bucket_description(self.index, self.coding or self.wire.dtype, self.names, self._kinds)
+        return bucket_description(self.index, self.quantized or self.wire.dtype, self.names, self._kinds)
 
     def residuals(self) -> dict[str, Tensor]:
         """Return the views of `residual` that belong to each parameter, flat; empty without feedback."""
@@ -338,7 +337,7 @@ class ReadyOrder:
 
 def build_buckets(
     params: Sequence[Named],
-    wire: torch.dtype | Coding | Adaptive | None,
+    wire: AnyWire | None,
     cap_nbytes: int,
     model: int = 0,
     allocate: Allocate = zeros,
@@ -351,10 +350,10 @@ def build_buckets(
         Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
     ]
     overlaps, buckets = OverlapCheck(), []
-    coding = wire if isinstance(wire, Coding | Adaptive) else None
+    quantized = wire if is_quantized(wire) else None
     for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes)), first):
         members, dtype = [params[i] for i in places], dtypes[places[0]]
         layout = layout_of([param.numel() for _, param in members])
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)
-        buckets.append(kind(index, members, layout, buffer, model, overlaps, coding))
+        buckets.append(kind(index, members, layout, buffer, model, overlaps, quantized))
     return buckets

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from commrt.adaptive import Adaptive
-from commrt.coding import Coding
+from commrt.runtime.wire import AnyWire, is_quantized
 
 __all__ = [
     "MIB",
@@ -90,12 +89,10 @@ class TensorKind(NamedTuple):
         return f"{str(self.dtype)[6:]}{list(self.shape)}{strides}"
 
 
-def bucket_description(
-    index: int, wire: torch.dtype | Coding | Adaptive, names: Iterable[str], kinds: Iterable[TensorKind]
-) -> str:
+def bucket_description(index: int, wire: AnyWire, names: Iterable[str], kinds: Iterable[TensorKind]) -> str:
     """Return everything about a bucket that must agree between ranks, as text."""
     members = ", ".join(f"{name} {kind}" for name, kind in zip(names, kinds, strict=True))
-    travels = repr(wire) if isinstance(wire, Coding | Adaptive) else str(wire)[6:]
+    travels = repr(wire) if is_quantized(wire) else str(wire)[6:]
     return f"bucket {index} ({travels}): {members}"
 
 
@@ -105,11 +102,12 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     return param.dtype if chosen is None else chosen
 
 
-def wire_dtype(own: torch.dtype, wire: torch.dtype | Coding | Adaptive | None) -> torch.dtype:
-    """Return the dtype of a wire buffer for values of dtype `own`: `wire` if that is narrower; fp32 if it is coded."""
-    if isinstance(wire, Coding | Adaptive):
+def wire_dtype(own: torch.dtype, wire: AnyWire | None) -> torch.dtype:
+    """Return the dtype of a wire buffer for values of dtype `own`: the narrower one; fp32 if it is quantized."""
+    if is_quantized(wire):
         return torch.float32
-    return wire if wire is not None and wire.itemsize < own.itemsize else own
+    narrow = cast("torch.dtype | None", wire)
+    return narrow if narrow is not None and narrow.itemsize < own.itemsize else own
 
 
 class Header(NamedTuple):

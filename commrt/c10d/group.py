@@ -17,13 +17,13 @@ from commrt.c10d.call_engine import Engine
 from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.messages import DeviceMessages, HostMessages
 from commrt.errors import CommrtError, TransportClosed
-from commrt.membership.agreement import gather
-from commrt.membership.launcher import LOOPBACK, chosen_cluster, chosen_schedules
-from commrt.membership.store_client import STORE_ANSWER_S, call_store
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
+from commrt.store.agreement import gather
+from commrt.store.client import STORE_ANSWER_S, call_store
+from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules
 from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport

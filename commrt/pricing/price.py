@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.wires import values_share
+from commrt.quantizer import Coding
 from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
 __all__ = ["Phase", "Price", "Pricing", "Seconds", "all_reduce_bound_s", "exchange_bound_s"]

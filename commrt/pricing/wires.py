@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from commrt.algorithms.carrying import require_carrier, require_short_sums
-from commrt.coding import Coding, Float8, Int2, Int4, Int8
+from commrt.options import require_compatible
+from commrt.quantization.short_sums import require_short_sums
+from commrt.quantizer import Coding, Float8, Int2, Int4, Int8
 from commrt.schedule import Algorithm
 
 __all__ = ["CODINGS", "GRADIENT_NBYTES", "ITEMS", "Item", "require_carried", "values_share", "wire_nbytes"]
@@ -34,5 +35,5 @@ def values_share(coding: Coding | None) -> float:
 def require_carried(algorithm: Algorithm, ranks: int, wire: str) -> None:
     """Raise `UsageError` if `algorithm` on `ranks` ranks cannot carry the codes of `wire`."""
     if wire in CODINGS:
-        require_carrier(algorithm, CODINGS[wire])
+        require_compatible(algorithm, CODINGS[wire])
         require_short_sums(algorithm.schedule(0, ranks), CODINGS[wire])

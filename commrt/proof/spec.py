@@ -13,9 +13,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.algorithms.gossip import Gossip
 from commrt.errors import ScheduleError, UsageError
-from commrt.schedule import IntArray, Schedule
+from commrt.schedule import Algorithm, IntArray, Schedule
 
 __all__ = [
     "ANYTHING",
@@ -30,7 +29,7 @@ __all__ = [
     "collective_of",
     "doubly_stochastic",
     "gather",
-    "gossip_mean",
+    "promise",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -85,9 +84,11 @@ def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
     return _for_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None, total)
 
 
-def gossip_mean(algorithm: Gossip, schedule: Schedule) -> Collective:
-    """Return what `schedule`, a step of gossip, must do: keep the mean over all ranks."""
-    return doubly_stochastic(schedule.ranks, schedule.chunks, algorithm.within)
+def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
+    """Return what `schedule`, a step of `algorithm`, must do: an all-reduce, or keep the mean if it mixes."""
+    row = getattr(algorithm, "mixing_row", None)
+    shape = schedule.ranks, schedule.chunks
+    return all_reduce(*shape) if row is None else doubly_stochastic(*shape, row)
 
 
 def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:

@@ -12,55 +12,42 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.carrying import require_short_sums
-from commrt.algorithms.gossip import Gossip
-from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing
+from commrt.options import require_compatible
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.runtime.coded import (
-    CodeBuffers,
-    CodedProgram,
-    bind_codes,
-    check_residual,
-    scratch_nbytes,
-    travels_of,
-    wire_text,
-)
 from commrt.runtime.consistency import ConsistencyCheck
-from commrt.runtime.elastic import Elastic
-from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.executor import RunnableProgram, bind, scratch_numel
+from commrt.runtime.membership import Membership
 from commrt.runtime.recording import Recorder, within_range
+from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread, RecoveredError, TaskFuture
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
 __all__ = [
-    "WIRES",
     "Collectives",
     "check_algorithm",
     "check_all_reduce",
     "check_all_reduce_call",
     "check_run",
-    "check_wire",
     "is_expanded",
 ]
 
 KEPT = 256
 """Bound programs that are kept: those of the tensors seen last."""
-WIRES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that may travel in place of wider ones."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """Narrower ones would overflow: each rank adds flags to the sum as well."""
@@ -76,15 +63,15 @@ class TensorLayout:
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-    wire: torch.dtype | Coding
-    """The dtype that travels, or what values become."""
+    wire: AnyWire
+    """What travels."""
     device: torch.device
 
     def __str__(self) -> str:
         """Name all that must be equal on all ranks; the strides of dimensions of size 1 may differ."""
         strides = [stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)]
         kinds = dict.fromkeys((self.dtype, self.wire))
-        dtypes = " as ".join(repr(one) if isinstance(one, Coding) else str(one)[6:] for one in kinds)
+        dtypes = " as ".join(repr(one) if is_quantized(one) else str(one)[6:] for one in kinds)
         return f"{dtypes}{list(self.shape)} with strides {strides}"
 
     def empty(self, device: torch.device | str) -> Tensor:
@@ -112,7 +99,7 @@ def check_all_reduce_call(
     tensor: Tensor,
     op: str,
     algorithm: Algorithm,
-    wire: torch.dtype | Coding | None,
+    wire: AnyWire | None,
     tag: Tag,
     residual: Tensor | None = None,
 ) -> AllReduce:
@@ -120,10 +107,10 @@ def check_all_reduce_call(
     _check_tensor(tensor)
     _check_arithmetic(tensor.dtype, op)
     check_wire(wire)
-    check_all_reduce(algorithm)
+    check_all_reduce(algorithm, wire)
     _check_tag(tag)
-    travels = travels_of(tensor, wire)
-    check_residual(residual, travels, tensor)
+    travels = travels_as(tensor, wire)
+    _check_residual(residual, travels, tensor)
     like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
     layout = TensorLayout(like.shape, like.stride(), like.dtype, travels, tensor.device)
     return AllReduce(tensor, layout, op, algorithm, tag, residual)
@@ -147,31 +134,23 @@ def check_run(schedule: Schedule, ranks: int, tag: Tag) -> None:
         )
 
 
-def check_wire(wire: torch.dtype | Coding | None) -> None:
-    """Raise `UsageError` for a dtype that cannot travel."""
-    if wire is None or isinstance(wire, Coding) or (isinstance(wire, torch.dtype) and wire in WIRES):
-        return
-    offered = ", ".join(map(str, WIRES))
-    raise UsageError(
-        f"wire={wire!s:.80} cannot travel: use {offered}, a coding such as commrt.Int8(), or None for "
-        "each dtype as it is"
-    )
-
-
 def check_algorithm(algorithm: object) -> None:
     """Raise `UsageError` unless `algorithm` has a method ``schedule``."""
     if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
         raise UsageError(f"algorithm={algorithm!r:.200} makes no schedules: pass an object, such as commrt.Ring()")
 
 
-def check_all_reduce(algorithm: Algorithm) -> None:
-    """Raise `UsageError` for an algorithm that is no all-reduce."""
+def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
+    """Raise `UsageError` for an algorithm that is no all-reduce, and for a wire that only `attach` takes."""
     check_algorithm(algorithm)
-    if isinstance(algorithm, Gossip | BackupWorkers):
-        raise UsageError(
-            f"algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "
-            "HalvingDoubling() here, and attach() for gossip and backup workers"
-        )
+    require_compatible(algorithm, wire, ["all-reduce"])
+
+
+def _check_residual(residual: Tensor | None, travels: AnyWire, tensor: Tensor) -> None:
+    if is_quantized(travels):
+        carrier_of(travels).check_residual(travels, residual, tensor)
+    elif residual is not None:
+        raise UsageError(f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out")
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -209,7 +188,7 @@ def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    program: BoundProgram | CodedProgram
+    program: RunnableProgram
     packing: Packing
 
 
@@ -217,19 +196,23 @@ class Collectives:
     """The all-reduces of one world. The communication thread runs `_reduce_now` and all that it calls."""
 
     def __init__(
-        self, transport: TransportByDevice, comm_thread: CommThread, elastic: Elastic, consistency: ConsistencyCheck
+        self,
+        transport: TransportByDevice,
+        comm_thread: CommThread,
+        membership: Membership,
+        consistency: ConsistencyCheck,
     ) -> None:
         self._transport, self._comm_thread = transport, comm_thread
-        self._elastic, self._consistency = elastic, consistency
+        self.membership, self._consistency = membership, consistency
         self._proven = lru_cache(KEPT)(_prove)
-        self._coded_calls = 0  # so that random numbers of untagged calls differ
+        self._calls = count(1)  # so that random numbers of untagged calls differ
         self._start_again()
 
     def all_reduce(self, call: AllReduce, recorder: Recorder | None) -> None:
         """Return when the tensor holds the result, of the ranks that are left if one is lost. Collective."""
-        self._schedule(call, len(self._elastic.generation.ranks))  # its errors end nothing here
-        before = call.residual.clone() if self._elastic.is_elastic and call.residual is not None else None
-        refusal, total = self._elastic.together(lambda: self._attempt(call, recorder, before))
+        self._schedule(call, len(self.membership.ranks))  # its errors end nothing here
+        before = call.residual.clone() if self.membership.is_elastic and call.residual is not None else None
+        refusal, total = self.membership.together(lambda: self._attempt(call, recorder, before))
         if refusal is not None:
             raise refusal
         if total is not call.tensor:
@@ -246,11 +229,11 @@ class Collectives:
         own = call
         if before is not None and call.residual is not None:
             call.residual.copy_(before)
-        if self._elastic.is_elastic:
+        if self.membership.is_elastic:
             with torch.no_grad():
                 own = replace(call, tensor=call.layout.empty(call.layout.device).copy_(call.tensor))
         try:
-            self._elastic.submit(lambda: self._reduce_now(own, recorder)).result()
+            self.membership.submit(lambda: self._reduce_now(own, recorder)).result()
         except DisagreementError as error:
             if self._comm_thread.failure is not None:
                 raise
@@ -259,7 +242,7 @@ class Collectives:
 
     def run(self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]) -> None:
         """Run `schedule` on `buffer` in a world that may lose ranks: on a copy, as a lost rank may end the attempt."""
-        done = self._elastic.together(lambda: self._run_copy(schedule, buffer, run_now))
+        done = self.membership.together(lambda: self._run_copy(schedule, buffer, run_now))
         if isinstance(done, CommrtError):
             raise done
         buffer.copy_(done)
@@ -275,7 +258,7 @@ class Collectives:
         self._consistency.require_possible(schedule, buffer)
         copy = buffer.clone()
         try:
-            self._elastic.submit(lambda: run_now(copy)).result()
+            self.membership.submit(lambda: run_now(copy)).result()
         except (DisagreementError, UsageError) as error:
             if self._comm_thread.failure is not None:
                 raise
@@ -284,7 +267,7 @@ class Collectives:
 
     def begin_all_reduce(self, call: AllReduce, recorder: Recorder | None) -> TaskFuture[None]:
         """Return at once, with the future of the result. Collective."""
-        self._schedule(call, len(self._elastic.generation.ranks))  # as above
+        self._schedule(call, len(self.membership.ranks))  # as above
         return self._comm_thread.submit(lambda: self._reduce_now(call, recorder))
 
     def require_no_dispute(self) -> None:
@@ -294,7 +277,7 @@ class Collectives:
                 raise _dispute(call)
 
     def _reduce_now(self, call: AllReduce, recorder: Recorder | None) -> None:
-        members = tuple(self._elastic.generation.ranks)
+        members = tuple(self.membership.ranks)
         if len(members) == 1:
             return
         try:
@@ -313,24 +296,20 @@ class Collectives:
             raise UsageError(
                 f"{call.algorithm} made {schedule!r:.80} for {members} ranks, which is no schedule of them"
             )
-        if isinstance(call.layout.wire, Coding):
-            require_short_sums(schedule, call.layout.wire)
+        if is_quantized(wire := call.layout.wire):
+            carrier_of(wire).require_short_sums(schedule, wire)
         return self._proven(schedule)
 
     def _run(self, call: AllReduce, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
         tensor, layout, header = call.tensor, call.layout, self._header(call, schedule)
-        if self._memory_epoch != self._elastic.memory_epoch:
+        if self._memory_epoch != self.membership.memory_epoch:
             self._start_again()
         own = self._bound(schedule, members, layout, call.residual)
         is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
         self.require_no_dispute()
         own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, header)
-        if isinstance(own.program, CodedProgram):
-            self._coded_calls += 1
-            own.program.run(call.tag, recorder, self._coded_calls)
-        else:
-            own.program.run(call.tag, recorder)
+        own.program.run(call.tag, recorder)
         own.packing.unpack([dense], header)
         if own.packing.disputed:
             raise _dispute(call)
@@ -347,7 +326,7 @@ class Collectives:
 
     def _start_again(self) -> None:
         """Use new memory: after connections broke, a peer may still read what it was sent."""
-        self._memory_epoch = self._elastic.memory_epoch
+        self._memory_epoch = self.membership.memory_epoch
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._unconfirmed: deque[tuple[AllReduce, _Bound]] = deque(maxlen=UNCONFIRMED)
         self._bound = lru_cache(KEPT)(self._bind)
@@ -357,19 +336,23 @@ class Collectives:
     ) -> _Bound:
         packed = layout_of([layout.shape.numel()])
         mine = member_program(schedule, members, self._transport.rank, self._transport.ranks)
-        dtype, device, coding = _buffer_dtype(layout), layout.device, layout.wire
+        dtype, device, quantizer = _buffer_dtype(layout), layout.device, layout.wire
         wire = self._allocate("wire", packed.numel, dtype, device)
-        plain = wire[: packed.head_numel] if isinstance(coding, Coding) else wire
+        plain = wire[: packed.head_numel] if is_quantized(quantizer) else wire
         scratch = self._allocate("scratch", scratch_numel(mine, plain.numel()), dtype, device)
         bound = bind(mine, plain, self._transport, scratch, self._comm_thread.streams)
         packed_tensor = packing(wire, packed, [layout.empty("meta")])
-        if not isinstance(coding, Coding):
+        if not is_quantized(quantizer):
             return _Bound(bound, packed_tensor)
         values = wire[packed.head_numel :][: layout.shape.numel()]
-        codes = self._allocate("codes", coding.nbytes(len(values)), torch.uint8, device)
-        received = self._allocate("received", scratch_nbytes(mine, len(values), coding), torch.uint8, device)
-        buffers = CodeBuffers(values, codes, received, residual)
-        return _Bound(bind_codes(mine, bound, buffers, coding, self._transport), packed_tensor)
+        allocate = partial(self._allocate_bytes, device)
+        (program,) = carrier_of(quantizer).bind_values(
+            mine, quantizer, [ValuesOnWire(bound, values, residual)], self._transport, allocate, self._calls
+        )
+        return _Bound(program, packed_tensor)
+
+    def _allocate_bytes(self, device: torch.device, use: str, nbytes: int) -> Tensor:
+        return self._allocate(use, nbytes, torch.uint8, device)
 
     def _allocate(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [numel] of the one piece of memory for this `use`; its old contents stay, and nobody reads them."""
@@ -381,8 +364,8 @@ class Collectives:
 
 
 def _buffer_dtype(layout: TensorLayout) -> torch.dtype:
-    """Return the dtype of the wire buffer: values that become codes are added in fp32."""
-    return torch.float32 if isinstance(layout.wire, Coding) else layout.wire
+    """Return the dtype of the wire buffer: values that are quantized are added in fp32."""
+    return torch.float32 if is_quantized(layout.wire) else cast("torch.dtype", layout.wire)
 
 
 def _prove(schedule: Schedule) -> Schedule:

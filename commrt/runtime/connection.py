@@ -7,25 +7,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from commrt.errors import CommrtError, PeerLost, Place, TransportError, UsageError
-from commrt.membership.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.membership.generations import Generation
-from commrt.membership.launcher import chosen_transport, launched
-from commrt.membership.store_client import (
+from commrt.errors import CommrtError, TransportError, UsageError
+from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
+from commrt.store.client import (
     STORE_ANSWER_S,
     call_store,
     clone_connection,
     parse_int,
     parse_list,
     require,
-    start_call,
 )
-from commrt.transport.by_device import TransportByDevice
+from commrt.store.launcher import chosen_transport, launched
 from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.hierarchical import HierarchicalTransport
@@ -36,7 +33,6 @@ __all__ = [
     "Connect",
     "ConnectGpu",
     "ReconnectOptions",
-    "Reconnector",
     "connect_gpu",
     "connect_hosts",
     "default_device",
@@ -214,10 +210,6 @@ def local_rank() -> int:
     return 0
 
 
-T = TypeVar("T")
-PROBE_EVERY_S = 0.1
-"""Between two liveness checks while connecting."""
-
 Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> a transport for host memory among them; collective, once per generation."""
 ConnectGpu = Callable[[str, torch.device], QueueingTransport]
@@ -230,37 +222,3 @@ class ReconnectOptions(NamedTuple):
     connect: Connect
     towards: str | None = None
     """An address in the network through which the ranks see each other; None if they need no liveness checks."""
-
-
-class Reconnector:
-    """Gives a transport connections among the members of a new generation. Used on the communication thread."""
-
-    def __init__(
-        self, transport: TransportByDevice, reconnect_options: ReconnectOptions | None, connect_gpu: ConnectGpu
-    ) -> None:
-        self._transport, self._connect_gpu = transport, connect_gpu
-        self.options = reconnect_options
-        """None in a world that cannot connect again, and after it was closed."""
-
-    def connect(self, generation: Generation, is_over: Callable[[], bool]) -> None:
-        """Connect the members of `generation`, for host memory and each GPU; collective.
-
-        Raises `PeerLost` once `is_over` returns True, and what connecting raises.
-        """
-        transport, members = self._transport, generation.ranks
-        if self.options is None or len(members) == 1:
-            return
-        timeout_s, connect = transport.timeout_s, self.options.connect
-        transport.replace_host(self._unless(is_over, lambda: connect(generation.number, members, timeout_s)))
-        for device in transport.gpus:
-            made = partial(self._connect_gpu, f"generation {generation.number}", device)
-            transport.add(device, self._unless(is_over, made))
-
-    def _unless(self, is_over: Callable[[], bool], connect: Callable[[], T]) -> T:
-        future = start_call(connect)
-        while not future.done():
-            with suppress(TimeoutError):
-                future.exception(PROBE_EVERY_S)
-            if not future.done() and is_over():
-                raise PeerLost("a rank was lost while the members connected", Place(self._transport.rank))
-        return future.result()

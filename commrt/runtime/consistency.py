@@ -22,12 +22,12 @@ from torch import Tensor
 from commrt.algorithms import tree
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.reference import mix_into, reduce_into
-from commrt.membership.agreement import TOPIC, find_disagreement
 from commrt.program import member_program
 from commrt.proof.replay import ends_alike
-from commrt.runtime.elastic import Elastic
 from commrt.runtime.executor import bind
+from commrt.runtime.membership import Membership
 from commrt.schedule import ADD, MIX, Schedule
+from commrt.store.agreement import TOPIC, find_disagreement
 from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
@@ -62,8 +62,8 @@ class ConsistencyCheck:
     remembers none: it may have a player that was not there before.
     """
 
-    def __init__(self, transport: TransportByDevice, elastic: Elastic) -> None:
-        self._transport, self._elastic = transport, elastic
+    def __init__(self, transport: TransportByDevice, membership: Membership) -> None:
+        self._transport, self.membership = transport, membership
         # Remembers schedules by object, and keeps them alive: no new one can come to lie at the address of an old one.
         self._traits = lru_cache(SCHEDULES_KEPT)(_traits)
         self._alike = lru_cache(SCHEDULES_KEPT)(ends_alike)
@@ -116,7 +116,7 @@ class ConsistencyCheck:
 
     def require_players(self, schedule: Schedule) -> None:
         """Raise `UsageError`, on all ranks alike, if `schedule` names a rank that is lost."""
-        if lost := sorted({*self._traits(schedule).players} - {*self._elastic.generation.ranks}):
+        if lost := sorted({*self._traits(schedule).players} - {*self.membership.ranks}):
             raise UsageError(
                 f"{schedule.name} names ranks {lost}, which are lost: build a schedule for the ranks that are left, "
                 "with schedule.over(world.members, world=world.size)"
@@ -137,8 +137,8 @@ class ConsistencyCheck:
 
     def agree(self, topic: str, claim: Mapping[str, str]) -> None:
         """Return once all members made the same `claim`; raise `DisagreementError` on all. On the training thread."""
-        elastic, text = self._elastic, json.dumps({TOPIC: topic, **claim}, sort_keys=True)
-        claims = elastic.together(lambda: elastic.submit(lambda: self._claims_now(Tag(0, topic), text)).result())
+        membership, text = self.membership, json.dumps({TOPIC: topic, **claim}, sort_keys=True)
+        claims = membership.together(lambda: membership.submit(lambda: self._claims_now(Tag(0, topic), text)).result())
         if error := find_disagreement(topic, {rank: _parse_claim(said) for rank, said in claims.items()}):
             raise error
 
@@ -148,7 +148,7 @@ class ConsistencyCheck:
 
     def _compare_once(self, players: tuple[int, ...], claim: str) -> None:
         """Raise `DisagreementError` unless all players make the same `claim`, or made it before in this generation."""
-        generation = self._elastic.generation.number
+        generation = self.membership.number
         for key in [key for key in self._compared if key[0] != generation]:
             del self._compared[key]
         known = self._compared.setdefault((generation, players), set())
@@ -168,7 +168,7 @@ class ConsistencyCheck:
 
         For a member that makes another call, it returns what that call sends.
         """
-        members, data = self._elastic.generation.ranks, claim.encode()
+        members, data = self.membership.ranks, claim.encode()
         said = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
         first, other = members[0], next((rank for rank in members if said[rank] != said[members[0]]), members[0])
         summaries = {rank: SUMMARY.fullmatch(text) for rank, text in said.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "BoundProgram",
     "Combination",
     "Landing",
+    "RunnableProgram",
     "bind",
     "combinations_of",
     "facts_of",
@@ -56,6 +57,24 @@ class BoundHop:
     """The latest hop whose combinations must be done before this exchange; None if there is none."""
     facts: dict[str, int | str]
     """What a trace says of the hop."""
+
+
+class RunnableProgram(Protocol):
+    """A program that is bound to memory, whatever travels in place of its values."""
+
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes that this rank sends in one run."""
+
+    @property
+    def elsewhere(self) -> Parts:
+        """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
+
+    def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
+        """Run all hops in order on the calling thread."""
+
+    def finish(self, tag: Tag) -> None:
+        """Tell peers that this rank has read what is `elsewhere`."""
 
 
 class Landing(NamedTuple):

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.membership.agreement import WorldConfig
-from commrt.membership.launcher import (
+from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
+from commrt.runtime.world import Hooks, World
+from commrt.store.client import STORE_ANSWER_S, call_store, clone_connection
+from commrt.store.launcher import (
     DEFAULT_TIMEOUT_S,
     LOOPBACK,
     Launch,
@@ -25,11 +27,8 @@ from commrt.membership.launcher import (
     launched,
     require_deadlines,
 )
-from commrt.membership.liveness import own_address
-from commrt.membership.rendezvous import is_loopback, meet
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, clone_connection
-from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
-from commrt.runtime.world import Hooks, World
+from commrt.store.rendezvous import is_loopback, meet, own_address
+from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.by_device import NullTransport
 from commrt.transport.channel import host_identity

@@ -15,23 +15,22 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
-from commrt.coding import Coding
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
-from commrt.membership.agreement import WorldConfig
-from commrt.membership.generations import Loss
-from commrt.membership.launcher import wants_nvtx
-from commrt.membership.liveness import diagnose, leave_report, wait_for_readers
-from commrt.membership.store_client import clone_connection
 from commrt.program import member_program
 from commrt.runtime.collectives import Collectives, check_all_reduce_call, check_run
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
-from commrt.runtime.elastic import REFUSALS, Elastic
 from commrt.runtime.executor import bind
+from commrt.runtime.membership import REFUSALS, Loss, Membership
 from commrt.runtime.prepared import PreparedRuns, cut
 from commrt.runtime.recording import Nvtx, Recorder
+from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
+from commrt.store.client import clone_connection
+from commrt.store.launcher import wants_nvtx
+from commrt.store.reports import diagnose, leave_report, wait_for_readers
+from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.streams import streams_of
 from commrt.torch_import import untraced
@@ -59,7 +58,7 @@ class Hooks:
 
 @untraced
 class World:
-    """A set of ranks that can run schedules on tensors; it may lose ranks and go on (`commrt.runtime.elastic`).
+    """A set of ranks that can run schedules on tensors; it may lose ranks and go on (`commrt.elastic.recovery`).
 
     One thread of its own runs all communication, in the order of the calls: every rank must make the same calls in the
     same order. Use it as a context manager: after an error in the ``with`` statement, the other ranks learn of it at
@@ -77,14 +76,10 @@ class World:
         reconnect_options: ReconnectOptions | None = None,
         config: WorldConfig | None = None,
     ) -> None:
-        self.config = config
-        """The configuration that this process must fit, until it has taken the place of a lost rank; else None."""
-        self.is_replacement = config is not None
-        """True if this process takes, or took, the place of a rank that was lost while the others trained."""
+        self.config, self.is_replacement = config, config is not None
+        """The configuration that this process must fit until it has taken a lost rank's place; whether it takes one."""
         self.transport = TransportByDevice(transport)
-        self.store = store
-        self.local_rank = local_rank
-        self.launcher = launcher
+        self.store, self.local_rank, self.launcher = store, local_rank, launcher
         self.comm_thread = CommThread(self._on_failure, f"commrt-rank{transport.rank}", lambda: self.timeout_s)
         self.holds_store = holds_store
         """True if the store ends with this process."""
@@ -96,12 +91,15 @@ class World:
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
         """Receives ranges of time, for profilers."""
         self._late_failure: TransportError | None = None
-        self._in_collective = self._closed = self._is_inherited = False
-        self._entered = 0
-        self.elastic = Elastic(store, self.transport, self.comm_thread, reconnect_options, self._connect_gpu)
-        self._consistency = ConsistencyCheck(self.transport, self.elastic)
-        self._prepared = PreparedRuns(self.transport, lambda: self.elastic.memory_epoch)
-        self._collectives = Collectives(self.transport, self.comm_thread, self.elastic, self._consistency)
+        self._in_collective, self._closed, self._is_inherited, self._entered = False, False, False, 0
+        self.reconnect_options = reconnect_options
+        """How ranks connect again after one was lost; None in a world that cannot."""
+        self.membership = Membership(transport.members, self.comm_thread)
+        """Who takes part, and what happens when a rank is lost."""
+        self.consistency = ConsistencyCheck(self.transport, self.membership)
+        """Compares what ranks do before they do it."""
+        self._prepared = PreparedRuns(self.transport, lambda: self.membership.memory_epoch)
+        self._collectives = Collectives(self.transport, self.comm_thread, self.membership, self.consistency)
         release_in_forked_child(self)
 
     @property
@@ -122,12 +120,12 @@ class World:
     @property
     def members(self) -> Sequence[int]:
         """The ranks that take part: all ranks, until one is lost and the others go on."""
-        return self.elastic.generation.ranks
+        return self.membership.ranks
 
     @property
     def lost(self) -> tuple[Loss, ...]:
         """The lost ranks without which the others went on, and why."""
-        return self.elastic.generation.lost
+        return self.membership.lost
 
     @property
     def timeout_s(self) -> float:
@@ -156,12 +154,12 @@ class World:
         stays usable.
         """
         check_run(schedule, self.size, tag)
-        run_same = self._consistency.compared(schedule, lambda row: self._prepared.run(schedule, row, tag))
+        run_same = self.consistency.compared(schedule, lambda row: self._prepared.run(schedule, row, tag))
         with self.collective("run()"):
-            if self.elastic.is_elastic:
+            if self.membership.is_elastic:
                 self._collectives.run(schedule, buffer, run_same)
                 return Work(buffer, self.rank)
-            self._consistency.require_possible(schedule, buffer)
+            self.consistency.require_possible(schedule, buffer)
             is_ready = buffer.is_cuda and not async_op and self._prepared.has(schedule, buffer)
             begin = self.comm_thread.run if is_ready else self.comm_thread.submit
             work = Work(buffer, self.rank, begin(lambda: run_same(buffer)))
@@ -175,7 +173,7 @@ class World:
         op: Literal["mean", "sum"] = "mean",
         *,
         algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
-        wire: torch.dtype | Coding | None = None,
+        wire: AnyWire | None = None,
         residual: Tensor | None = None,
         async_op: bool = False,
         tag: Tag = UNNAMED,
@@ -195,7 +193,7 @@ class World:
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
-            if async_op and not self.elastic.is_elastic:
+            if async_op and not self.membership.is_elastic:
                 return Work(tensor, self.rank, self._collectives.begin_all_reduce(call, self.recorder))
             self._collectives.all_reduce(call, self.recorder)
         return Work(tensor, self.rank)
@@ -208,7 +206,7 @@ class World:
         """
         with self.collective(f"agree ({topic})"):
             try:
-                self._consistency.agree(topic, claim)
+                self.consistency.agree(topic, claim)
             except BaseException as error:
                 if not isinstance(error, DisagreementError):
                     self.abort(error)
@@ -231,7 +229,7 @@ class World:
         Raises `TransportClosed` if the world has ended. Raises `UsageError` inside ``join()``, in a callback of a world
         that survives lost ranks, and in a process that takes a lost rank's place until it has attached its model.
         """
-        self.comm_thread.require_working(in_callback=not self.elastic.is_elastic)
+        self.comm_thread.require_working(in_callback=not self.membership.is_elastic)
         self.require_all_ranks(what)
         if self.config is not None:
             raise UsageError(
@@ -245,12 +243,12 @@ class World:
         try:
             self.hooks.before_collective()
             # without inference mode, as the communication thread writes to tensors that are made in the body
-            with self.elastic.collective(what), torch.inference_mode(mode=False):
+            with self.membership.collective(what), torch.inference_mode(mode=False):
                 self.hooks.when_all_came()
                 yield
         except BaseException as error:
             self.hooks.on_collective_error(error)
-            if self.elastic.is_elastic and not isinstance(error, REFUSALS):
+            if self.membership.is_elastic and not isinstance(error, REFUSALS):
                 self.abort(error)  # the others must not wait for the rest of it
             raise
         finally:
@@ -291,13 +289,17 @@ class World:
     def _add_gpu(self, device: torch.device) -> None:
         streams = streams_of(device)
         streams.enter()
-        if self.config is not None:
-            self.transport.add(device, NullTransport(self.rank, self.members, self.timeout_s))
-        else:
-            self.transport.add(device, self._connect_gpu(f"connect {self.elastic.generation.number}", device))
+        absent = NullTransport(self.rank, self.members, self.timeout_s)
+        is_member, name = self.config is None, f"connect {self.membership.number}"
+        self.transport.add(device, self.connect_gpu(name, device) if is_member else absent)
         self.comm_thread.streams = streams
 
-    def _connect_gpu(self, name: str, device: torch.device) -> QueueingTransport:
+    def use_membership(self, membership: Membership) -> None:
+        """Let `membership` decide from now on who takes part, and what happens when a rank is lost."""
+        self.membership = self.consistency.membership = self._collectives.membership = membership
+
+    def connect_gpu(self, name: str, device: torch.device) -> QueueingTransport:
+        """Connect `device` with the members' GPUs, under a `name` that was not used before. Collective."""
         store, members = PrefixStore(name, clone_connection(self.store)), self.members
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
@@ -312,16 +314,12 @@ class World:
         """Copy `buffer` from ``members[0]`` to all members along a binomial tree."""
         return self.run_now(tree.broadcast(len(members)), buffer, tag, members)
 
-    def require_same_now(self, digest: str, members: Sequence[int], step: int) -> None:
-        """Raise `DisagreementError` on all members if digests of their schedules differ; costs a small all-reduce."""
-        self._consistency.require_same_schedule_now(digest, members, step)
-
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the other ranks, close the connections, then find out which rank failed first."""
         if isinstance(failure, Evicted):  # the others go on, and must not hear from this process
             self.transport.abort()
             return
-        self.elastic.depart(f"it failed: {failure}")
+        self.membership.depart(f"it failed: {failure}")
         leave_report(self.store, self.rank, failure)
         self.transport.abort()
         diagnose(self.store, self.rank, self.size, failure)
@@ -330,7 +328,7 @@ class World:
 
     def _on_late_failure(self, failure: TransportError) -> None:
         """Note what ended an exchange on a GPU: no call waits for it here, but other ranks may wait for this one."""
-        if not self.elastic.is_elastic:  # else each exchange has a call that waits for it
+        if not self.membership.is_elastic:  # else each exchange has a call that waits for it
             self._late_failure = failure
             leave_report(self.store, self.rank, failure)
             self.transport.abort_host()
@@ -351,13 +349,14 @@ class World:
         self._prepared.forget()
         before_leave, self.hooks = self.hooks.before_leave, Hooks()
         before_leave()
-        self.elastic.end_membership("it closed its world", finished=True)
+        self.membership.end_membership("it closed its world", finished=True)
         if self.holds_store and isinstance(self.comm_thread.failure, Evicted | None):
-            self.elastic.wait_for_all_closed()
+            self.membership.wait_for_all_closed()
         try:
             self.transport.close()
         finally:
-            self.elastic.close()
+            self.membership.close()
+            self.reconnect_options = None
             self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
 
     def abort(self, reason: BaseException) -> None:
@@ -371,7 +370,7 @@ class World:
         try:
             is_news = self.comm_thread.give_up(reason) and not isinstance(reason, Evicted)
             if is_news:
-                self.elastic.depart(f"it gave up: {reason}")
+                self.membership.depart(f"it gave up: {reason}")
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()

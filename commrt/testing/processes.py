@@ -17,8 +17,8 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, Literal
 
-from commrt.membership.launcher import LOOPBACK
-from commrt.membership.rendezvous import hold, listen
+from commrt.store.launcher import LOOPBACK
+from commrt.store.rendezvous import hold, listen
 
 __all__ = ["RESTART", "Outcome", "free_port", "run_processes"]
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, PeerLost, TransportClosed
-from commrt.membership.launcher import LOOPBACK
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
+from commrt.store.launcher import LOOPBACK
 from commrt.testing import nccl
 from commrt.testing.peer_memory import HostPeerMemory
 from commrt.transport.local import Fabric

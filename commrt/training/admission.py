@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -16,16 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from commrt.adaptive import Adaptive
-from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.carrying import require_carrier
-from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.local import LocalSGD
 from commrt.buckets.layout import Named, gradient_dtype, wire_dtype
-from commrt.coding import Coding
 from commrt.errors import UsageError
-from commrt.runtime.collectives import WIRES, check_algorithm, check_wire, is_expanded
-from commrt.schedule import Algorithm
+from commrt.options import require_compatible
+from commrt.runtime.collectives import check_algorithm, is_expanded
+from commrt.runtime.wire import WIRES, AnyWire, check_wire
 from commrt.training.model_state import Stateful
 
 __all__ = [
@@ -41,31 +35,24 @@ __all__ = [
 ]
 
 MOST_MB = 1e9
-_log = logging.getLogger("commrt")
 GRADIENTS = (torch.float64, *WIRES)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_attach(
-    model: object,
-    optimizer: object,
-    algorithm: object,
-    wire: torch.dtype | Coding | Adaptive | None,
-    cap_mb: object,
-    **flags: object,
-) -> tuple[list[Named], list[Optimizer]]:
-    """Return the parameters to average and the optimizers; raises `UsageError` for arguments `attach` cannot take."""
+    model: object, optimizer: object, algorithm: object, wire: AnyWire | None, cap_mb: object, **flags: object
+) -> tuple[list[Named], list[Optimizer], AnyWire | None]:
+    """Return the parameters to average, the optimizers and what travels; raises `UsageError` for what cannot work."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
     check_algorithm(algorithm)
-    if isinstance(algorithm, LocalSGD):
-        if optimizer is None:
-            raise UsageError("LocalSGD needs the optimizers whose steps it counts: attach(model, optimizer, ...)")
-        wire, algorithm = _checked_local(wire, algorithm, graphs=flags.get("graphs"))
-    check_wire(None if isinstance(wire, Adaptive) else wire)
-    _check_coding(wire, algorithm, graphs=flags.get("graphs"))
+    wire = _chosen_wire(algorithm, wire)
+    check_wire(wire)
+    chosen = {"graphs": flags.get("graphs") is True, "views": flags.pop("gradients", "own") == "views"}
+    chosen["no optimizer"] = optimizer is None
+    require_compatible(algorithm, wire, [name for name, is_chosen in chosen.items() if is_chosen])
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
         raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
     for name, flag in flags.items():
@@ -73,51 +60,23 @@ def check_attach(
             raise UsageError(f"{name}={flag!r:.80}: give True or False")
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     _check_model(model, params)
-    return params, _checked_optimizers(optimizer, params)
+    return params, _checked_optimizers(optimizer, params), wire
 
 
-def _checked_local(
-    wire: torch.dtype | Coding | Adaptive | None, algorithm: LocalSGD, *, graphs: object
-) -> tuple[Any, Algorithm]:
-    """Return what travels for `algorithm`, and the algorithm that carries it."""
-    if None not in (wire, algorithm.wire) and wire != algorithm.wire:
-        raise UsageError(f"wire={wire} here and wire={algorithm.wire} in LocalSGD: give it once")
-    chosen = wire if algorithm.wire is None else algorithm.wire
-    if graphs is True:
-        raise UsageError("graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out")
-    if algorithm.is_gossip and chosen is not None:
-        raise UsageError(f"wire={chosen} with LocalSGD(inner=Gossip()): weights travel there, and would be rounded")
-    if isinstance(chosen, Adaptive):
-        raise UsageError(f"a wire of {chosen} with LocalSGD: its bits follow gradients; use Int4() or Int8()")
-    for sentence in algorithm.unwise():
-        _log.warning("commrt: %s", sentence)
-    return chosen, algorithm.inner
+def _chosen_wire(algorithm: object, wire: AnyWire | None) -> AnyWire | None:
+    """Return what travels: an algorithm may say so itself."""
+    own: AnyWire | None = getattr(algorithm, "wire", None)
+    if None not in (wire, own) and wire != own:
+        raise UsageError(f"wire={wire} here and wire={own} in {type(algorithm).__name__}: give it once")
+    return wire if own is None else own
 
 
-def _check_coding(wire: torch.dtype | Coding | Adaptive | None, algorithm: object, *, graphs: object) -> None:
-    """Raise `UsageError` for what codes cannot do."""
-    if not isinstance(wire, Coding | Adaptive):
-        return
-    require_carrier(algorithm, wire)
-    if graphs is True:
-        raise UsageError(f"graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out")
-
-
-def wants_views(
-    gradients: object,
-    params: Sequence[Named],
-    algorithm: object,
-    wire: torch.dtype | Coding | Adaptive | None,
-) -> bool:
+def wants_views(gradients: object, params: Sequence[Named], wire: AnyWire | None) -> bool:
     """Return True for ``gradients="views"``; raises `UsageError` where they cannot be views of what travels."""
     if gradients not in ("own", "views"):
         raise UsageError(f'gradients={gradients!r:.80}: give "own", or "views" to keep them in what travels')
     if gradients == "own":
         return False
-    weights = isinstance(algorithm, Gossip) and algorithm.payload == "weights"
-    if weights or isinstance(algorithm, BackupWorkers | LocalSGD):
-        name = type(algorithm).__name__
-        raise UsageError(f'gradients="views" with {name}, where gradients do not travel as they are: leave it out')
     for name, param in params:
         own, travels = gradient_dtype(param), wire_dtype(gradient_dtype(param), wire)
         if own != travels:

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.layout import Named
+from commrt.elastic.elastic_membership import membership_of
 from commrt.errors import UsageError
-from commrt.runtime.elastic import LOST
+from commrt.runtime.membership import LOST
 from commrt.schedule import Algorithm
 from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
@@ -60,7 +61,7 @@ class AfterStepReplica(Replica):
         self._passes_unused = 0  # since an optimizer has stepped
         self._progress: Progress | None = None  # inside join()
         self._joins = 0
-        broadcaster.world.elastic.begin(self, number, alone=alone)
+        membership_of(broadcaster.world).begin(self, number, alone=alone)
 
     @abstractmethod
     def _advance(self) -> None:
@@ -171,7 +172,7 @@ class AfterStepReplica(Replica):
             world.joined = None
             with world.collective("the end of join()"):
                 self.consolidate()
-                world.elastic.together(lambda: self._take_states(progress.last(), also))
+                world.membership.together(lambda: self._take_states(progress.last(), also))
         finally:
             self._progress, world.joined = None, None
 
@@ -179,7 +180,7 @@ class AfterStepReplica(Replica):
         world = self._world
         self._joins += 1
         prefix = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
-        progress = Progress(prefix, world.rank, lambda: world.members, world.timeout_s, world.elastic.any_gone)
+        progress = Progress(prefix, world.rank, lambda: world.members, world.timeout_s, world.membership.any_gone)
         progress.begin(self._step)
         world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         return progress
@@ -190,7 +191,7 @@ class AfterStepReplica(Replica):
                 for _ in progress.outlast(self._step):
                     self.average()
             except LOST as failure:
-                self._world.elastic.recover_now(failure)
+                membership_of(self._world).recover_now(failure)
             else:
                 return
 
@@ -205,4 +206,4 @@ class AfterStepReplica(Replica):
     def detach(self) -> None:
         """Remove all hooks, and drop exchanges that are in flight; not collective."""
         super().detach()
-        self._world.elastic.end(self)
+        membership_of(self._world).end(self)

@@ -64,7 +64,7 @@ class WorldBroadcaster:
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
         """Overwrite `flat` with the source's; collective."""
-        return self.world.elastic.submit(lambda: self._broadcast(flat, step))
+        return self.world.membership.submit(lambda: self._broadcast(flat, step))
 
     def _broadcast(self, flat: Tensor, step: int) -> Span:
         begin_s = perf_counter()
@@ -114,7 +114,7 @@ def mean(broadcaster: Broadcaster, tensors: Sequence[Tensor], step: int) -> list
     wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
     schedule = halving_doubling.all_reduce(len(members))
-    world.elastic.submit(lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)).result()
+    world.membership.submit(lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)).result()
     parts = torch.split(flat, [tensor.numel() for tensor in wide])
     return [part.view(like.shape) for part, like in zip(parts, wide, strict=True)]
 

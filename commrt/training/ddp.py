@@ -15,10 +15,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from commrt.algorithms.torus import Torus2D
-from commrt.coding import Coding
 from commrt.errors import UsageError
-from commrt.runtime.collectives import check_all_reduce, check_wire
+from commrt.runtime.collectives import check_all_reduce
 from commrt.runtime.init import init, is_open
+from commrt.runtime.wire import AnyWire, check_wire, is_quantized
 from commrt.runtime.work import Work
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
@@ -45,7 +45,7 @@ class DDPState:
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
-    wire: torch.dtype | Coding | None = None
+    wire: AnyWire | None = None
     world: World | None = None
     step: int = field(default=-1, init=False)
     """Of the gradients that leave; for errors and traces."""
@@ -59,8 +59,8 @@ class DDPState:
     """The same for each parameter, as views: DDP's second step has other buckets."""
 
     def __post_init__(self) -> None:
-        check_all_reduce(self.algorithm)
         check_wire(self.wire)
+        check_all_reduce(self.algorithm, self.wire)
         if not isinstance(self.world, World | None):
             raise UsageError(f"world={self.world!r:.80} is no world: pass what commrt.init() returned, or leave it out")
 
@@ -78,7 +78,7 @@ class DDPState:
         )
 
     def _residual(self, bucket: GradBucket) -> Tensor | None:
-        if not (isinstance(self.wire, Coding) and self.wire.feedback):
+        if not (is_quantized(self.wire) and self.wire.feedback):
             return None
         params, owned = bucket.parameters(), self._residuals.get(bucket.index())
         ids = tuple(map(id, params))

@@ -5,25 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import Header, Named
-from commrt.buckets.weight_bucket import WeightBucket
+from commrt.buckets.weight_bucket import WeightBucket, build_weight_buckets, exchanged_tensors
 from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.gossip_exchange import GossipExchange
 from commrt.training.hooks import ModuleHook
 from commrt.training.optimizer_steps import are_under_way
-from commrt.training.replica import StepReport
+from commrt.training.replica import Replica, StepReport
+from commrt.training.request import Request
 
-__all__ = ["GossipReplica"]
+__all__ = ["GossipReplica", "attach"]
 
 UNDER_WAY = (
     "{name} was written while its exchange was under way, and not by a step of an optimizer given to attach(): call "
@@ -33,6 +35,28 @@ MOVED = (
     "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass such as "
     "SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
 )
+
+
+def attach(request: Request) -> Replica:
+    """Return a replica that exchanges its weights with one partner after each step. Collective."""
+    world, algorithm = request.world, cast("Gossip", request.algorithm)
+    exchange, held = GossipExchange(world, algorithm), exchanged_tensors(request.model)
+    wire = cast("torch.dtype | None", request.wire)  # quantized ones were refused
+    messages, allocate = algorithm.staleness + 1, world.transport.allocate_shared
+    buckets = build_weight_buckets(held, wire, request.cap_nbytes, messages, allocate)
+    if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
+        raise UsageError(
+            "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
+            "leave wire out"
+        )
+    request.agree(request.claim(exchange.prove_all(), buckets))
+    alone = request.is_alone("gossiping models")
+    if world.size > 1:
+        exchange.share(buckets)
+    replica = GossipReplica(
+        request.model, request.params, request.optimizers, exchange, buckets, world.attached, alone=alone
+    )
+    return request.begin(replica, exchange)
 
 
 class GossipReplica(AfterStepReplica):
@@ -66,7 +90,7 @@ class GossipReplica(AfterStepReplica):
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
-        self._world.elastic.restart_at_step(step)
+        self._exchange.membership.restart_at_step(step)
         super()._restart_at_step(step)
 
     def _register_on_modules(self) -> Iterator[RemovableHandle]:
@@ -99,7 +123,7 @@ class GossipReplica(AfterStepReplica):
             self._report()
             for bucket in self.buckets:
                 header = Header(0, self._number, 0, self._step, bucket.index, 0)
-                message = bucket.send(header, world.elastic.memory_epoch, world.transport.allocate)
+                message = bucket.send(header, world.membership.memory_epoch, world.transport.allocate)
                 message.answer = self._exchange.submit(message, bucket.index, self._step)
             self._note_writes()
             if self._progress is not None:

@@ -14,13 +14,14 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import explain_mismatch
 from commrt.buckets.weight_bucket import Message, WeightBucket
+from commrt.elastic.elastic_membership import membership_of
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
 from commrt.program import Program, member_program
 from commrt.proof.replay import prove
-from commrt.proof.spec import gossip_mean
-from commrt.runtime.elastic import LOST
+from commrt.proof.spec import promise
 from commrt.runtime.executor import bind
+from commrt.runtime.membership import LOST
 from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
@@ -47,7 +48,9 @@ class GossipExchange(WorldBroadcaster):
     def __init__(self, world: World, algorithm: Gossip) -> None:
         super().__init__(world)
         self._attached = algorithm
-        self._generation = self._shared = world.elastic.generation.number
+        self.membership = membership_of(world)
+        """That of the world; it goes on without lost ranks."""
+        self._generation = self._shared = self.membership.number
         self._ranks = np.array(self.members)
         self._proven = lru_cache(KEPT)(self._prove)
         self._program = lru_cache(STEPS_KEPT)(self._program_of)
@@ -87,7 +90,7 @@ class GossipExchange(WorldBroadcaster):
     def submit(self, message: Message, bucket: int, step: int) -> Future[Span]:
         """Exchange `message`, the content of `bucket`, with the partners of `step`. On the training thread."""
         if bucket == 0:  # from here on a generation that starts at `step` is too early for this rank
-            self.world.elastic.submitted_steps = step + 1
+            self.membership.submitted_steps = step + 1
         with within_range(self.world.recorder, "submit", number=bucket, step=step):
             return self.world.comm_thread.submit(lambda: self._carry(message, bucket, step))
 
@@ -97,20 +100,20 @@ class GossipExchange(WorldBroadcaster):
         self._program.cache_clear()
 
     def _carry(self, message: Message, bucket: int, step: int) -> Span:
-        elastic = self.world.elastic
+        membership = self.membership
         begin_s, nbytes_sent = perf_counter(), 0
         with within_range(self.world.recorder, "bucket", number=bucket, step=step, algorithm="gossip"):
             if bucket == 0:
-                elastic.next_step = step + 1
-            if elastic.takes_part(step):
+                membership.next_step = step + 1
+            if membership.takes_part(step):
                 nbytes_sent = self._exchange(message, bucket, step)
         return Span(bucket, begin_s, perf_counter(), nbytes_sent)
 
     def _exchange(self, message: Message, bucket: int, step: int) -> int:
         """Return how many bytes this rank sent; `message.share` stays 0 where a partner was lost."""
-        elastic = self.world.elastic
-        if self._generation != elastic.generation.number:
-            self._generation, self._ranks = elastic.generation.number, np.array(self.members)
+        membership = self.membership
+        if self._generation != membership.number:
+            self._generation, self._ranks = membership.number, np.array(self.members)
             self.release()  # it was bound to connections of another generation
         program = self._program(step)
         if not program.hops:
@@ -120,9 +123,9 @@ class GossipExchange(WorldBroadcaster):
             run(Tag(step, bucket))
             self.world.transport.wait()  # before a GPU mixes what may never have come
         except LOST as failure:
-            elastic.recover(failure)
+            membership.recover(failure)
             return 0
-        elastic.progress()
+        membership.progress()
         _require_same_header(message, bucket)
         message.share, message.heard = share, tuple(leg.peer for hop in program.hops for leg in hop.recvs)
         return nbytes_sent
@@ -133,7 +136,7 @@ class GossipExchange(WorldBroadcaster):
         return member_program(schedule, self._ranks[order].tolist(), self.world.rank, self.world.size)
 
     def _prove(self, schedule: Schedule) -> None:
-        prove(schedule, gossip_mean(self.algorithm, schedule))
+        prove(schedule, promise(self.algorithm, schedule))
 
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         """Return the exchange, the bytes that it sends, and the weight of what it receives."""

@@ -9,7 +9,7 @@ from threading import Event
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse, require
+from commrt.store.client import STORE_ANSWER_S, call_store, parse, require
 from commrt.threads.clock import now_s
 
 __all__ = ["Progress"]

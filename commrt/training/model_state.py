@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from commrt.errors import UsageError
-from commrt.membership.store_client import MALFORMED
+from commrt.store.client import MALFORMED
 
 __all__ = [
     "Stateful",

@@ -21,7 +21,7 @@ from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
-from commrt.membership.generations import Loss
+from commrt.runtime.membership import Loss
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.training.admission import ParameterList
@@ -159,11 +159,11 @@ class Replica(ABC):
         with self._world.collective("consolidate()"):
             self.drain()
             tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
-            values = self._world.elastic.together(lambda: mean(self._broadcaster, tensors, self.step))
+            values = self._world.membership.together(lambda: mean(self._broadcaster, tensors, self.step))
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
-            self._world.elastic.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
 
     def disagreement(self) -> float:
         """Return the distance of the farthest replica from the mean, relative to the mean's norm; collective.
@@ -174,23 +174,23 @@ class Replica(ABC):
             self.drain()
             own, count = [param.detach().double() for _, param in self._params], len(self._broadcaster.members)
             parts = [count * tensor for tensor in own]
-            sums = self._world.elastic.together(lambda: mean(self._broadcaster, parts, self.step))
+            sums = self._world.membership.together(lambda: mean(self._broadcaster, parts, self.step))
             pairs = [(tensor, value / count) for tensor, value in zip(own, sums, strict=True)]
             distance = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
             norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
             share = (distance / norm) ** 0.5
-            shares = self._world.elastic.together(lambda: gather_values(self._broadcaster, share, self.step))
+            shares = self._world.membership.together(lambda: gather_values(self._broadcaster, share, self.step))
             return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; collective, not inside `join`."""
         with self._world.collective("overwrite_with_first()"):
-            self._world.elastic.together(lambda: overwrite_model(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_model(self._broadcaster, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
         with self._world.collective("sync_buffers()"):
-            self._world.elastic.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
 
     def replicas_equal(self) -> bool:
         """Return True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.

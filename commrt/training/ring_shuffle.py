@@ -20,8 +20,8 @@ from torch.utils.data import default_collate
 from commrt.algorithms import halving_doubling
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.errors import UsageError
-from commrt.runtime.elastic import LOST
 from commrt.runtime.init import current
+from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
 from commrt.threads.future import Future
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
@@ -169,7 +169,7 @@ class _RingExchange:
 
     def __init__(self, world: World, fields: Sequence[Tensor]) -> None:
         self._world, self._fields = world, fields
-        self._generation = world.elastic.generation.number
+        self._generation = world.membership.number
         self._memory: dict[int, _Memory] = {}  # by the number of samples
         self._in_flight: tuple[Tensor, _Memory, Future[int | None]] | None = None
         self._completed = 0  # batches exchanged since the start
@@ -184,7 +184,7 @@ class _RingExchange:
 
     def _memory_for(self, batch: Sequence[Tensor]) -> _Memory:
         """Return memory for `batch`: not memory that a rank of an earlier generation may still read."""
-        memory, room = self._memory.get(len(batch[0])), self._world.elastic.memory_epoch
+        memory, room = self._memory.get(len(batch[0])), self._world.membership.memory_epoch
         if memory is None or memory.room != room:
             sent, received = (FlatBuffer(batch, self._world.transport.allocate) for _ in range(2))
             memory = _Memory(sent, received, [torch.empty_like(part) for part in batch], room)
@@ -218,21 +218,21 @@ class _RingExchange:
 
     def _exchange(self, memory: _Memory, completed: int) -> int | None:
         """Return how many batches all ranks have exchanged now, or None if that is unknown; on its own thread."""
-        elastic = self._world.elastic
-        step = elastic.next_step  # a batch is sent before the weights of its step
-        elastic.next_step += 1
-        if not elastic.takes_part(step) or len(self._world.members) == 1:
+        membership = self._world.membership
+        step = membership.next_step  # a batch is sent before the weights of its step
+        membership.next_step += 1
+        if not membership.takes_part(step) or len(self._world.members) == 1:
             return None
         try:
-            if elastic.generation.number != self._generation:
+            if membership.number != self._generation:
                 return self._lowest(completed)
             if memory.exchange is None:
                 memory.exchange = self._bind(memory)
             memory.exchange(TAG)
-            if elastic.is_elastic:
+            if membership.is_elastic:
                 self._world.transport.wait()
         except LOST as failure:
-            elastic.recover(failure)
+            membership.recover(failure)
             return None
         return completed + 1
 
@@ -241,7 +241,7 @@ class _RingExchange:
         counts = torch.zeros(self._world.size, dtype=torch.int64, device="cpu")
         counts[self._world.rank] = completed
         self._world.run_now(halving_doubling.all_reduce(len(members)), counts, TAG, members)
-        self._generation = self._world.elastic.generation.number
+        self._generation = self._world.membership.number
         return int(counts[list(members)].min())
 
     def _bind(self, memory: _Memory) -> Exchange:

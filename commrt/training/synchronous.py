@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
@@ -21,18 +20,37 @@ from commrt.buckets.layout import WIDTHS, Header
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
+from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.training.admission import check_stateful, describe_buffers
 from commrt.training.broadcast_state import overwrite_model, overwrite_states
 from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, own_residuals, unread_buffers
 from commrt.training.replica import Replica, StepReport
+from commrt.training.request import Request
 from commrt.training.step_guard import StepGuard
 
-__all__ = ["SynchronousReplica"]
+__all__ = ["SynchronousReplica", "attach"]
 
 LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 """In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
+
+
+def attach(request: Request) -> Replica:
+    """Return a replica whose gradients are averaged in the backward pass. Collective."""
+    request.require_nobody_lost()
+    mixes = getattr(request.algorithm, "mixing_row", None) is not None
+    broadcast_buffers = request.broadcast_buffers and not mixes
+    on_gpu = request.params[0][1].device.type == "cuda"
+    graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(request.wire)
+    buckets = request.build_buckets(request.params[::-1])
+    engine = Engine(request.world, request.algorithm, buckets, graphs=graphs, unpacks=True)
+    claim = request.claim(engine.schedule(0), engine.buckets)
+    request.agree({**claim, "broadcast_buffers": str(broadcast_buffers), "graphs": str(graphs)})
+    replica = SynchronousReplica(
+        request.model, request.optimizers, engine, request.build_buckets, broadcast_buffers=broadcast_buffers
+    )
+    return request.begin(replica, engine, lambda: engine.submit_preparation(0).result())
 
 
 class SynchronousReplica(Replica):
@@ -233,27 +251,23 @@ class SynchronousReplica(Replica):
         overwrite_states(self._engine, [*self._optimizers, *also], self._step)
         self._guard.steps = 0
 
-    @property
-    def _has_codes(self) -> bool:
-        return any(bucket.coding is not None for bucket in self._engine.buckets)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
-        state = super().state_dict()
-        if not self._has_codes:
+        state, quantizer = super().state_dict(), self._engine.quantizer
+        if quantizer is None:
             return state
         order = [name for name, _ in self._params] if self._order_is_observed else None
-        coded = {"order": order, "norm": self._engine.coder.norm, "rank": self._world.rank}
-        return state | coded | {"residuals": {name: part.clone() for name, part in self._engine.residuals().items()}}
+        ours = {"order": order, "norm": quantizer.norm, "rank": self._world.rank}
+        return state | ours | {"residuals": {name: part.clone() for name, part in self._engine.residuals().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; see `Replica.load_state_dict`."""
         residuals = own_residuals(state, self._world.rank, self._engine.residuals())
         super().load_state_dict(state)
-        if self._has_codes:
+        if self._engine.quantizer is not None:
             self._restore_order(state.get("order"))
             self._engine.owe(residuals)
-            self._engine.coder.resume(state.get("norm"))
+            self._engine.quantizer.resume(state.get("norm"))
 
     def _restore_order(self, names: Sequence[str] | None) -> None:
         """Let the same values share scales as before, if the parameters have the same names."""
@@ -267,7 +281,7 @@ class SynchronousReplica(Replica):
 
     def consolidate(self) -> None:
         """Make all replicas equal; averaged ones are equal already, but for buffers. See `Replica.consolidate`."""
-        if isinstance(self._algorithm, Gossip):
+        if self._engine.mixes:
             super().consolidate()
         else:
             self.sync_buffers()

@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.membership.agreement import gather
-from commrt.membership.store_client import parse_list, require
+from commrt.store.agreement import gather
+from commrt.store.client import parse_list, require
 from commrt.threads.clock import now_s, slice_s
 
 __all__ = [

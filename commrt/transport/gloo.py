@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.membership.launcher import gloo_interface
-from commrt.membership.store_client import STORE_ANSWER_S, call_store
+from commrt.store.client import STORE_ANSWER_S, call_store
+from commrt.store.launcher import gloo_interface
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.protocol import (

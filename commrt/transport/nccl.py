@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
-from commrt.membership.store_client import start_call
+from commrt.store.client import start_call
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.future import Future

@@ -20,9 +20,8 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.membership.agreement import gather
-from commrt.membership.launcher import nccl_variable
-from commrt.membership.store_client import (
+from commrt.store.agreement import gather
+from commrt.store.client import (
     MALFORMED,
     STORE_ANSWER_S,
     call_store,
@@ -33,6 +32,7 @@ from commrt.membership.store_client import (
     require,
     start_call,
 )
+from commrt.store.launcher import nccl_variable
 from commrt.threads.clock import now_s
 from commrt.threads.future import Future
 from commrt.threads.streams import Graph, Streams

@@ -23,8 +23,8 @@ from torch.distributed import PrefixStore, Store
 from torch.utils.dlpack import from_dlpack
 
 from commrt.errors import SizeMismatch, TransportError, UsageError
-from commrt.membership.agreement import gather
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, parse_int, parse_list, require
+from commrt.store.agreement import gather
+from commrt.store.client import STORE_ANSWER_S, call_store, parse_int, parse_list, require
 from commrt.transport.peer_memory import PeerMemory
 
 __all__ = ["Neighbours", "Words"]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.membership.store_client import start_call
 from commrt.program import Meeting
+from commrt.store.client import start_call
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import StreamEvent, streams_of

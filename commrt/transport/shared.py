@@ -29,7 +29,7 @@ from commrt.errors import (
     TransportClosed,
     TransportError,
 )
-from commrt.membership.store_client import MALFORMED, STORE_ANSWER_S, call_store
+from commrt.store.client import MALFORMED, STORE_ANSWER_S, call_store
 from commrt.threads.clock import now_s, slice_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.channel import SMALL_NBYTES, Arena, Channel, Offer, Post, Segment, aligned, connect, posts

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.coding import TILE_BLOCKS
 from commrt.kernels.codes import HUGE_BITS, INFINITY_BITS, LEAST_BITS, SCALES_NBYTES
 from commrt.kernels.layout import GRANULE
+from commrt.quantizer import TILE_BLOCKS
 
 BLOCKS = tl.constexpr(TILE_BLOCKS)
 SCALES = tl.constexpr(SCALES_NBYTES)

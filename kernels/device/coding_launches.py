@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from commrt.coding import Coding
 from commrt.kernels.device import variants
 from commrt.kernels.device.combine import spacing
 from commrt.kernels.device.launch import Bound, launch_of, require_aligned
+from commrt.quantizer import Coding
 
 __all__ = ["add_codes_launch", "decode_launch", "encode_launch"]
 

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
 
-from commrt.coding import STOCHASTIC, Coding
 from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
 from commrt.kernels.device.meet import meet_kernel
 from commrt.kernels.device.mix import mix_kernel
@@ -26,6 +25,7 @@ from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.tables import WIDEST_NBYTES
+from commrt.quantizer import STOCHASTIC, Coding
 
 __all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "meet", "mix", "norm", "pack", "reduce", "unpack"]
 

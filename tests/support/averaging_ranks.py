@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 from commrt.algorithms.ring import all_gather
-from commrt.membership.membership import Membership
+from commrt.elastic.store_membership import StoreMembership
 from commrt.tools.commands.dataset import lenet, load
 
 STEPS = 12
@@ -361,13 +361,13 @@ def in_inference_mode(tell, algorithms):
 
 def detached_first(tell, algorithm, path):
     """Rank 0, which holds the store, detaches and closes; then the others ask for a mean. What rank 0 did meanwhile."""
-    stay_while = Membership.stay_while
+    stay_while = StoreMembership.stay_while
 
     def staying(membership, others):
         path.write_text("stays")
         return stay_while(membership, others)
 
-    Membership.stay_while = staying
+    StoreMembership.stay_while = staying
     with commrt.init(timeout_s=10) as world:
         model = torch.nn.Linear(3, 1)
         replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)

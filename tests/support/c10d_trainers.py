@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from commrt.c10d.process_group import create
-from commrt.membership.launcher import LOOPBACK
+from commrt.store.launcher import LOOPBACK
 
 EPOCHS = 3
 TIMEOUT = timedelta(seconds=60)

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from commrt.coding import BITS, NEAREST, STOCHASTIC, Coding, Float8
+from commrt.quantizer import BITS, NEAREST, STOCHASTIC, Coding, Float8
 
 __all__ = ["ENCODINGS", "KINDS", "same"]
 

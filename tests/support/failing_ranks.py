@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.membership.liveness import LivenessListener
+from commrt.elastic.liveness import LivenessListener
 from commrt.training.model_state import fingerprint
 
 STRIKE = 5

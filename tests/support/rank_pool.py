@@ -14,8 +14,8 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from commrt.membership.rendezvous import hold, listen
 from commrt.runtime import init as world_of_this_process
+from commrt.store.rendezvous import hold, listen
 from commrt.testing.processes import Outcome, _context, _environment
 
 LIMIT_S = 60.0

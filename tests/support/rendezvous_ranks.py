@@ -22,8 +22,8 @@ from torch.distributed import FileStore, HashStore
 import commrt
 from commrt.algorithms import ring
 from commrt.errors import UsageError
-from commrt.membership.launcher import LOOPBACK
 from commrt.runtime import connection, init
+from commrt.store.launcher import LOOPBACK
 from commrt.tools.commands import training_job
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commrt.errors import UsageError
-from commrt.membership.launcher import default_timeout_s, launched
+from commrt.store.launcher import default_timeout_s, launched
 from commrt.tools.commands.doctor_environment import (
     Finding,
     guarded,

@@ -17,7 +17,7 @@ from typing import Literal
 
 from packaging.version import Version
 
-from commrt.membership.launcher import VARIABLES, Launch
+from commrt.store.launcher import VARIABLES, Launch
 
 __all__ = [
     "AT_LEAST", "HARMS", "Finding", "cpus", "guarded", "installed", "interfaces", "launcher", "packages", "variables",

@@ -19,11 +19,11 @@ import torch
 
 from commrt.algorithms import ring
 from commrt.errors import CommrtError, DisagreementError, UsageError
-from commrt.membership.launcher import Launch, chosen_transport
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
+from commrt.store.launcher import Launch, chosen_transport
 from commrt.tools.commands.doctor_environment import Finding, cpus, guarded
 from commrt.tools.commands.workers import run_workers
 from commrt.transport.channel import host_identity

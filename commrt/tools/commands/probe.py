@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from commrt.errors import UsageError
-from commrt.membership.launcher import launched, require_deadlines
 from commrt.pricing.cluster import Cluster
 from commrt.runtime.init import init
+from commrt.store.launcher import launched, require_deadlines
 from commrt.tools.commands.workers import run_workers
 from commrt.tools.measuring.probing import probe
 from commrt.tools.pictures.files import require_writable, write

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from commrt.algorithms.catalogue import DIRECT
 from commrt.errors import CommrtError
-from commrt.membership.launcher import chosen_transport, launched
 from commrt.pricing.wires import CODINGS
+from commrt.store.launcher import chosen_transport, launched
 from commrt.tools.commands import training_job
 from commrt.tools.commands.dataset import load, require_images
 from commrt.tools.commands.doctor_environment import cpus

@@ -25,14 +25,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, LOCAL, by_name
 from commrt.algorithms.direct import Direct
-from commrt.coding import Coding
 from commrt.errors import UsageError
-from commrt.membership.launcher import require_deadlines
 from commrt.pricing.wires import CODINGS, require_carried
+from commrt.quantizer import Coding
 from commrt.runtime.init import init
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
+from commrt.store.launcher import require_deadlines
 from commrt.tools.commands import dataset
 from commrt.tools.commands.dataset import RECIPES, TRAIN_IMAGES, Images, lenet
 from commrt.tools.commands.inject_faults import Fault, Injection, check

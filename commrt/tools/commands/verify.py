@@ -19,7 +19,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof, verify
-from commrt.proof.spec import Collective, all_reduce, collective_of, gossip_mean
+from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import Algorithm, Schedule
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import ShapeOptions
@@ -129,7 +129,7 @@ def _only(name: str, schedules: Mapping[str, Schedule], what: str) -> dict[str, 
 
 def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
     if isinstance(algorithm, Gossip):
-        return gossip_mean(algorithm, schedule)
+        return promise(algorithm, schedule)
     members = range(algorithm.needed(schedule.ranks)) if isinstance(algorithm, BackupWorkers) else None
     return all_reduce(schedule.ranks, schedule.chunks, members)
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from torch.distributed import Store
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
-from commrt.membership.launcher import LOOPBACK, Launch, announce
-from commrt.membership.rendezvous import hold, listen
+from commrt.store.launcher import LOOPBACK, Launch, announce
+from commrt.store.rendezvous import hold, listen
 
 __all__ = ["run_workers"]
 

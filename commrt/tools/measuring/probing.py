@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from commrt.algorithms import direct, halving_doubling
-from commrt.coding import Int4
 from commrt.errors import UsageError
-from commrt.kernels.dispatch import adding, adding_codes, decoding, encoding
-from commrt.membership.agreement import gather
+from commrt.kernels.dispatch import adding
+from commrt.kernels.quantizing import adding_codes, decoding, encoding
 from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.program import program
+from commrt.quantizer import Int4
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
 from commrt.schedule import COPY, Schedule, Step
+from commrt.store.agreement import gather
 from commrt.transport.channel import host_identity
 from commrt.transport.protocol import Tag
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from commrt.membership.generations import Loss
+from commrt.runtime.membership import Loss
 from commrt.runtime.recording import Event, Timeline, chrome_trace
 from commrt.runtime.world import World
 from commrt.tools.pictures.files import write

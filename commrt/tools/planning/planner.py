@@ -15,11 +15,11 @@ from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
-from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing, all_reduce_bound_s
 from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
+from commrt.quantizer import Coding
 from commrt.schedule import Algorithm
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.workload import Workload

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from commrt.coding import Coding
 from commrt.errors import CommrtError, UsageError
 from commrt.pricing.wires import GRADIENT_NBYTES, Item, wire_nbytes
+from commrt.quantizer import Coding
 
 __all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
 

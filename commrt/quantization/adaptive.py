@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, inf, isfinite, log2, sqrt
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from commrt.coding import BITS, NEAREST, Coding
 from commrt.errors import UsageError
+from commrt.quantizer import BITS, NEAREST, Coding
 
 __all__ = ["Adaptive", "Progress", "Rule", "adaquant", "dq"]
 
@@ -46,6 +46,7 @@ class Adaptive:
     feedback: bool = False
     rounding: str = NEAREST
     seed: int = 0
+    carried_by: ClassVar[str] = "commrt.quantization.carrier"
     said: str = field(init=False)
     """The rule as text, which ranks compare."""
     _codings: dict[int, Coding] = field(init=False, repr=False, compare=False, hash=False)
@@ -58,6 +59,11 @@ class Adaptive:
         made = {bits: self._coding(bits) for bits in range(self.least, self.most + 1)}
         object.__setattr__(self, "_codings", made)
         object.__setattr__(self, "said", re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule)))  # places differ between ranks
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Return what `commrt.options` calls this wire."""
+        return ("quantized wire", "adaptive wire", *(["error feedback"] if self.feedback else []))
 
     def _coding(self, bits: int) -> Coding:
         return Coding(bits, self.block, self.feedback, self.rounding, self.seed)

@@ -3,7 +3,7 @@
 
 `quorum_step` is one rank's part of a step, as a generator: it yields operations on the store and on the other ranks,
 and receives their results. So the rules that run are those that were model-checked, in every order of events and with
-a death at every instant (``tests/test_quorum.py``). `commrt.membership.quorum_vote` executes them.
+a death at every instant (``tests/test_quorum.py``). `commrt.backup_workers.quorum_vote` executes them.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Event
 
+from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head
+from commrt.elastic.store_membership import NONE_ABSENT, Arrival, StoreMembership, arrival_key
 from commrt.errors import DisagreementError
-from commrt.membership.generations import GATHERING, OPEN, RUNNING, Generation, Head
-from commrt.membership.membership import NONE_ABSENT, Arrival, Membership, arrival_key
 from commrt.threads.deadline import Deadline
 
 __all__ = ["Barrier"]
@@ -24,7 +24,7 @@ WHOLE, LOST, REFUSED = "whole", "lost", "refused "
 class Barrier:
     """The collectives of one member. Used on the training thread, where a method does not say otherwise."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: StoreMembership) -> None:
         self._membership = membership
         self._rank = membership.rank
         self._votes = (-1, 0)  # in which generation, and how many

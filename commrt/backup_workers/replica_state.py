@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from commrt.membership.store_client import parse, parse_int, require
+from commrt.store.client import parse, parse_int, require
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
 __all__ = ["READY", "ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]

@@ -8,27 +8,23 @@ disturbs the steps of the others.
 from __future__ import annotations
 
 import logging
-import secrets
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from socket import gethostname
 from threading import Event
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
 
+from commrt.backup_workers.replica_state import READY, ReplicaState, StateTransfer, unpack
+from commrt.backup_workers.state_server import StateServer, request_state
+from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost
-from commrt.membership.liveness import CLOSED_ERRNOS, own_address
-from commrt.membership.store_client import STORE_ANSWER_S, call_store, malformed, parse, require
 from commrt.runtime.world import World
-from commrt.threads.comm_thread import release_in_forked_child
+from commrt.store.client import STORE_ANSWER_S, call_store, malformed, parse
 from commrt.threads.deadline import Deadline
-from commrt.training.replica_state import READY, ReplicaState, StateTransfer, unpack
 
-__all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
+__all__ = ["CatchUp", "FinalCalls", "PendingCatchUp"]
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
@@ -55,12 +51,13 @@ class PendingCatchUp(NamedTuple):
 class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's `state`."""
 
-    def __init__(self, world: World, store: Store, state: ReplicaState) -> None:
+    def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
         self._world, self._store, self._state = world, store, state
+        self._membership = membership
         self.pending: PendingCatchUp | None = None
         """What this rank needs; None if it was not late."""
         handlers = {IS_READY: self._is_ready, STATE: lambda version: state.give(version, self._copy_s)}
-        self._service = StateServer(world.elastic.host or gethostname(), handlers)
+        self._service = StateServer(self._membership.host or gethostname(), handlers)
 
     def open(self) -> None:
         """Let other ranks ask this one."""
@@ -97,7 +94,7 @@ class CatchUp:
         """
         limit = Deadline(self._world.timeout_s, self._ready_s + self._copy_s)
         while True:
-            is_late, members = limit.left_s <= 0, self._world.elastic.generation.members
+            is_late, members = limit.left_s <= 0, self._membership.generation.members
             for rank in (rank for rank in pending.sources if rank in members):
                 if (answer := self._ask_source(rank, pending.version)) is not None:
                     return answer
@@ -120,12 +117,12 @@ class CatchUp:
 
     def _require_sources(self, pending: PendingCatchUp, *, is_late: bool) -> None:
         """Raise if all sources are gone, or the time is over."""
-        elastic, sources = self._world.elastic, [*pending.sources]
-        elastic.require_open()
-        members, place = elastic.generation.members, Place(self._world.rank, sources[0], pending.version)
-        gone = {rank for rank in sources if rank not in members or elastic.membership.is_gone(rank)}
+        membership, sources = self._membership, [*pending.sources]
+        membership.require_open()
+        members, place = membership.generation.members, Place(self._world.rank, sources[0], pending.version)
+        gone = {rank for rank in sources if rank not in members or membership.on_store.is_gone(rank)}
         if (is_late or len(gone) == len(sources)) and self._world.config is None:  # it is or was a member
-            elastic.membership.current()  # raises Evicted if the others went on without this rank
+            membership.on_store.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
                 f"only ranks {sources} had the weights of step {pending.version}, and they are gone: start again from "
@@ -170,110 +167,3 @@ class FinalCalls(list[Callable[[], object]]):
 
 def _key(rank: int) -> str:
     return f"service/{rank}"
-
-
-PASSWORD_NBYTES = 16
-REQUEST = struct.Struct(f"<{PASSWORD_NBYTES}scQ")
-ANSWER = struct.Struct("<?Q")
-PIECE_NBYTES = 1 << 20
-LIMIT_S = 60.0
-"""How long a client may be silent in the middle of a request."""
-PASSWORD_S = 5.0
-"""How long a client may be silent before it has sent the password."""
-MAX_CLIENTS = 256
-"""Clients at once; further ones are disconnected, and try again."""
-
-Handler = Callable[[int], bytes | None]
-"""Maps a number to the answer; None means no."""
-
-
-class StateServer:
-    """Listens for processes that can reach the host `towards`; a thread per client runs the handler of its request."""
-
-    def __init__(self, towards: str, handlers: Mapping[bytes, Handler]) -> None:
-        host = own_address(towards)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-        self._handlers, self._password = handlers, secrets.token_bytes(PASSWORD_NBYTES)
-        self._free_slots = threading.Semaphore(MAX_CLIENTS)
-        self.address = f"{host} {self._listener.getsockname()[1]} {self._password.hex()}"
-        """To be written to the store."""
-        release_in_forked_child(self)
-        threading.Thread(target=self._listen, daemon=True, name="commrt-state-server").start()
-
-    def close(self) -> None:
-        """Accept no more clients. Safe to call twice."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # or the thread would keep it open
-        self._listener.close()
-
-    def leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which must not hold the port."""
-        self._listener.close()
-
-    def _listen(self) -> None:
-        while self._listener.fileno() >= 0:
-            try:
-                client = self._listener.accept()[0]
-            except OSError as error:
-                if error.errno in CLOSED_ERRNOS:
-                    return
-                Event().wait(1.0)  # no descriptors left
-                continue
-            self._admit(client)
-
-    def _admit(self, client: socket.socket) -> None:
-        """Serve the client on a thread, if there may be another."""
-        if not self._free_slots.acquire(blocking=False):
-            client.close()
-            return
-        try:
-            threading.Thread(target=self._serve, args=(client,), daemon=True, name="commrt-state-server").start()
-        except RuntimeError:  # the system has no more threads
-            self._free_slots.release()
-            client.close()
-
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            with client, suppress(OSError):
-                self._answer(client)
-        finally:
-            self._free_slots.release()
-
-    def _answer(self, client: socket.socket) -> None:
-        client.settimeout(PASSWORD_S)
-        password, kind, number = REQUEST.unpack(_receive(client, REQUEST.size))
-        if secrets.compare_digest(password, self._password) and kind in self._handlers:
-            client.settimeout(LIMIT_S)
-            answer = self._handlers[kind](number)
-            client.sendall(ANSWER.pack(answer is not None, len(answer or b"")))
-            for begin in range(0, len(answer or b""), PIECE_NBYTES):  # the timeout holds for each call
-                client.sendall(memoryview(answer or b"")[begin : begin + PIECE_NBYTES])
-
-
-def request_state(address: str, kind: bytes, number: int, limit_s: float) -> bytes | None:
-    """The answer of the `StateServer` at `address`; None if it says no, or nothing for `limit_s` seconds."""
-    host, port, password = parse("the address of a state server", address, _parts)
-    try:
-        with socket.create_connection((host, port), limit_s) as line:
-            line.sendall(REQUEST.pack(password, kind, number))
-            yes, nbytes = ANSWER.unpack(_receive(line, ANSWER.size))
-            return _receive(line, nbytes) if yes else None
-    except OSError:
-        return None
-
-
-def _receive(line: socket.socket, nbytes: int) -> bytes:
-    """Receive `nbytes`; raise `ConnectionError` if the other end sends less."""
-    buffer = bytearray()  # grows with what arrives, not with the announced size
-    while len(buffer) < nbytes:
-        if not (piece := line.recv(min(PIECE_NBYTES, nbytes - len(buffer)))):
-            raise ConnectionError
-        buffer += piece
-    return bytes(buffer)
-
-
-def _parts(said: bytes) -> tuple[str, int, bytes]:
-    host, port, password = said.decode().split()
-    require(0 < int(port) < 65536 and len(password) == 2 * PASSWORD_NBYTES)
-    return host, int(port), bytes.fromhex(password)

@@ -8,37 +8,17 @@ from math import inf
 
 import numpy as np
 
-from commrt.adaptive import Adaptive
-from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.gossip import Gossip
-from commrt.coding import Coding
 from commrt.errors import UsageError
+from commrt.quantization.adaptive import Adaptive
+from commrt.quantizer import Coding
 from commrt.schedule import ADD, Schedule
 
-__all__ = ["require_carrier", "require_short_sums", "summing_steps"]
+__all__ = ["require_short_sums", "summing_steps"]
 
 MOST_SUMMING_STEPS = 2
 """Steps in which a sum may grow: each codes it again, and the error grows with them."""
 MOST_CELLS = 1 << 24
 """Ranks x chunks that are followed one by one. Beyond, every step that adds counts."""
-
-
-def require_carrier(algorithm: object, wire: Coding | Adaptive) -> None:
-    """Raise `UsageError` for an algorithm that cannot carry codes, whatever its schedule."""
-    if isinstance(algorithm, Gossip):
-        raise UsageError(
-            f"a wire of {wire} with gossip: what one rank gains its peer would not lose; use bfloat16, or Direct()"
-        )
-    if isinstance(algorithm, BackupWorkers) and wire.feedback:
-        raise UsageError(
-            f"a wire of {wire} with backup workers: a step that is tried again would forget what rounding lost; use "
-            "one without feedback, such as int8, or Direct() without backup workers"
-        )
-    if isinstance(algorithm, BackupWorkers) and isinstance(wire, Adaptive):
-        raise UsageError(
-            f"a wire of {wire} with backup workers: a late rank misses the average that the next step's bits follow "
-            "from; use one whose bits do not change, such as int8"
-        )
 
 
 def require_short_sums(schedule: Schedule, wire: Coding | Adaptive) -> None:

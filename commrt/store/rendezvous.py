@@ -11,10 +11,13 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from torch.distributed import Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
-from commrt.membership.launcher import LOOPBACK, Launch
-from commrt.membership.store_client import STORE_ANSWER_S, call_store
+from commrt.store.client import STORE_ANSWER_S, call_store
+from commrt.store.launcher import LOOPBACK, Launch
 
-__all__ = ["hold", "is_loopback", "listen", "meet"]
+__all__ = ["hold", "is_loopback", "listen", "meet", "own_address"]
+
+DISCARD_PORT = 9
+"""UDP's discard: no packet is sent there."""
 
 _held: dict[tuple[str, int], Store] = {}
 """Stores that live in this process until it ends: the next world uses the same port."""
@@ -39,6 +42,14 @@ def is_loopback(address: str) -> bool:
     """Return True if no other machine can reach `address`."""
     number = _number(address)
     return number is not None and number.is_loopback
+
+
+def own_address(towards: str) -> str:
+    """Return the address of this host that leads to the host `towards`."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses
+        return str(probe.getsockname()[0])
 
 
 def _number(address: str) -> IPv4Address | IPv6Address | None:

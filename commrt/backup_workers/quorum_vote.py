@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the quorum protocol (`commrt.membership.quorum`) on the store, and probe the ranks that a step waits for.
+"""Run the quorum protocol (`commrt.backup_workers.quorum`) on the store, and probe the ranks that a step waits for.
 
 A thread with its own connection executes the operations that wait for the store. Nothing cancels them: a rank that
 stops waiting writes the key for which it waits.
@@ -16,9 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.membership.membership import Membership
-from commrt.membership.quorum import (
+from commrt.backup_workers.quorum import (
     FAILED,
     NO_MEMBERS,
     OLDEST_STEP,
@@ -35,7 +33,9 @@ from commrt.membership.quorum import (
     parse_announcements,
     quorum_key,
 )
-from commrt.membership.store_client import (
+from commrt.elastic.store_membership import StoreMembership
+from commrt.errors import DeadlineExceeded, PeerLost, Place
+from commrt.store.client import (
     MALFORMED,
     STORE_ANSWER_S,
     STORE_HOLDER,
@@ -74,7 +74,7 @@ class VoteSettings(NamedTuple):
     """Called regularly; raises if this rank has given up."""
     is_called: Callable[[], bool]
     """Returns True if the others form a new generation, and wait for this rank."""
-    membership: Membership
+    membership: StoreMembership
 
 
 class QuorumVote:

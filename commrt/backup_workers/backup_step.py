@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one step with backup workers: the first gradients that are ready count, and none is used before all have the sum.
 
-The rules are those of `commrt.membership.quorum`. Members of an attempt reduce their gradients on the wire buffers, and
-leave ``param.grad`` alone until the attempt is done. If a member is lost, all announce their gradients again.
+The rules are those of `commrt.backup_workers.quorum`. Members of an attempt reduce their gradients on the wire
+buffers, and leave ``param.grad`` alone until the attempt is done. If a member is lost, all announce their gradients
+again.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
+from commrt.backup_workers.quorum import Outcome, Reduce, quorum_step
+from commrt.backup_workers.quorum_vote import QuorumVote, RankOperation, VoteSettings
+from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.engine import BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.layout import WIDTHS, Header, Named
+from commrt.elastic.elastic_membership import membership_of
 from commrt.errors import UsageError
-from commrt.membership.quorum import Outcome, Reduce, quorum_step
-from commrt.membership.quorum_vote import QuorumVote, RankOperation, VoteSettings
-from commrt.membership.store_client import parse, require
-from commrt.runtime.elastic import LOST
+from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
+from commrt.store.client import parse, require
 from commrt.threads.comm_thread import TaskFuture
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.admission import ParameterList
 from commrt.training.model_state import unread_buffers
 from commrt.training.replica import StepReport
-from commrt.training.replica_state import Snapshot
 from commrt.training.step_guard import StepGuard
 from commrt.transport.protocol import Tag
 
@@ -87,6 +89,7 @@ class BackupStep:
         """The votes on whose gradients count, of this session."""
         self._model, self._engine, self._guard, self._cut, self._store = model, engine, guard, cut, store
         self._world, self._early = engine.world, algorithm.early
+        self._membership = membership_of(engine.world)
         self._needed = algorithm.needed(engine.world.size)
         self._with_buffers = with_buffers and any(True for _ in model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
@@ -99,11 +102,11 @@ class BackupStep:
 
     def _begin_session(self, session: int) -> None:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
-        world, elastic = self._world, self._world.elastic
+        world, membership = self._world, self._membership
         self._session = session
         terms = VoteSettings(
             world.rank, self._needed, lambda: world.timeout_s,
-            elastic.require_open, lambda: elastic.is_called, elastic.membership,
+            membership.require_open, lambda: membership.is_called, membership.on_store,
         )  # fmt: skip
         self.votes = QuorumVote(PrefixStore(f"session {session}", self._store), terms)
 
@@ -118,7 +121,7 @@ class BackupStep:
         self._ready_order = ReadyOrder([bucket.names for bucket in buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
-        self._memory_epoch = self._world.elastic.memory_epoch
+        self._memory_epoch = self._membership.memory_epoch
 
     def _new_buckets(self) -> list[GradientBucket]:
         params: Sequence[Named] = self._params
@@ -245,9 +248,9 @@ class BackupStep:
 
     def _run(self, running: _Pass) -> Outcome:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
-        elastic, step = self._world.elastic, self.version
-        elastic.next_step, self._ready_s = step, time()
-        generation = elastic.ensure_generation(0)
+        membership, step = self._membership, self.version
+        membership.next_step, self._ready_s = step, time()
+        generation = membership.ensure_generation(0)
         attempt = self._attempts[1] if self._attempts[0] == step else 0
         note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}:{self._late_s:.4f}"
         protocol = quorum_step(self._world.rank, generation, self._needed, step, attempt, note)
@@ -260,19 +263,19 @@ class BackupStep:
                 for bucket in self._engine.buckets:
                     bucket.unpack()
             self.votes.delete_old_steps(step, outcome.attempt + 1, is_first=outcome.members[0] == self._world.rank)
-            elastic.progress()
+            membership.progress()
         return outcome
 
     def _execute(self, operation: RankOperation, running: _Pass) -> bool | int | None:
         if isinstance(operation, Reduce):
             return self._reduce(operation, running)
-        generation = self._world.elastic.ensure_generation(operation.generation)
+        generation = self._membership.ensure_generation(operation.generation)
         return None if self.votes.is_over else generation
 
     def _reduce(self, attempt: Reduce, running: _Pass) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
         self._engine.members = attempt.members
-        if self._memory_epoch != self._world.elastic.memory_epoch:
+        if self._memory_epoch != self._membership.memory_epoch:
             self._replace_buckets(running)
         try:
             running.spans = [self._gather(running, index, attempt.step) for index in range(len(running.ready))]
@@ -283,7 +286,7 @@ class BackupStep:
             tag = Tag(attempt.step, "through")
             self._world.run_now(tree.reduce(len(attempt.members)), done, tag, attempt.members)
         except LOST as failure:
-            self._world.elastic.break_connections(failure)
+            self._membership.break_connections(failure)
             return False
         return True
 
@@ -306,7 +309,7 @@ class BackupStep:
         while not future.done():
             with suppress(TimeoutError):
                 future.exception(LOOK_S)
-            self._world.elastic.require_open()
+            self._membership.require_open()
         self._world.comm_thread.streams.wait_event(future.result())
 
     def _broadcast(self, running: _Pass, step: int) -> Iterable[Span]:

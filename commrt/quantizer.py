@@ -9,6 +9,7 @@ the values that they stand for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from commrt.errors import UsageError
 
@@ -48,6 +49,8 @@ class Coding:
     """Of stochastic rounding."""
     is_float: bool = False
     """The codes are floats with 4 bits of exponent and 3 of mantissa (e4m3)."""
+    carried_by: ClassVar[str] = "commrt.quantization.carrier"
+    """The module that the runtime imports to send such a wire."""
 
     def __post_init__(self) -> None:
         whole = all(type(each) is int for each in (self.bits, self.block, self.seed))
@@ -68,6 +71,11 @@ class Coding:
                 "feedback with stochastic rounding to 2 bits diverges: rounding loses more than there is (its relative "
                 'squared error is about 2), so each step owes more than the last; use rounding="nearest"'
             )
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Return what `commrt.options` calls this wire."""
+        return ("quantized wire", "error feedback") if self.feedback else ("quantized wire",)
 
     @property
     def most(self) -> int:

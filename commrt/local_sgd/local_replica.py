@@ -3,31 +3,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from commrt.algorithms.local import Mix
+from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
 from commrt.buckets.engine import Span
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import WIDTHS, Named
+from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
+from commrt.local_sgd.fragment import Flight, Fragment, cut_fragments
+from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.runtime.recording import within_range
+from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.broadcast_state import overwrite_buffers
-from commrt.training.fragment import Flight, Fragment
-from commrt.training.fragment_exchange import FragmentExchange
 from commrt.training.join_progress import Progress
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.optimizer_steps import are_under_way
-from commrt.training.replica import StepReport
+from commrt.training.replica import Replica, StepReport
+from commrt.training.request import Request
 from commrt.training.step_guard import settings_digest
+from commrt.transport.protocol import Allocate
 
-__all__ = ["LocalReplica"]
+__all__ = ["LocalReplica", "attach"]
+
+_log = logging.getLogger("commrt")
 
 UNDER_WAY = (
     "{name} was written while an average of the old weights was under way, and not by a step of an optimizer given to "
@@ -39,6 +47,28 @@ OUTER = (
     "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
     "replica.overwrite_with_first() to begin anew"
 )
+
+
+def attach(request: Request) -> Replica:
+    """Return a replica that trains alone, and averages what it has learned once in a period. Collective."""
+    request.require_nobody_lost()
+    world, number, algorithm = request.world, request.world.attached, cast("LocalSGD", request.algorithm)
+    for sentence in algorithm.unwise():
+        _log.warning("commrt: %s", sentence)
+    skips_buffers = is_quantized(request.wire)  # rounding would make a variance of BatchNorm negative
+    held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)]
+    fragments = cut_fragments(held, algorithm)
+
+    def build(parcels: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
+        return build_buckets(parcels, request.wire, request.cap_nbytes, number, allocate, first)
+
+    exchange = FragmentExchange(world, algorithm, fragments, build, number)
+    engine = exchange.engine
+    request.agree(request.claim(engine.schedule(0), engine.buckets))
+    alone = request.is_alone("models that train alone")
+    engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
+    replica = LocalReplica(request.model, request.params, request.optimizers, exchange, number, alone=alone)
+    return request.begin(replica, exchange)
 
 
 class LocalReplica(AfterStepReplica):
@@ -172,7 +202,7 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             for fragment in self._fragments:
                 fragment.land()
-            self._world.elastic.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
 
     def _begin_join(self, also: Sequence[Stateful]) -> Progress:
         if isinstance(self._local.outer, SlowMomentum):

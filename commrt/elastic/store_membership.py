@@ -17,10 +17,11 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
+from commrt.elastic.generations import OPEN, Generation, Generations, Head
+from commrt.elastic.liveness import Processes
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
-from commrt.membership.generations import OPEN, Generation, Generations, Head, Loss
-from commrt.membership.liveness import Processes
-from commrt.membership.store_client import (
+from commrt.runtime.membership import Loss
+from commrt.store.client import (
     STORE_ANSWER_S,
     call_store,
     clone_connection,
@@ -31,7 +32,7 @@ from commrt.membership.store_client import (
 )
 from commrt.threads.deadline import Deadline
 
-__all__ = ["NONE_ABSENT", "Absent", "Arrival", "Membership"]
+__all__ = ["NONE_ABSENT", "Absent", "Arrival", "StoreMembership"]
 
 T = TypeVar("T")
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
@@ -64,7 +65,7 @@ class Absent(NamedTuple):
 NONE_ABSENT = Absent((), ())
 
 
-class Membership:
+class StoreMembership:
     """The membership of one rank. The communication thread changes generations, the training thread reads them.
 
     `needed` members must be left after an eviction. A thread of this object calls `on_roll_call` with the number of the
@@ -349,7 +350,7 @@ class Membership:
         call_store(lambda: self.store.append(key, text), limit_s, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def call_store(self, request: Callable[[], T]) -> T:
-        """Return what `request` returns within the timeout; see `commrt.membership.store_client.call_store`."""
+        """Return what `request` returns within the timeout; see `commrt.store.client.call_store`."""
         return call_store(request, self.timeout_s() + STORE_ANSWER_S, self.rank)
 
     def pauses(self, limit: Deadline) -> Iterator[float]:

@@ -18,31 +18,16 @@ from typing import NamedTuple
 
 from torch.distributed import Store
 
-from commrt.membership.store_client import StoreCall, parse, parse_int, parse_list, require
+from commrt.runtime.membership import Loss
+from commrt.store.client import StoreCall, parse, parse_int, parse_list, require
 
-__all__ = ["GATHERING", "OPEN", "RUNNING", "Generation", "Generations", "Head", "Loss"]
+__all__ = ["GATHERING", "OPEN", "RUNNING", "Generation", "Generations", "Head"]
 
 HEAD = "head"
 OPEN, GATHERING, RUNNING = "open", "gathering", "running"
 """Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
 FOUNDERS = "-"
 """The proposal of generation 0, which every founder knows without the store."""
-
-
-class Loss(NamedTuple):
-    """A rank that is not a member any more."""
-
-    rank: int
-    step: int
-    """The one in which the others noticed; with backup workers they may have gone on without it long before."""
-    why: str
-    finished: bool = False
-    """It closed its world in good order."""
-    by: int | None = None
-    """The rank that proposed to go on without it."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} is lost, as the others noticed in step {self.step}: {self.why}"
 
 
 class Generation(NamedTuple):

@@ -18,9 +18,9 @@ from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import TensorSlot, watch_of
+from commrt.elastic.generations import Generation
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.generations import Generation
-from commrt.runtime.elastic import LOST
+from commrt.runtime.membership import LOST
 from commrt.threads.future import Future
 
 __all__ = ["Flight", "Fragment", "cut_fragments"]

@@ -18,13 +18,14 @@ from commrt.algorithms.local import LocalSGD
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Header, Named
+from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place
-from commrt.membership.generations import Generation
+from commrt.local_sgd.fragment import Flight, Fragment
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
 from commrt.training.broadcast_state import WorldBroadcaster
-from commrt.training.fragment import Flight, Fragment
 from commrt.transport.protocol import Allocate
 
 __all__ = ["BuildFragmentBuckets", "FragmentExchange"]
@@ -67,9 +68,10 @@ class FragmentExchange(WorldBroadcaster):
         self.algorithm, self.fragments = algorithm, fragments
         self._build, self._number = build, number
         self._session = 0
-        self._agreed = world.elastic.generation.number  # the generation of the latest average that all ranks have
+        self._membership = membership_of(world)
+        self._agreed = self._membership.number  # the generation of the latest average that all ranks have
         self._buckets = self._new_buckets()
-        self._memory_epoch = world.elastic.memory_epoch
+        self._memory_epoch = self._membership.memory_epoch
         self.engine = Engine(world, algorithm.inner, self._flat())
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
@@ -95,13 +97,13 @@ class FragmentExchange(WorldBroadcaster):
 
     def send_again(self, fragment: Fragment, flight: Flight) -> None:
         """Let leave what `fragment` holds as its differences."""
-        generation = self.world.elastic.generation
+        generation = self._membership.generation
         if generation.number == self._agreed:
             flight.vote = self._vote(fragment, fragment.exchanges, generation)
             self._forget(fragment, generation)
             with within_range(self.world.recorder, "submit", number=fragment.index):
                 self._submit(fragment, flight, generation)
-            flight.pledged = self.world.elastic.submit(lambda: self._pledge(flight))
+            flight.pledged = self._membership.submit(lambda: self._pledge(flight))
 
     def begin_anew(self) -> None:
         """Use other names for votes, as the numbers of exchanges may come again; on all ranks."""
@@ -112,9 +114,9 @@ class FragmentExchange(WorldBroadcaster):
 
     def _forget(self, fragment: Fragment, generation: Generation) -> None:
         """Delete the vote before the last: all ranks have merged since, or they would not have sent again."""
-        elastic = self.world.elastic
-        if elastic.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
-            elastic.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
+        membership = self._membership
+        if membership.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
+            membership.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
 
     def _submit(self, fragment: Fragment, flight: Flight, generation: Generation) -> None:
         for bucket in self.buckets(fragment):
@@ -125,23 +127,23 @@ class FragmentExchange(WorldBroadcaster):
         self._owe_as_before(fragment, flight)
         flight.generation, flight.buckets = generation, self.buckets(fragment)
         average = partial(self._average, flight, fragment.exchanges - 1)
-        flight.answers = [self.world.elastic.submit(partial(average, bucket)) for bucket in self.buckets(fragment)]
+        flight.answers = [self._membership.submit(partial(average, bucket)) for bucket in self.buckets(fragment)]
 
     def _average(self, flight: Flight, number: int, bucket: GradientBucket) -> Span:
         """Average a bucket in exchange `number` of its fragment. On the communication thread."""
         self._require_generation(flight)
-        self.world.elastic.next_step = flight.step
+        self._membership.next_step = flight.step
         return self.engine.reduce_now(bucket, number)
 
     def _pledge(self, flight: Flight) -> None:
         """Vote: this rank has the average. On the communication thread, after all buckets."""
         generation = self._require_generation(flight)
-        if self.world.elastic.is_elastic:
-            self.world.elastic.barrier.pledge(flight.vote, generation)
+        if self._membership.is_elastic:
+            self._membership.barrier.pledge(flight.vote, generation)
 
     def _require_generation(self, flight: Flight) -> Generation:
         """Return the generation that averages; raise if this rank has left it."""
-        if flight.generation is None or self.world.elastic.generation.number != flight.generation.number:
+        if flight.generation is None or self._membership.number != flight.generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         return flight.generation
 
@@ -165,28 +167,28 @@ class FragmentExchange(WorldBroadcaster):
 
         The average is then on the wire of the flight's buckets.
         """
-        elastic = self.world.elastic
+        membership = self._membership
         if not self._all_have(flight):
-            with elastic.collective(f"merging what left after step {flight.step}"):
-                self._agreed = elastic.together(lambda: self._attempt(fragment, flight))
+            with membership.collective(f"merging what left after step {flight.step}"):
+                self._agreed = membership.together(lambda: self._attempt(fragment, flight))
         return tuple(answer.result() for answer in flight.answers)
 
     def _all_have(self, flight: Flight) -> bool:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
-        elastic = self.world.elastic
+        membership = self._membership
         if flight.generation is None:
             return False
         is_mine = flight.arrived()
-        if not elastic.is_elastic:
+        if not membership.is_elastic:
             return True
         if not is_mine:
-            elastic.barrier.decline(flight.vote)
-        return elastic.barrier.outcome(flight.vote, flight.generation)
+            membership.barrier.decline(flight.vote)
+        return membership.barrier.outcome(flight.vote, flight.generation)
 
     def _attempt(self, fragment: Fragment, flight: Flight) -> int:
         """Average again, and return the number of the generation in which all did so."""
         self._renew()
-        generation = self.world.elastic.generation
+        generation = self._membership.generation
         self._submit(fragment, flight, generation)
         for answer in flight.answers:
             answer.result()
@@ -196,8 +198,8 @@ class FragmentExchange(WorldBroadcaster):
         """Average over the ranks that are left, with memory that no lost rank reads."""
         members = tuple(self.world.members)
         self.engine.members, self.engine.algorithm = members, self.algorithm.among(len(members))
-        if self._memory_epoch != self.world.elastic.memory_epoch:
-            self._memory_epoch = self.world.elastic.memory_epoch
+        if self._memory_epoch != self._membership.memory_epoch:
+            self._memory_epoch = self._membership.memory_epoch
             owed, self._buckets = self.engine.residuals(), self._new_buckets()
             self.engine.replace_buckets(self._flat())
             self.engine.owe(owed)

@@ -17,18 +17,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
+from commrt.backup_workers.backup_step import BackupStep
+from commrt.backup_workers.catch_up import CatchUp, FinalCalls
+from commrt.backup_workers.replica_state import ReplicaState
 from commrt.buckets.engine import BuildBuckets, Engine
+from commrt.elastic.elastic_membership import membership_of
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.agreement import WorldConfig
 from commrt.runtime.world import Hooks
+from commrt.store.world_config import WorldConfig
 from commrt.training.admission import check_stateful
-from commrt.training.backup_step import BackupStep
 from commrt.training.broadcast_state import WorldBroadcaster, gather_integers
-from commrt.training.catch_up import CatchUp, FinalCalls
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful
 from commrt.training.replica import Replica, StepReport
-from commrt.training.replica_state import ReplicaState
 from commrt.training.step_guard import StepGuard, StepSkipper
 
 __all__ = ["BackupWorkersReplica", "reissued"]
@@ -79,12 +80,12 @@ class BackupWorkersReplica(Replica):
         self._state = ReplicaState(model, params, self._owners_of_state)
         self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
         world, is_founder = self._world, self._world.config is None
-        world.elastic.begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
+        membership_of(world).begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
         self._backup_step = BackupStep(
             model, engine, self._guard, cut, algorithm, store, with_buffers=broadcast_buffers
         )
-        self._catch_up = CatchUp(world, store, self._state)
+        self._catch_up = CatchUp(world, membership_of(world), store, self._state)
         if is_founder:
             self._catch_up.open()
         world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
@@ -215,7 +216,7 @@ class BackupWorkersReplica(Replica):
         with suppress(CommrtError, RuntimeError):
             self.drain()
             self._before_collective()
-            if self._world.elastic.finish():
+            if membership_of(self._world).finish():
                 WorldConfig.withdraw(self._world.store)
 
     def _leave(self) -> None:
@@ -224,7 +225,7 @@ class BackupWorkersReplica(Replica):
 
     def join_as_replacement(self) -> None:
         """Take the place of a lost rank, between two collectives of the others; not collective."""
-        self._world.elastic.join_as_replacement(self._fetch_from_a_pass)
+        membership_of(self._world).join_as_replacement(self._fetch_from_a_pass)
         self._catch_up.open()
         self._catch_up.require(self.step, self._others)  # again before the first step, whatever is loaded until then
         self._is_replacement = True
@@ -251,7 +252,7 @@ class BackupWorkersReplica(Replica):
 
     def _restart_at_step(self, step: int) -> None:
         self._forget()
-        self._world.elastic.restart_at_step(step)
+        membership_of(self._world).restart_at_step(step)
         self._backup_step.restart_at_step(step)
         self._state.keep_buffers()
 
@@ -300,7 +301,7 @@ class BackupWorkersReplica(Replica):
         """Do the body in a collective in which late ranks have caught up."""
         with self._world.collective(what):
             own = self._backup_step.version
-            versions = self._world.elastic.together(lambda: gather_integers(self._broadcaster, own))
+            versions = self._world.membership.together(lambda: gather_integers(self._broadcaster, own))
             latest = max(versions.values())
             if own < latest:
                 self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])
@@ -326,7 +327,7 @@ class BackupWorkersReplica(Replica):
         self._world.hooks = Hooks()
         self._state.shut()
         self._leave()
-        self._world.elastic.end(self)
+        membership_of(self._world).end(self)
         self._engine.release()
 
 

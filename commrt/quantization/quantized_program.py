@@ -18,37 +18,36 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from commrt.coding import Coding
 from commrt.errors import UsageError
 from commrt.kernels.codes import key_of
-from commrt.kernels.dispatch import adding_codes, decoding, encoding
 from commrt.kernels.packing import NO_PARTS, Parts
+from commrt.kernels.quantizing import adding_codes, decoding, encoding
 from commrt.program import Hop, Program, Transfer, chunk_bounds
+from commrt.quantizer import Coding
 from commrt.runtime.executor import BoundProgram, only_reads
 from commrt.runtime.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 __all__ = [
+    "ZEROS",
     "CodeBuffers",
     "CodedProgram",
     "bind_codes",
-    "check_residual",
     "code_bounds",
     "scratch_nbytes",
-    "travels_of",
-    "wire_text",
 ]
 
 Encode = Callable[[int], None]
 """Codes with the random numbers that a key selects."""
 KEYS = 1 << 64
+ZEROS = repeat(0)
+"""Numbers of calls whose tags tell them apart."""
 
 
 class CodeBuffers(NamedTuple):
@@ -96,18 +95,20 @@ class CodedProgram:
     rank: int
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
+    calls: Iterator[int]
+    """Numbers of the runs, where tags come again."""
     elsewhere: Parts = NO_PARTS
     """Nothing: all values are decoded to the buffer."""
 
     def finish(self, tag: Tag) -> None:
         """Do nothing; see `BoundProgram.finish`."""
 
-    def run(self, tag: Tag, recorder: Recorder | None = None, call: int = 0) -> None:
+    def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; see `BoundProgram.run`.
 
-        Stochastic rounding takes other random numbers for each step and bucket of `tag`, and for each `call`.
+        Stochastic rounding takes other random numbers for each step and bucket of `tag`, and for each of `calls`.
         """
-        key = key_of(self.coding.seed, tag.step, _number(tag.bucket) + (call << 32), self.rank)
+        key = key_of(self.coding.seed, tag.step, _number(tag.bucket) + (next(self.calls) << 32), self.rank)
         self.head.run(tag, recorder)
         for hop in self.hops:
             with within_range(recorder, "coded hop", number=hop.number):
@@ -134,7 +135,12 @@ def scratch_nbytes(program: Program, numel: int, coding: Coding) -> int:
 
 
 def bind_codes(
-    program: Program, head: BoundProgram, buffers: CodeBuffers, coding: Coding, transport: Transport
+    program: Program,
+    head: BoundProgram,
+    buffers: CodeBuffers,
+    coding: Coding,
+    transport: Transport,
+    calls: Iterator[int] = ZEROS,
 ) -> CodedProgram:
     """Bind `program` to `buffers`; `head` is the program of the part that travels as it is.
 
@@ -143,7 +149,7 @@ def bind_codes(
     binder = _Binder(program, buffers, coding, transport)
     hops = tuple(binder.hop(number, hop) for number, hop in enumerate(program.hops) if not hop.idle)
     decode = decoding(buffers.codes, buffers.values, coding)
-    return CodedProgram(head, hops, decode, coding, program.rank, head.nbytes_sent + binder.nbytes_sent)
+    return CodedProgram(head, hops, decode, coding, program.rank, head.nbytes_sent + binder.nbytes_sent, calls)
 
 
 @dataclass(slots=True)
@@ -218,33 +224,3 @@ class _Binder:
     def _codes(self, lo: int, hi: int) -> Tensor:
         begin = self.bounds[lo] // self.coding.tile_numel * self.coding.tile_nbytes
         return self.buffers.codes[begin : begin + self.coding.nbytes(self.bounds[hi] - self.bounds[lo])]
-
-
-def travels_of(tensor: Tensor, wire: torch.dtype | Coding | None) -> torch.dtype | Coding:
-    """Return what travels for `tensor`: `wire` if that is narrower."""
-    if wire is None or not tensor.is_floating_point():
-        return tensor.dtype
-    narrower = isinstance(wire, Coding) or wire.itemsize < tensor.dtype.itemsize
-    return wire if narrower else tensor.dtype
-
-
-def wire_text(wire: torch.dtype | Coding) -> str:
-    """Return `wire` as a short text that ranks compare."""
-    return f"{wire} {zlib.crc32(repr(wire).encode()):08x}" if isinstance(wire, Coding) else str(wire)
-
-
-def check_residual(residual: Tensor | None, travels: torch.dtype | Coding, tensor: Tensor) -> None:
-    """Raise `UsageError` unless there is a residual exactly where there is feedback."""
-    feeds_back = isinstance(travels, Coding) and travels.feedback
-    if feeds_back != (residual is not None):
-        raise UsageError(
-            f"{travels} with residual={'a tensor' if residual is not None else None}: a wire with feedback needs a "
-            "residual, where it keeps what rounding lost from call to call, and others take none"
-        )
-    if residual is None:
-        return
-    if not isinstance(residual, Tensor) or residual.data_ptr() == tensor.data_ptr() != 0:
-        raise UsageError("residual= needs a tensor of its own, of zeros at first: pass the same one in each call")
-    right = (torch.float32, (tensor.numel(),), tensor.device, True)
-    if (residual.dtype, residual.shape, residual.device, residual.is_contiguous()) != right:
-        raise UsageError(f"residual= needs torch.zeros({tensor.numel()}, device={str(tensor.device)!r}), made once")

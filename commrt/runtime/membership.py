@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a world. Here they stay the same; `commrt.elastic` has a membership that goes on without lost ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeVar
+
+from commrt.errors import (
+    DeadlineExceeded,
+    DisagreementError,
+    PeerLost,
+    ScheduleError,
+    TransportClosed,
+    TransportError,
+    UsageError,
+)
+from commrt.threads.comm_thread import CommThread
+from commrt.threads.future import Future
+
+__all__ = ["LOST", "REFUSALS", "Loss", "Membership"]
+
+T = TypeVar("T")
+LOST = (PeerLost, DeadlineExceeded, TransportClosed)
+"""Errors that may mean that a rank is lost. All others are errors of this rank, or of the program."""
+REFUSALS = (UsageError, DisagreementError, ScheduleError)
+"""Errors of a collective after which the world goes on."""
+
+
+class Loss(NamedTuple):
+    """A rank that is not a member any more."""
+
+    rank: int
+    step: int
+    """The one in which the others noticed; with backup workers they may have gone on without it long before."""
+    why: str
+    finished: bool = False
+    """It closed its world in good order."""
+    by: int | None = None
+    """The rank that proposed to go on without it."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is lost, as the others noticed in step {self.step}: {self.why}"
+
+
+class Membership:
+    """All ranks of a world, for as long as it lives: a lost rank ends it."""
+
+    is_elastic = False
+    """True if a lost rank does not end this world; the same on all ranks."""
+    needed = 0
+    """So many ranks make a step of backup workers; 0 without them."""
+    memory_epoch = 0
+    """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
+
+    def __init__(self, ranks: Collection[int], comm_thread: CommThread) -> None:
+        self._all, self._comm_thread = tuple(ranks), comm_thread
+        self.next_step = 0
+        """The first step in which this rank has not exchanged; gossip and the ring shuffle count it."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, in ascending order."""
+        return self._all
+
+    @property
+    def lost(self) -> tuple[Loss, ...]:
+        """The ranks without which the others went on."""
+        return ()
+
+    @property
+    def number(self) -> int:
+        """The number of the generation whose connections this rank uses."""
+        return 0
+
+    def others(self) -> int:
+        """Return how many attached models depend on this membership. On the training thread."""
+        return 0
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run `task` on the communication thread; ``result()`` raises what ended it."""
+        return self._comm_thread.submit(task)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which all members do. On the training thread, in a `collective`."""
+        return work()
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """Run the body as the collective `what` of all members. On the training thread."""
+        return nullcontext()
+
+    def takes_part(self, step: int) -> bool:
+        """Return True if this rank exchanges in training step `step`."""
+        return True
+
+    def recover(self, failure: TransportError) -> None:
+        """Go on without a lost rank after `failure`, or raise it. On the communication thread."""
+        raise failure
+
+    def any_gone(self, ranks: Collection[int]) -> bool:
+        """Return True if one of `ranks` is lost and the others go on. On the training thread."""
+        return False
+
+    def depart(self, why: str, *, finished: bool = False) -> None:
+        """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
+
+    def end_membership(self, why: str, *, finished: bool = False) -> None:
+        """Tell the others that this rank goes on without them, because of `why`. On the training thread."""
+
+    def wait_for_all_closed(self) -> None:
+        """Stay until all others have ended the membership too; the process that holds the store calls it."""
+
+    def close(self) -> None:
+        """Release the store; call it after `end_membership`."""
