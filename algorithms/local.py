@@ -54,8 +54,8 @@ class LocalSGD:
     - `fragments`: so many parts of the model leave one after the other within a period, each with its own period.
     - `warmup`: so many steps at first in which weights are averaged in each step, at once and without `outer`.
     - `inner`: the all-reduce that averages, or `Gossip`, which averages with one partner.
-    - `wire`: what differences become when they travel, such as ``torch.bfloat16`` or ``commrt.Int4()``; None for the
-      `wire` of `attach`.
+    - `wire`: what differences become when they travel, such as ``torch.bfloat16`` or
+      ``commrt.quantization.Int4()``; None for the `wire` of `attach`.
     - `anchor`: "cpu" keeps anchor and momentum in the host's memory.
 
     A step is a backward pass outside of `no_sync`. Cost per period: one all-reduce of the weights.

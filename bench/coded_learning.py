@@ -36,25 +36,25 @@ class Recorded:
     bits: int
     norms: dict[int, float] = field(default_factory=dict)
 
-    def __call__(self, progress: commrt.Progress) -> float:
+    def __call__(self, progress: commrt.quantization.Progress) -> float:
         """Return the steps of rounding of `bits`."""
         self.norms[progress.step] = progress.norm
         return float(2 ** (self.bits - 1) - 1)
 
-    def wire(self) -> commrt.Adaptive:
+    def wire(self) -> commrt.quantization.Adaptive:
         """Return a wire that always has these bits."""
-        return commrt.Adaptive(self, least=self.bits, most=self.bits)
+        return commrt.quantization.Adaptive(self, least=self.bits, most=self.bits)
 
 
-def dq_wire(target: float) -> commrt.Adaptive:
+def dq_wire(target: float) -> commrt.quantization.Adaptive:
     """Return a wire of DQ-SGD's rule."""
-    return commrt.Adaptive(commrt.dq(target, steps=STEPS, decay=DECAY))
+    return commrt.quantization.Adaptive(commrt.quantization.dq(target, steps=STEPS, decay=DECAY))
 
 
 def mean_bits(target: float, norms: Mapping[int, float], steps: int = STEPS) -> float:
     """Return the mean bits that DQ-SGD's rule has on recorded norms; steps without a norm have most bits."""
     wire = dq_wire(target)
-    seen = (commrt.Progress(step, norms[step]) if step in norms else None for step in range(steps))
+    seen = (commrt.quantization.Progress(step, norms[step]) if step in norms else None for step in range(steps))
     return mean(wire.coding(progress).bits for progress in seen)
 
 
@@ -87,22 +87,22 @@ def plain_cases() -> list[Case]:
     return [
         fixed("fp32", lambda _: None, "96.9"),
         fixed("bf16", lambda _: torch.bfloat16, "97.0"),
-        fixed("float8", lambda _: commrt.Float8(), "96.9"),
-        fixed("int8", lambda _: commrt.Int8(), "96.6"),
-        fixed("int4", lambda _: commrt.Int4(feedback=False), "96.7"),
+        fixed("float8", lambda _: commrt.quantization.Float8(), "96.9"),
+        fixed("int8", lambda _: commrt.quantization.Int8(), "96.6"),
+        fixed("int4", lambda _: commrt.quantization.Int4(feedback=False), "96.7"),
         fixed("int4 stochastic", lambda seed: stochastic(4, seed), "97.1"),
-        fixed("int4 + feedback", lambda _: commrt.Int4(), "96.9"),
-        fixed("int3", lambda _: commrt.Coding(3), "96.9"),
-        fixed("int3 + feedback", lambda _: commrt.Coding(3, feedback=True), "96.7"),
-        fixed("int2", lambda _: commrt.Int2(feedback=False), "92.2"),
-        fixed("int2 + feedback", lambda _: commrt.Int2(), "97.1"),
+        fixed("int4 + feedback", lambda _: commrt.quantization.Int4(), "96.9"),
+        fixed("int3", lambda _: commrt.quantization.Quantizer(3), "96.9"),
+        fixed("int3 + feedback", lambda _: commrt.quantization.Quantizer(3, feedback=True), "96.7"),
+        fixed("int2", lambda _: commrt.quantization.Int2(feedback=False), "92.2"),
+        fixed("int2 + feedback", lambda _: commrt.quantization.Int2(), "97.1"),
         fixed("int2 stochastic", lambda seed: stochastic(2, seed), "26"),
     ]
 
 
-def stochastic(bits: int, seed: int) -> commrt.Coding:
+def stochastic(bits: int, seed: int) -> commrt.quantization.Quantizer:
     """Return a wire that rounds at random, without feedback."""
-    return commrt.Coding(bits, rounding="stochastic", seed=seed)
+    return commrt.quantization.Quantizer(bits, rounding="stochastic", seed=seed)
 
 
 def adaptive_cases() -> list[Case]:
@@ -117,9 +117,9 @@ def adaptive_cases() -> list[Case]:
     ]
 
 
-def adaquant_wire(_: int, latest: LatestLoss) -> commrt.Adaptive:
+def adaquant_wire(_: int, latest: LatestLoss) -> commrt.quantization.Adaptive:
     """Return a wire of AdaQuantFL's rule that begins with one step of rounding."""
-    return commrt.Adaptive(commrt.adaquant(1.0, latest.wanted()))
+    return commrt.quantization.Adaptive(commrt.quantization.adaquant(1.0, latest.wanted()))
 
 
 def print_accuracies(seeds: Sequence[int], named: str) -> None:

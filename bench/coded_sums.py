@@ -26,7 +26,7 @@ __all__ = ["print_errors", "relative_error", "replayed", "replayed_error"]
 
 WORLDS, DRAWS, TILES = (4, 8, 16, 32, 64), 6, 64
 """`TILES` is the number of tiles of the buffer of each rank: chunks of many ranks have one tile."""
-WIRES = (commrt.Int8(), commrt.Int4(feedback=False))
+WIRES = (commrt.quantization.Int8(), commrt.quantization.Int4(feedback=False))
 ALGORITHMS: dict[str, Algorithm] = {
     "Direct()": commrt.Direct(),
     "Direct(within=4)": commrt.Direct(within=4),
@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 class _Cells:
     """Values and codes of all (rank, chunk) pairs, numbered ``rank * chunks + chunk``."""
 
-    def __init__(self, values: Tensor, coding: commrt.Coding) -> None:
+    def __init__(self, values: Tensor, coding: commrt.quantization.Quantizer) -> None:
         ranks, self.chunks, numel = values.shape
         self.values, self.coding = values.reshape(-1, numel).clone(), coding
         self.codes = torch.zeros(ranks * self.chunks, coding.nbytes(numel), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def _waves(dst: IntArray, adds: np.ndarray) -> Iterator[IntArray]:
         rest = np.delete(rest, first)
 
 
-def replayed(schedule: Schedule, values: Tensor, coding: commrt.Coding) -> Tensor:
+def replayed(schedule: Schedule, values: Tensor, coding: commrt.quantization.Quantizer) -> Tensor:
     """Return what all ranks end with, [ranks, chunks, n], for `values` in fp32 of that shape; n in whole tiles."""
     if values.shape[2] % coding.tile_numel:
         raise ValueError(f"chunks of {values.shape[2]} values: give a multiple of {coding.tile_numel}")
@@ -100,7 +100,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).square().sum() / exact.square().sum())
 
 
-def replayed_error(algorithm: Algorithm, ranks: int, coding: commrt.Coding, seed: int) -> float:
+def replayed_error(algorithm: Algorithm, ranks: int, coding: commrt.quantization.Quantizer, seed: int) -> float:
     """Return the error of one sum of independent normal gradients; raise `RuntimeError` if ranks differ."""
     schedule = algorithm.schedule(0, ranks)
     numel = coding.tile_numel * max(1, TILES // schedule.chunks)
@@ -111,7 +111,7 @@ def replayed_error(algorithm: Algorithm, ranks: int, coding: commrt.Coding, seed
     return relative_error(found[0], values.double().sum(0))
 
 
-def is_refused(algorithm: Algorithm, ranks: int, coding: commrt.Coding) -> bool:
+def is_refused(algorithm: Algorithm, ranks: int, coding: commrt.quantization.Quantizer) -> bool:
     """Return True if attach refuses this schedule for codes."""
     try:
         require_short_sums(algorithm.schedule(0, ranks), coding)
@@ -134,7 +134,9 @@ def print_errors() -> None:
         print(f"largest standard error of a mean: {100 * max(spreads):.2f} %")
 
 
-def _cell(name: str, ranks: int, coding: commrt.Coding, fewest: dict[str, float], spreads: list[float]) -> str:
+def _cell(
+    name: str, ranks: int, coding: commrt.quantization.Quantizer, fewest: dict[str, float], spreads: list[float]
+) -> str:
     """Return a cell's text; keeps the value for the fewest ranks, and the relative standard error."""
     errors = [replayed_error(ALGORITHMS[name], ranks, coding, 1000 * ranks + draw) for draw in range(DRAWS)]
     error = mean(errors)

@@ -29,7 +29,7 @@ __all__ = ["LR", "RANKS", "SIDE", "STEPS", "Outcome", "Wire", "WireFor", "networ
 
 RANKS, STEPS, WARMUP, LR, MOMENTUM, SIDE = 8, 480, 20, 0.05, 0.9, 14
 
-Wire = torch.dtype | commrt.Coding | commrt.Adaptive | None
+Wire = torch.dtype | commrt.quantization.Quantizer | commrt.quantization.Adaptive | None
 
 
 @dataclass

@@ -27,7 +27,7 @@ from commrt.transport.protocol import Tag
 __all__ = ["GLOO", "Exchange", "exchanges", "replayed"]
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CODINGS = (commrt.Int8(), commrt.Int4(), commrt.Int2())
+CODINGS = (commrt.quantization.Int8(), commrt.quantization.Int4(), commrt.quantization.Int2())
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, CODINGS[0]: 1e-2, CODINGS[1]: 0.1, CODINGS[2]: 0.5}
 GLOO = "Gloo all_reduce"
 GOSSIPED = 3
@@ -54,7 +54,7 @@ class Exchange:
     """Runs one step."""
     factors: Sequence[float]
     """One factor for each step, as partners of gossip change."""
-    wire: torch.dtype | commrt.Coding
+    wire: torch.dtype | commrt.quantization.Quantizer
 
     def check(self, name: str, rank: int) -> None:
         """Raise `RuntimeError` if the result is wrong."""
@@ -93,7 +93,7 @@ def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Excha
     return found | {f"direct within, {coding}": coded(world, per_host, numel, coding) for coding in CODINGS}
 
 
-def coded(world: commrt.World, per_host: int, numel: int, coding: commrt.Coding) -> Exchange:
+def coded(world: commrt.World, per_host: int, numel: int, coding: commrt.quantization.Quantizer) -> Exchange:
     """Return the exchange of codes: the ranks of a host sum among themselves first."""
     data = torch.zeros(numel)
     residual = torch.zeros(numel) if coding.feedback else None

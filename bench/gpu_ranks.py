@@ -172,7 +172,7 @@ def train(_: Tell, algorithm: str, steps: int) -> tuple[float, bool]:
 def train_by_graphs(_: Tell, steps: int) -> ByGraphs:
     """Train with and without graphs, and in slices; return the comparison."""
     device = place()
-    ring, sliced = commrt.Ring(), commrt.Sliced(commrt.Ring(), 2)
+    ring, sliced = commrt.Ring(), commrt.algorithms.Sliced(commrt.Ring(), 2)
     with opened(device) as world:
         by_calls, _, calls = trained(world.rank, ring, steps, device)
         by_graphs, _, graphs = trained(world.rank, ring, steps, device, graphs=True)

@@ -26,10 +26,10 @@ from inspect_kernels import ARCHS, as_golden, compare, disassembled, of_this_ver
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.variants import Variant
-from commrt.quantizer import BITS, BLOCKS, NEAREST, STOCHASTIC, Coding, Float8, Int8
+from commrt.quantizer import BITS, BLOCKS, NEAREST, STOCHASTIC, Float8, Int8, Quantizer
 
-KINDS = (*(Coding(bits) for bits in BITS), Float8())
-OF_ALL_BLOCKS = (Int8(), Coding(7, feedback=True, rounding=STOCHASTIC), Float8(feedback=True))
+KINDS = (*(Quantizer(bits) for bits in BITS), Float8())
+OF_ALL_BLOCKS = (Int8(), Quantizer(7, feedback=True, rounding=STOCHASTIC), Float8(feedback=True))
 """Codings that are inspected for blocks of all sizes: they take most registers."""
 
 
@@ -52,14 +52,14 @@ class CodingFinding:
     instructions: int
 
 
-def codings() -> Iterator[Coding]:
+def codings() -> Iterator[Quantizer]:
     """Yield every coding that commrt offers, for the usual block."""
     for kind, feedback, rounding in product(KINDS, (False, True), (NEAREST, STOCHASTIC)):
         if rounding == NEAREST or not (kind.is_float or (feedback and kind.bits == 2)):
             yield replace(kind, feedback=feedback, rounding=rounding)
 
 
-def cases() -> dict[str, tuple[Coding, Variant]]:
+def cases() -> dict[str, tuple[Quantizer, Variant]]:
     """Return the coding and the kernel of every case by its name."""
     usual = KINDS[0].block
     inspected = [*codings(), *(replace(each, block=block) for each in OF_ALL_BLOCKS for block in BLOCKS)]

@@ -39,7 +39,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt import Direct, Gossip, HeavyBall, Int4, LocalSGD, Mix, Nesterov
+from commrt import Direct, Gossip
+from commrt.local_sgd import HeavyBall, LocalSGD, Mix, Nesterov
+from commrt.quantization import Int4
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 
@@ -79,17 +81,17 @@ def cases() -> list[Case]:
         *(Case(f"H 16, d 4 mix {x}", LocalSGD(16, 4, Mix(x)), y) for x, y in ((0, "96.4"), (0.5, "96.8"))),
         Case("H 16, d 15 correct", LocalSGD(16, 15), "96.1"),
         *(Case(f"H 16, d 15 mix {x}", LocalSGD(16, 15, Mix(x)), y) for x, y in ((0.5, "96.0"), (0, "80.4"))),
-        Case("CoCoD, H 16", commrt.cocod(16)),
+        Case("CoCoD, H 16", commrt.local_sgd.cocod(16)),
         *(Case(f"H 64, d {d} correct", LocalSGD(64, d), seen) for d, seen in ((0, "96.3"), (16, "95.6"))),
         Case("H 16, outer 0.7/0.9", LocalSGD(16, outer=Nesterov()), "91.5"),
         Case("H 16, outer 0.7/0.6", LocalSGD(16, outer=SLOWER), "96.8"),
         Case("AdamW 0.01, synchronous", commrt.Torus2D(), "96.9", "adamw", 0.01),
         Case("AdamW 0.02, synchronous", commrt.Torus2D(), "97.7", "adamw", 0.02),
         Case("AdamW 0.01, H 16", LocalSGD(16), "97.1", "adamw", 0.01),
-        Case("DiLoCo: AdamW, 0.7/0.9", commrt.diloco(16), "96.0", "adamw", 0.01),
-        Case("DiLoCo: AdamW, 0.7/0.6", commrt.diloco(16, SLOWER), "97.5", "adamw", 0.01),
+        Case("DiLoCo: AdamW, 0.7/0.9", commrt.local_sgd.diloco(16), "96.0", "adamw", 0.01),
+        Case("DiLoCo: AdamW, 0.7/0.6", commrt.local_sgd.diloco(16, SLOWER), "97.5", "adamw", 0.01),
         *streams(),
-        Case("NoLoCo, H 16", commrt.noloco(16)),
+        Case("NoLoCo, H 16", commrt.local_sgd.noloco(16)),
         Case("NoLoCo, H 16, hypercube", LocalSGD(16, outer=HeavyBall(0.7, 0.3), inner=Gossip("hypercube"))),
     ]
 

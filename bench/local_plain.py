@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from commrt import LocalSGD, Mix
+from commrt.local_sgd import LocalSGD, Mix
 
 __all__ = ["PlainRanks", "trained"]
 

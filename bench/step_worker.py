@@ -34,7 +34,7 @@ __all__ = ["HOST", "PEERS", "Job", "work"]
 
 HOST = "127.0.0.1"
 FP32, BF16 = torch.float32, torch.bfloat16
-CODINGS = {"direct int8": commrt.Int8(), "direct int4": commrt.Int4(feedback=False)}
+CODINGS = {"direct int8": commrt.quantization.Int8(), "direct int4": commrt.quantization.Int4(feedback=False)}
 TOLERANCE = {FP32: 1e-6, BF16: 1e-2, CODINGS["direct int8"]: 1e-2, CODINGS["direct int4"]: 0.2}
 """Largest relative L2 error against the average in fp64."""
 
@@ -86,7 +86,7 @@ class Dots(nn.Module):
 class Variant:
     """A way to average. Call `finish` after ``backward()``."""
 
-    wire: torch.dtype | commrt.Coding | None
+    wire: torch.dtype | commrt.quantization.Quantizer | None
     module: nn.Module
     finish: Callable[[], None] = lambda: None
 
@@ -200,7 +200,7 @@ def attached(
     module: nn.Module,
     world: World,
     algorithm: commrt.Algorithm,
-    wire: torch.dtype | commrt.Coding,
+    wire: torch.dtype | commrt.quantization.Quantizer,
     gradients: Literal["own", "views"] = "own",
 ) -> Variant:
     """Return the variant of commrt."""

@@ -15,14 +15,14 @@ from test_on_gpu import random, same, there
 from torch import Tensor
 
 from commrt.kernels import codes, quantizing
-from commrt.quantizer import NEAREST, STOCHASTIC, Coding, Float8
+from commrt.quantizer import NEAREST, STOCHASTIC, Float8, Quantizer
 
 NUMELS = (1, 255, 2048, 5000, 1_000_003)
 KEY = 0x9E37_79B9_7F4A_7C15
-KINDS = [*(Coding(bits) for bits in (2, 3, 4, 5, 6, 7, 8)), Float8(), Coding(8, 64), Coding(4, 1024)]
+KINDS = [*(Quantizer(bits) for bits in (2, 3, 4, 5, 6, 7, 8)), Float8(), Quantizer(8, 64), Quantizer(4, 1024)]
 ENCODED = [
-    *(Coding(bits, feedback=feedback) for bits, feedback in product((2, 4, 8), (False, True))),
-    *(Coding(bits, rounding=STOCHASTIC) for bits in (2, 4, 8)),
+    *(Quantizer(bits, feedback=feedback) for bits, feedback in product((2, 4, 8), (False, True))),
+    *(Quantizer(bits, rounding=STOCHASTIC) for bits in (2, 4, 8)),
     *(Float8(feedback=feedback) for feedback in (False, True)),
 ]
 
@@ -39,7 +39,7 @@ def values(numel: int, seed: int) -> Tensor:
     return x
 
 
-def coded(coding: Coding, numel: int, count: int) -> Tensor:
+def coded(coding: Quantizer, numel: int, count: int) -> Tensor:
     """Return `count` rows of codes, [count, nbytes]."""
     rows = torch.zeros(count, coding.nbytes(numel), dtype=torch.uint8)
     for seed, row in enumerate(rows):
@@ -48,7 +48,7 @@ def coded(coding: Coding, numel: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("coding", ENCODED, ids=lambda c: f"{c}, {c.rounding}" if c.rounding != NEAREST else str(c))
-def test_codes_and_what_they_lose_are_their_definition(coding: Coding):
+def test_codes_and_what_they_lose_are_their_definition(coding: Quantizer):
     for numel in NUMELS:
         here, left = values(numel, 0), values(numel, 1) * 0.01
         want = torch.full((coding.nbytes(numel),), 0xEE, dtype=torch.uint8)
@@ -60,7 +60,7 @@ def test_codes_and_what_they_lose_are_their_definition(coding: Coding):
 
 
 @pytest.mark.parametrize("coding", KINDS, ids=str)
-def test_decoding_and_adding_codes_are_their_definitions(coding: Coding):
+def test_decoding_and_adding_codes_are_their_definitions(coding: Quantizer):
     for numel, count in zip(NUMELS, (1, 2, 7, 3, 2), strict=True):
         rows, total = coded(coding, numel, count), values(numel, 9).nan_to_num(3.0, 3.0, 3.0)
         away, decoded, away_total = there_rows(rows), torch.empty(numel, device=DEVICE), there(total)

@@ -81,7 +81,7 @@ WAYS = {
     "torus2d, views, by graphs": Way(TORUS, {"gradients": "views", "graphs": True}),
     "torus2d, bf16 wire, by graphs": Way(TORUS, BF16),
     "gossip": Way(commrt.Gossip()),
-    f"local SGD, {PERIOD} steps, delay 2": Way(commrt.LocalSGD(PERIOD, delay=2)),
+    f"local SGD, {PERIOD} steps, delay 2": Way(commrt.local_sgd.LocalSGD(PERIOD, delay=2)),
     **_ways("direct", DIRECT, NCCL),
     **_ways("torus2d", TORUS, NCCL),
 }

@@ -14,49 +14,35 @@ neither torch nor a GPU.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from commrt.lazy import names_in
 from commrt.torch_import import prepare as _prepare
 
 if TYPE_CHECKING:
     from commrt.algorithms.backup import BackupWorkers
     from commrt.algorithms.direct import Direct
-    from commrt.algorithms.double_tree import DoubleTree
     from commrt.algorithms.gossip import Gossip
     from commrt.algorithms.halving_doubling import HalvingDoubling
-    from commrt.algorithms.local import LocalSGD, Mix, cocod, dasgd, diloco, noloco, streaming_diloco
-    from commrt.algorithms.outer import HeavyBall, Nesterov, Outer, SlowMomentum
-    from commrt.algorithms.ring import Ring, Rings
-    from commrt.algorithms.sliced import Sliced
+    from commrt.algorithms.ring import Ring
     from commrt.algorithms.torus import Torus2D
-    from commrt.backup_workers.backup_replica import reissued
     from commrt.errors import (
         CommrtError,
         DeadlineExceeded,
         DisagreementError,
-        Evicted,
         PeerLost,
-        QuorumLost,
         ScheduleError,
         TransportError,
         UsageError,
     )
-    from commrt.proof.replay import prove, verify
-    from commrt.quantization.adaptive import Adaptive, Progress, adaquant, dq
-    from commrt.quantizer import Coding, Float8, Int2, Int4, Int8
+    from commrt.proof.replay import prove
     from commrt.runtime.init import init
-    from commrt.runtime.membership import Loss
     from commrt.runtime.work import Work
     from commrt.runtime.world import World
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
-    from commrt.tools.measuring.workload_of import workload_of
-    from commrt.tools.pictures.curve_recorder import CurveRecorder
-    from commrt.tools.planning.curve import Curve
-    from commrt.tools.planning.workload import Workload
     from commrt.training.attach import attach
     from commrt.training.ddp import DDPState, ddp_hook
-    from commrt.training.replica import Replica, Stats, StepReport
+    from commrt.training.replica import Replica
     from commrt.training.ring_shuffle import RingShuffle
     from commrt.transport.protocol import Tag
 
@@ -65,121 +51,91 @@ __version__ = "0.1.0"
 _HOMES = {
     "commrt.algorithms.backup": ("BackupWorkers",),
     "commrt.algorithms.direct": ("Direct",),
-    "commrt.algorithms.double_tree": ("DoubleTree",),
     "commrt.algorithms.gossip": ("Gossip",),
     "commrt.algorithms.halving_doubling": ("HalvingDoubling",),
-    "commrt.algorithms.local": ("LocalSGD", "Mix", "cocod", "dasgd", "diloco", "noloco", "streaming_diloco"),
-    "commrt.algorithms.outer": ("HeavyBall", "Nesterov", "Outer", "SlowMomentum"),
-    "commrt.algorithms.ring": ("Ring", "Rings"),
-    "commrt.algorithms.sliced": ("Sliced",),
+    "commrt.algorithms.ring": ("Ring",),
     "commrt.algorithms.torus": ("Torus2D",),
-    "commrt.quantization.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
-    "commrt.tools.planning.curve": ("Curve",),
-    "commrt.tools.planning.workload": ("Workload",),
-    "commrt.tools.pictures.curve_recorder": ("CurveRecorder",),
-    "commrt.quantizer": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
         "DeadlineExceeded",
         "DisagreementError",
-        "Evicted",
         "PeerLost",
-        "QuorumLost",
         "ScheduleError",
         "TransportError",
         "UsageError",
     ),
-    "commrt.training.attach": ("attach",),
-    "commrt.training.ring_shuffle": ("RingShuffle",),
-    "commrt.tools.measuring.workload_of": ("workload_of",),
-    "commrt.training.ddp": ("DDPState", "ddp_hook"),
-    "commrt.backup_workers.backup_replica": ("reissued",),
-    "commrt.training.replica": ("Replica", "Stats", "StepReport"),
-    "commrt.schedule": ("ADD", "COPY", "MIX", "Algorithm", "Schedule", "Step", "beside"),
-    "commrt.proof.replay": ("prove", "verify"),
-    "commrt.runtime.membership": ("Loss",),
+    "commrt.proof.replay": ("prove",),
     "commrt.runtime.init": ("init",),
-    "commrt.transport.protocol": ("Tag",),
     "commrt.runtime.work": ("Work",),
     "commrt.runtime.world": ("World",),
+    "commrt.schedule": (
+        "ADD",
+        "COPY",
+        "MIX",
+        "Algorithm",
+        "Schedule",
+        "Step",
+        "beside",
+    ),
+    "commrt.training.attach": ("attach",),
+    "commrt.training.ddp": (
+        "DDPState",
+        "ddp_hook",
+    ),
+    "commrt.training.replica": ("Replica",),
+    "commrt.training.ring_shuffle": ("RingShuffle",),
+    "commrt.transport.protocol": ("Tag",),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_ROOMS = [
+    "algorithms",
+    "backup_workers",
+    "elastic",
+    "local_sgd",
+    "proof",
+    "quantization",
+    "testing",
+    "tools",
+    "training",
+]
+"""Packages with names for options, algorithms, tools and tests."""
 
 __all__ = [
     "ADD",
     "COPY",
     "MIX",
-    "Adaptive",
     "Algorithm",
     "BackupWorkers",
-    "Coding",
     "CommrtError",
-    "Curve",
-    "CurveRecorder",
     "DDPState",
     "DeadlineExceeded",
     "Direct",
     "DisagreementError",
-    "DoubleTree",
-    "Evicted",
-    "Float8",
     "Gossip",
     "HalvingDoubling",
-    "HeavyBall",
-    "Int2",
-    "Int4",
-    "Int8",
-    "LocalSGD",
-    "Loss",
-    "Mix",
-    "Nesterov",
-    "Outer",
     "PeerLost",
-    "Progress",
-    "QuorumLost",
     "Replica",
     "Ring",
     "RingShuffle",
-    "Rings",
     "Schedule",
     "ScheduleError",
-    "Sliced",
-    "SlowMomentum",
-    "Stats",
     "Step",
-    "StepReport",
     "Tag",
     "Torus2D",
     "TransportError",
     "UsageError",
     "Work",
-    "Workload",
     "World",
-    "adaquant",
     "attach",
     "beside",
-    "cocod",
-    "dasgd",
     "ddp_hook",
-    "diloco",
-    "dq",
     "init",
-    "noloco",
     "prove",
-    "reissued",
-    "streaming_diloco",
-    "verify",
-    "workload_of",
 ]
 
 _prepare()
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'commrt' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = names_in(__name__, _HOMES, _ROOMS)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

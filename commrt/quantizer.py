@@ -18,11 +18,11 @@ __all__ = [
     "NEAREST",
     "STOCHASTIC",
     "TILE_BLOCKS",
-    "Coding",
     "Float8",
     "Int2",
     "Int4",
     "Int8",
+    "Quantizer",
 ]
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
@@ -36,7 +36,7 @@ BLOCKS = (64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class Quantizer:
     """What a value becomes on the wire; see `Int8`, `Int4`, `Int2` and `Float8`. Raises `UsageError`."""
 
     bits: int
@@ -105,7 +105,7 @@ class Coding:
     def planes(self) -> tuple[int, ...]:
         """Return the widths in bits that a code is cut into, lowest bits last, so that each fits bytes evenly.
 
-        >>> [Coding(bits).planes for bits in (8, 4, 3, 7)]
+        >>> [Quantizer(bits).planes for bits in (8, 4, 3, 7)]
         [(8,), (4,), (2, 1), (4, 2, 1)]
         """
         return tuple(width for width in (8, 4, 2, 1) if self.bits & width)
@@ -129,24 +129,24 @@ class Coding:
         return f"{kind}{rounded}{' + feedback' if self.feedback else ''}"
 
 
-def Int8(block: int = 256, *, feedback: bool = False, rounding: str = NEAREST, seed: int = 0) -> Coding:  # noqa: N802  # a kind of wire, written like a type
+def Int8(block: int = 256, *, feedback: bool = False, rounding: str = NEAREST, seed: int = 0) -> Quantizer:  # noqa: N802  # a kind of wire, written like a type
     """Return a wire of 8-bit integers: 3.97 times fewer bytes than fp32."""
-    return Coding(8, block, feedback, rounding, seed)
+    return Quantizer(8, block, feedback, rounding, seed)
 
 
-def Int4(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0) -> Coding:  # noqa: N802
+def Int4(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0) -> Quantizer:  # noqa: N802
     """Return a wire of 4-bit integers: 7.88 times fewer bytes than fp32."""
-    return Coding(4, block, feedback, rounding, seed)
+    return Quantizer(4, block, feedback, rounding, seed)
 
 
-def Int2(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0) -> Coding:  # noqa: N802
+def Int2(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0) -> Quantizer:  # noqa: N802
     """Return a wire of 2-bit integers, -1, 0 and 1: 15.5 times fewer bytes than fp32.
 
     Without feedback it costs accuracy.
     """
-    return Coding(2, block, feedback, rounding, seed)
+    return Quantizer(2, block, feedback, rounding, seed)
 
 
-def Float8(block: int = 256, *, feedback: bool = False) -> Coding:  # noqa: N802
+def Float8(block: int = 256, *, feedback: bool = False) -> Quantizer:  # noqa: N802
     """Return a wire of 8-bit floats (e4m3): small values of a block keep more digits than with `Int8`."""
-    return Coding(8, block, feedback, is_float=True)
+    return Quantizer(8, block, feedback, is_float=True)

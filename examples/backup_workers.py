@@ -57,7 +57,7 @@ def main() -> None:
         replica = commrt.attach(model, optimizer, algorithm, also=[rate])  # a late rank also gets the state of the rate
 
         chance = Random(world.rank)
-        for pixels, digits in commrt.reissued(batches(train, size=32, seed=world.rank), replica):
+        for pixels, digits in commrt.backup_workers.reissued(batches(train, size=32, seed=world.rank), replica):
             iter_num = replica.step  # of all ranks: a loop's own counter would fall behind on a late rank
             if world.rank == options.kill_rank and iter_num >= options.at_step:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Coding
+from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
 __all__ = ["add_codes", "decode", "encode", "key_of", "uniform"]
 
@@ -66,7 +66,7 @@ class _Scales(NamedTuple):
     """[blocks, 1] which blocks are not finite; None if there is none."""
 
 
-def encode(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None = None, key: int = 0) -> None:
+def encode(values: Tensor, codes: Tensor, coding: Quantizer, residual: Tensor | None = None, key: int = 0) -> None:
     """Write ``code(values + residual)`` to `codes`, and what that loses to `residual`.
 
     `values` and `residual` are fp32 [numel], `codes` uint8 [coding.nbytes(numel)]. A block that holds a value that is
@@ -80,7 +80,7 @@ def encode(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | Non
         _encode_piece(piece, coding, key, feedback=residual is not None)
 
 
-def _encode_piece(piece: _Piece, coding: Coding, key: int, *, feedback: bool) -> None:
+def _encode_piece(piece: _Piece, coding: Quantizer, key: int, *, feedback: bool) -> None:
     """Code the values of `piece`, which with `feedback` become what that loses."""
     x = _padded(piece.values, coding)
     y = piece.floats.view_as(x)
@@ -99,7 +99,7 @@ def _encode_piece(piece: _Piece, coding: Coding, key: int, *, feedback: bool) ->
         piece.values.copy_(y.view(-1)[: len(piece.values)])
 
 
-def decode(codes: Tensor, values: Tensor, coding: Coding) -> None:
+def decode(codes: Tensor, values: Tensor, coding: Quantizer) -> None:
     """Write what `codes` stand for to `values`; shapes as for `encode`."""
     for piece in _pieces(values, codes, coding):
         if piece.is_whole:
@@ -110,7 +110,7 @@ def decode(codes: Tensor, values: Tensor, coding: Coding) -> None:
             piece.values.copy_(_decoded(piece, coding))
 
 
-def add_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> None:
+def add_codes(values: Tensor, received: Sequence[Tensor], coding: Quantizer) -> None:
     """Compute ``values += decoded(received[0]) + ...`` from left to right; shapes as for `encode`."""
     rows = [_tiles(codes, coding) for codes in received]
     for piece in _pieces(values, received[0], coding):
@@ -118,7 +118,7 @@ def add_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Non
             _add_piece(piece._replace(tiles=tiles[piece.first : piece.first + len(piece.tiles)]), coding)
 
 
-def _add_piece(piece: _Piece, coding: Coding) -> None:
+def _add_piece(piece: _Piece, coding: Quantizer) -> None:
     if piece.is_whole:
         _unpack(piece, coding)
         q, steps = _blocks(piece.floats, coding), _steps(piece.tiles)
@@ -127,13 +127,13 @@ def _add_piece(piece: _Piece, coding: Coding) -> None:
         piece.values.add_(_decoded(piece, coding))
 
 
-def _decoded(piece: _Piece, coding: Coding) -> Tensor:
+def _decoded(piece: _Piece, coding: Quantizer) -> Tensor:
     _unpack(piece, coding)
     _blocks(piece.floats, coding).mul_(_steps(piece.tiles))
     return piece.floats.view(-1)[: len(piece.values)]
 
 
-def _pieces(values: Tensor, codes: Tensor, coding: Coding) -> Iterator[_Piece]:
+def _pieces(values: Tensor, codes: Tensor, coding: Quantizer) -> Iterator[_Piece]:
     tiles, most = _tiles(codes, coding), PIECE_NUMEL // coding.tile_numel
     shape = min(most, len(tiles)), coding.tile_numel
     floats = torch.empty(shape, device=values.device)
@@ -144,17 +144,17 @@ def _pieces(values: Tensor, codes: Tensor, coding: Coding) -> Iterator[_Piece]:
         yield _Piece(values[begin:end], part, first, floats[: len(part)], memory[: len(part)])
 
 
-def _tiles(codes: Tensor, coding: Coding) -> Tensor:
+def _tiles(codes: Tensor, coding: Quantizer) -> Tensor:
     return codes.view(-1, coding.tile_nbytes)
 
 
-def _padded(x: Tensor, coding: Coding) -> Tensor:
+def _padded(x: Tensor, coding: Quantizer) -> Tensor:
     """Return `x` as blocks, [blocks, block], with zeros up to a whole tile."""
     missing = -len(x) % coding.tile_numel
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, coding.block)
 
 
-def _blocks(x: Tensor, coding: Coding) -> Tensor:
+def _blocks(x: Tensor, coding: Quantizer) -> Tensor:
     return x.view(-1, TILE_BLOCKS, coding.block)
 
 
@@ -167,7 +167,7 @@ def _steps(tiles: Tensor) -> Tensor:
     return tiles[:, :SCALES_NBYTES].view(torch.bfloat16).float().unsqueeze(2)
 
 
-def _scales(x: Tensor, coding: Coding) -> _Scales:
+def _scales(x: Tensor, coding: Quantizer) -> _Scales:
     """Return the scales of blocks `x`."""
     largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)  # NaN is above infinity
     least, most = (int(bits) for bits in torch.aminmax(largest))
@@ -185,7 +185,7 @@ def _scales(x: Tensor, coding: Coding) -> _Scales:
     return _Scales(bits, steps, inverse, infinite)
 
 
-def _round(y: Tensor, piece: _Piece, coding: Coding, key: int) -> None:
+def _round(y: Tensor, piece: _Piece, coding: Quantizer, key: int) -> None:
     """Round `y`, [blocks, block], to codes that are integers; leaves those that are floats."""
     if coding.rounding == STOCHASTIC:
         y.add_(uniform(key, piece.first, len(piece.tiles), coding).view(y.shape).to(y.device)).floor_()
@@ -194,7 +194,7 @@ def _round(y: Tensor, piece: _Piece, coding: Coding, key: int) -> None:
         y.round_()
 
 
-def _pack(piece: _Piece, coding: Coding) -> None:
+def _pack(piece: _Piece, coding: Quantizer) -> None:
     """Write the codes in `floats`, plane after plane: the k-th byte of a plane has codes that lie apart."""
     begin, shift = SCALES_NBYTES, coding.bits
     if coding.bits == 8:
@@ -213,7 +213,7 @@ def _pack(piece: _Piece, coding: Coding) -> None:
         begin = end
 
 
-def _unpack(piece: _Piece, coding: Coding) -> None:
+def _unpack(piece: _Piece, coding: Quantizer) -> None:
     """Write the codes of `tiles` to `floats`."""
     if coding.is_float:
         # In the order of fp16, whose exponent counts 8 more. No code is NaN: what is not finite is so by its scale.
@@ -225,7 +225,7 @@ def _unpack(piece: _Piece, coding: Coding) -> None:
         piece.floats.copy_(_unpack_planes(piece.tiles.view(torch.int8), piece.bytes, coding))
 
 
-def _unpack_planes(tiles: Tensor, codes: Tensor, coding: Coding) -> Tensor:
+def _unpack_planes(tiles: Tensor, codes: Tensor, coding: Quantizer) -> Tensor:
     """Write the codes of `tiles` to `codes`, int8 [tiles, tile_numel]; shifts to the right keep the sign."""
     begin = SCALES_NBYTES
     for width in coding.planes:
@@ -252,7 +252,7 @@ def key_of(seed: int, step: int, bucket: int, rank: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def uniform(key: int, first: int, tiles: int, coding: Coding) -> Tensor:
+def uniform(key: int, first: int, tiles: int, coding: Quantizer) -> Tensor:
     """Return numbers from [0, 1) for so many `tiles` from number `first` on, fp32 [tiles, tile_numel]: Philox 4x32-10.
 
     A counter gives four numbers, for values that lie a quarter of a tile apart.

@@ -26,7 +26,7 @@ from commrt.kernels.codes import (
     PHILOX_ROUNDS,
     SCALES_NBYTES,
 )
-from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Coding
+from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
 __all__ = ["add_codes_call", "decode_call", "encode_call"]
 
@@ -46,7 +46,7 @@ EXPONENTS = np.int32(120 << 23)
 """What exponents of fp32 count more than those of e4m3."""
 
 
-def encode_call(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
+def encode_call(values: Tensor, codes: Tensor, coding: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
     """Return a function of a key that codes `values`; see `codes.encode`."""
     tiles, x, is_stochastic = _tiles(codes, coding), values.numpy(), coding.rounding == STOCHASTIC
     left = np.empty(0, np.float32) if residual is None else residual.numpy()
@@ -55,17 +55,17 @@ def encode_call(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor 
     return lambda key: _encode(x, left, tiles, np.uint64(key), *kind)
 
 
-def decode_call(codes: Tensor, values: Tensor, coding: Coding) -> Callable[[], None]:
+def decode_call(codes: Tensor, values: Tensor, coding: Quantizer) -> Callable[[], None]:
     """Return a function that decodes to `values`; see `codes.decode`."""
     return _sum_call([codes], values, coding, is_added=False)
 
 
-def add_codes_call(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Callable[[], None]:
+def add_codes_call(values: Tensor, received: Sequence[Tensor], coding: Quantizer) -> Callable[[], None]:
     """Return a function that adds what `received` codes stand for; see `codes.add_codes`."""
     return _sum_call(received, values, coding, is_added=True)
 
 
-def _sum_call(received: Sequence[Tensor], values: Tensor, coding: Coding, *, is_added: bool) -> Callable[[], None]:
+def _sum_call(received: Sequence[Tensor], values: Tensor, coding: Quantizer, *, is_added: bool) -> Callable[[], None]:
     out, kind = values.numpy(), (coding.block, coding.bits, coding.is_float, is_added)
     _sum(out[:0], _tiles(received[0], coding)[:0], *kind)
     at_once = PIECE_NUMEL // coding.tile_numel
@@ -80,7 +80,7 @@ def _sum_call(received: Sequence[Tensor], values: Tensor, coding: Coding, *, is_
     return run
 
 
-def _tiles(codes: Tensor, coding: Coding) -> Array:
+def _tiles(codes: Tensor, coding: Quantizer) -> Array:
     return codes.view(-1, coding.tile_nbytes).numpy()
 
 

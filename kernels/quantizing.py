@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commrt.kernels.codes import add_codes, decode, encode
 from commrt.kernels.dispatch import Combination, suit_kernels
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 
 __all__ = ["adding_codes", "compiled_codes", "decoding", "encoding"]
 
@@ -35,7 +35,7 @@ def compiled_codes() -> ModuleType | None:
         return None
 
 
-def encoding(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
+def encoding(values: Tensor, codes: Tensor, coding: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
     """Return a function of a key that codes `values`; see `codes.encode`."""
     if suit_kernels(values, codes, *([] if residual is None else [residual])):
         from commrt.kernels.device.coding_launches import encode_launch  # noqa: PLC0415
@@ -46,7 +46,7 @@ def encoding(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | N
     return lambda key: encode(values, codes, coding, residual, key)
 
 
-def decoding(codes: Tensor, values: Tensor, coding: Coding) -> Combination:
+def decoding(codes: Tensor, values: Tensor, coding: Quantizer) -> Combination:
     """Return a function that decodes to `values`; see `codes.decode`."""
     if suit_kernels(values, codes):
         from commrt.kernels.device.coding_launches import decode_launch  # noqa: PLC0415
@@ -57,7 +57,7 @@ def decoding(codes: Tensor, values: Tensor, coding: Coding) -> Combination:
     return lambda: decode(codes, values, coding)
 
 
-def adding_codes(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Combination:
+def adding_codes(values: Tensor, received: Sequence[Tensor], coding: Quantizer) -> Combination:
     """Return a function that adds what `received` codes stand for; see `codes.add_codes`.
 
     On a GPU they lie evenly spaced in one buffer.

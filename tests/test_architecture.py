@@ -34,6 +34,7 @@ def test_the_public_surface_is_sorted_and_exists():
         return sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
 
     assert commrt.__all__ == alphabetical(commrt.__all__)
+    assert len(commrt.__all__) <= 30
     for name in commrt.__all__:
         assert getattr(commrt, name) is not None
     assert set(commrt.__all__) <= set(dir(commrt))

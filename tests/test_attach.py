@@ -104,8 +104,8 @@ def broken(kind, **settings):
         broken(commrt.Ring),
         broken(commrt.Gossip),
         broken(commrt.Gossip, payload="gradients"),
-        commrt.LocalSGD(2, inner=broken(commrt.Ring)),
-        commrt.LocalSGD(2, inner=broken(commrt.Gossip)),
+        commrt.local_sgd.LocalSGD(2, inner=broken(commrt.Ring)),
+        commrt.local_sgd.LocalSGD(2, inner=broken(commrt.Gossip)),
         commrt.BackupWorkers(1, broken(commrt.Ring)),
     ],
 )

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated", "
 WAYS = {
     "gossip": commrt.Gossip(),
     "gossip with staleness": commrt.Gossip(staleness=1),
-    "local SGD": commrt.LocalSGD(period=2),
-    "delayed local SGD": commrt.LocalSGD(period=2, delay=1),
-    "local SGD by gossip": commrt.LocalSGD(period=2, inner=commrt.Gossip()),
+    "local SGD": commrt.local_sgd.LocalSGD(period=2),
+    "delayed local SGD": commrt.local_sgd.LocalSGD(period=2, delay=1),
+    "local SGD by gossip": commrt.local_sgd.LocalSGD(period=2, inner=commrt.Gossip()),
 }
 ways = pytest.mark.parametrize("algorithm", WAYS.values(), ids=WAYS)
 
@@ -118,7 +118,7 @@ NORMED = {
 @for_each(("inner", "layer"), taking_turns([commrt.Torus2D(), commrt.Gossip()], NORMED.values()))
 def test_a_spectral_norm_is_one_in_eval_mode_after_ranks_that_trained_apart_became_equal(layer, inner):
     def body(world):
-        model, replica = trained(world, commrt.LocalSGD(period=50, inner=inner), seeded(layer), steps=40)
+        model, replica = trained(world, commrt.local_sgd.LocalSGD(period=50, inner=inner), seeded(layer), steps=40)
         replica.consolidate()
         lengths = [buffer.norm().item() for buffer in model.buffers()]
         for step in range(40):  # each iterates once
@@ -171,7 +171,7 @@ def test_buffers_that_were_made_equal_while_gossip_is_in_flight_stay_so():
 
 def test_a_checkpoint_with_anchors_of_other_buffers_is_taken():
     def body(world):
-        model, replica = trained(world, commrt.LocalSGD(period=2), Keeps())
+        model, replica = trained(world, commrt.local_sgd.LocalSGD(period=2), Keeps())
         state = replica.state_dict()
         state["fragments"][0]["anchors"]["2.mask"] = torch.full((8,), 0.5)
         replica.load_state_dict(state)

@@ -184,7 +184,7 @@ def test_a_batch_that_was_dropped_is_given_out_again_until_it_counts():
     def body(loop, world):
         _, optimizer, replica = trainee(world, loop.algorithm)
         counted, given_out = [], []
-        for number in commrt.reissued(range(6), replica):
+        for number in commrt.backup_workers.reissued(range(6), replica):
             given_out.append(number)
             loop.step(world, replica, optimizer)
             if replica.last.counted:
@@ -203,10 +203,10 @@ def test_batches_of_one_accumulation_are_given_out_again_together():
 
     replica, seen = Reported(), []
     fates = iter([True, False, True])
-    for number, each in enumerate(commrt.reissued("abcd", replica)):
+    for number, each in enumerate(commrt.backup_workers.reissued("abcd", replica)):
         seen.append(each)
         if number % 2:
-            replica.last = commrt.StepReport(0, (), 0.0, (), counted=next(fates, True))
+            replica.last = commrt.training.StepReport(0, (), 0.0, (), counted=next(fates, True))
     assert "".join(seen) == "abcdcd"
 
 

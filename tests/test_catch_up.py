@@ -317,7 +317,7 @@ def test_a_gradient_of_weights_that_others_have_replaced_is_dropped_at_no_cost()
     reports, stats = Loop(3, late_by=2).run(body)[LATE]
     late, older = reports[:2]
     assert (late.counted, late.step, late.members) == (False, 0, (0, 1))
-    assert older == commrt.StepReport(older.step, (), 0.0, (), counted=False)
+    assert older == commrt.training.StepReport(older.step, (), 0.0, (), counted=False)
     assert stats.exposed_s == pytest.approx(sum(report.exposed_s for report in reports))
 
 

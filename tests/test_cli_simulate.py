@@ -261,23 +261,28 @@ def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
     }
     assert asked["best"]["algorithm"] == "Direct(within=4)"  # a node has one card
     output = invoke(*SLOW_NETWORK, "--wire", wire).stdout
-    assert f"wire=commrt.{wire.title()}(), bucket_cap_mb=" in output
+    assert f"wire=commrt.quantization.{wire.title()}(), bucket_cap_mb=" in output
     assert "compare the accuracy with fp32" in output
     assert f"MB of {wire}, all at once: " in output
-    assert eval(f"commrt.{wire.title()}()", {"commrt": commrt}) == CODINGS[wire]  # noqa: S307  # what a user would paste
+    assert eval(f"commrt.quantization.{wire.title()}()", {"commrt": commrt}) == CODINGS[wire]  # noqa: S307  # what a user would paste
 
 
 def test_a_plan_of_a_buffer_takes_codes_too():
     record = told("plan", "--ranks", 8, "--cluster", "ethernet-10g", "--nbytes", "102.2e6", "--wire", "int8")
     assert [plan["algorithm"] for plan in record["plans"]] == ["Direct()"]
-    assert record["best"]["python"] == "commrt.attach(model, optimizer, commrt.Direct(), wire=commrt.Int8())"
+    assert (
+        record["best"]["python"] == "commrt.attach(model, optimizer, commrt.Direct(), wire=commrt.quantization.Int8())"
+    )
     assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
 
 
 def test_backup_workers_are_planned_with_codes_that_owe_nothing():
     step = ("plan", "--ranks", 8, "--cluster", "ethernet-10g", "--model", "resnet50", "--compute-ms", 50)
     backed = (*step, "--backups", 1, "--law", "slow", "--steps", 200)
-    assert "commrt.BackupWorkers(1, commrt.Direct()), wire=commrt.Int8()" in invoke(*backed, "--wire", "int8").stdout
+    assert (
+        "commrt.BackupWorkers(1, commrt.Direct()), wire=commrt.quantization.Int8()"
+        in invoke(*backed, "--wire", "int8").stdout
+    )
     assert "such as int8" in refused(*backed, "--wire", "int4")
 
 
@@ -387,7 +392,7 @@ def test_where_much_of_the_best_step_is_exposed_the_plan_names_local_sgd_after_i
     assert sentence.endswith("up to 16 steps apart and averages 2 steps late, so try the accuracy on your own model")
 
 
-@pytest.mark.parametrize(("wire", "travels"), [("bf16", torch.bfloat16), ("int8", commrt.Int8())])
+@pytest.mark.parametrize(("wire", "travels"), [("bf16", torch.bfloat16), ("int8", commrt.quantization.Int8())])
 def test_the_plan_names_local_sgd_with_its_wire(wire, travels):
     python = told(*SLOW[:-1], wire, "--compute-ms", 20)["local_sgd"]["python"]
     assert eval(python, {"commrt": commrt, "torch": torch}).wire == travels  # noqa: S307  # what a user would paste

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt import Adaptive, Direct, Float8, Int2, Int4, Int8, adaquant, dq
+from commrt import Direct
 from commrt.errors import DisagreementError, UsageError
+from commrt.quantization import Adaptive, Float8, Int2, Int4, Int8, adaquant, dq
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 

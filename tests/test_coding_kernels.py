@@ -23,7 +23,7 @@ from commrt.kernels import codes, quantizing
 from commrt.kernels.device import coding as device
 from commrt.kernels.device import variants
 from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
-from commrt.quantizer import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Coding, Float8, Int2, Int4, Int8
+from commrt.quantizer import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Float8, Int2, Int4, Int8, Quantizer
 from commrt.testing.ranks import run_ranks
 
 KEY = 0x9E37_79B9_7F4A_7C15
@@ -303,11 +303,11 @@ CHECKS = [
     lambda: encode_alike(Int8(64), 512),
     lambda: any_bytes_decode_alike(Float8()),
     is_every_random_bit_alike,
-    lambda: add_alike(Coding(5, 64), 702, 3),
+    lambda: add_alike(Quantizer(5, 64), 702, 3),
     lambda: encode_alike(Float8(64, feedback=True), 2503),
     is_largest_code_alike,
-    lambda: encode_alike(Coding(3, 64, feedback=True), 1501),
-    lambda: encode_alike(Coding(7, 64, feedback=True, rounding=STOCHASTIC), 2503),
+    lambda: encode_alike(Quantizer(3, 64, feedback=True), 1501),
+    lambda: encode_alike(Quantizer(7, 64, feedback=True, rounding=STOCHASTIC), 2503),
 ]
 """The quick ones first."""
 KERNELS = ("encode_kernel", "decode_kernel", "add_codes_kernel")
@@ -384,12 +384,12 @@ def bias(coding):
 
 
 def test_stochastic_rounding_is_unbiased():
-    assert max(bias(Coding(bits, rounding=STOCHASTIC)) for bits in BITS) < 5
+    assert max(bias(Quantizer(bits, rounding=STOCHASTIC)) for bits in BITS) < 5
 
 
 def unpacked(bits):
     """Random codes of so many bits, and what they are after packing and unpacking."""
-    coding = Coding(bits, 64)
+    coding = Quantizer(bits, 64)
     generator = torch.Generator().manual_seed(bits)
     q = torch.randint(-coding.most, coding.most + 1, (1024,), generator=generator).float()
     wire = torch.zeros(coding.nbytes(1024), dtype=torch.uint8)

@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 
 import commrt
-from commrt import Adaptive, Coding, Direct, DoubleTree, HalvingDoubling, Int2, Int8, Ring, Torus2D, adaquant, dq
-from commrt.algorithms import direct, halving_doubling, ring
+from commrt import Direct, HalvingDoubling, Ring, Torus2D
+from commrt.algorithms import DoubleTree, direct, halving_doubling, ring
 from commrt.errors import CommrtError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.quantization import Adaptive, Int2, Int8, Quantizer, adaquant, dq
 from commrt.quantization.short_sums import summing_steps
 
 HOSTS = (*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64)
@@ -69,17 +70,17 @@ def test_schedules_that_sum_over_many_steps_are_known():
 
 NO_SENSE = {
     "blocks of 64, 128": lambda: Int8(block=100),
-    "bits from 2 to 8": lambda: Coding(9),
+    "bits from 2 to 8": lambda: Quantizer(9),
     'use "nearest" or "stochastic"': lambda: Int8(rounding="up"),
     "diverges": lambda: Int2(rounding="stochastic"),
-    "8 bits": lambda: Coding(4, is_float=True),
+    "8 bits": lambda: Quantizer(4, is_float=True),
     "no function": lambda: Adaptive(3),
     "bits from least=5 to most=4": lambda: Adaptive(dq(1, 1), least=5, most=4),
     "target=0": lambda: dq(0, 10),
-    "bits=4.0 ": lambda: Coding(4.0),
-    "block=256.0,": lambda: Coding(4, block=256.0),
-    "seed=1.5:": lambda: Coding(4, seed=1.5),
-    "feedback='no'": lambda: Coding(4, feedback="no"),
+    "bits=4.0 ": lambda: Quantizer(4.0),
+    "block=256.0,": lambda: Quantizer(4, block=256.0),
+    "seed=1.5:": lambda: Quantizer(4, seed=1.5),
+    "feedback='no'": lambda: Quantizer(4, feedback="no"),
 }
 
 
@@ -91,16 +92,16 @@ def test_settings_that_make_no_sense_are_refused():
 
 def test_bits_follow_the_norm_and_the_step():
     wire = Adaptive(dq(target=10.0, steps=100, decay=0.99))
-    early, late = (wire.coding(commrt.Progress(step, 1.0)).bits for step in (0, 99))
+    early, late = (wire.coding(commrt.quantization.Progress(step, 1.0)).bits for step in (0, 99))
     assert early < late
-    assert wire.coding(commrt.Progress(99, 1e-9)).bits == 2
-    assert wire.coding(commrt.Progress(99, float("nan"))).bits == 8
+    assert wire.coding(commrt.quantization.Progress(99, 1e-9)).bits == 2
+    assert wire.coding(commrt.quantization.Progress(99, float("nan"))).bits == 8
 
 
 def test_bits_follow_the_loss():
     losses = iter([4.0, 1.0, 0.0])
-    wire = Adaptive(commrt.adaquant(1.0, lambda: next(losses)))
-    assert [wire.coding(commrt.Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
+    wire = Adaptive(commrt.quantization.adaquant(1.0, lambda: next(losses)))
+    assert [wire.coding(commrt.quantization.Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
 
 
 def test_the_first_loss_of_a_rule_can_be_given():

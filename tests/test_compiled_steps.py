@@ -9,7 +9,7 @@ from compiled_steps import trained
 import commrt
 from commrt.testing.processes import run_processes
 
-ALGORITHMS = {"gossip": commrt.Gossip(), "local SGD": commrt.LocalSGD(2, outer=commrt.Nesterov())}
+ALGORITHMS = {"gossip": commrt.Gossip(), "local SGD": commrt.local_sgd.LocalSGD(2, outer=commrt.local_sgd.Nesterov())}
 
 
 @pytest.mark.slow  # torch imports all of its compiler

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.kernels import codes, quantizing
-from commrt.quantizer import BLOCKS, STOCHASTIC, Coding, Float8, Int4, Int8
+from commrt.quantizer import BLOCKS, STOCHASTIC, Float8, Int4, Int8, Quantizer
 
 cpu_codes = pytest.importorskip("commrt.kernels.cpu_codes", reason="Numba is an extra")
 KEY = 0xF234_5678_9ABC_DEF1
@@ -54,7 +54,7 @@ def test_each_coding_gives_the_bits_of_its_definition():
 
 
 def test_blocks_of_all_sizes_do():
-    kinds = (Int8(), Coding(3, feedback=True, rounding=STOCHASTIC), Float8(feedback=True))
+    kinds = (Int8(), Quantizer(3, feedback=True, rounding=STOCHASTIC), Float8(feedback=True))
     codings = [replace(kind, block=block) for block, kind in product(BLOCKS, kinds)]
     assert [coding for coding in codings if not coded_alike(values(9000), coding)] == []
 

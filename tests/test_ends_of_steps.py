@@ -15,8 +15,9 @@ from gossip_models import batch, model_of, params, same
 from torch import nn
 
 import commrt
-from commrt import BackupWorkers, Gossip, LocalSGD, Torus2D
+from commrt import BackupWorkers, Gossip, Torus2D
 from commrt.errors import UsageError
+from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
 from commrt.training.optimizer_steps import are_under_way
 

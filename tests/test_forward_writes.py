@@ -63,7 +63,7 @@ TABLES = {
 
 @for_each(
     ("make", "algorithm"),
-    taking_turns(TABLES.values(), [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)]),
+    taking_turns(TABLES.values(), [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(period=2)]),
     ids=TABLES,
 )
 @on_ranks(2)

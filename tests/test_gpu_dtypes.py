@@ -45,14 +45,14 @@ WAYS = {
     "all-reduce": {"algorithm": commrt.Ring()},
     "bf16 wire": {"algorithm": commrt.Ring(), "wire": BF16},
     "fp32 wire": {"algorithm": commrt.Torus2D(), "wire": FP32},
-    "codes": {"algorithm": commrt.Direct(), "wire": commrt.Int8()},
+    "codes": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int8()},
     "views": {"algorithm": commrt.Ring(), "gradients": "views"},
     "gossip": {"algorithm": commrt.Gossip()},
     "gossip on a bf16 wire": {"algorithm": commrt.Gossip(), "wire": BF16},
     "gossip of gradients": {"algorithm": commrt.Gossip(payload="gradients")},
-    "local SGD": {"algorithm": commrt.LocalSGD(period=2)},
-    "DiLoCo": {"algorithm": commrt.diloco(period=2)},
-    "local SGD by gossip": {"algorithm": commrt.LocalSGD(period=2, inner=commrt.Gossip())},
+    "local SGD": {"algorithm": commrt.local_sgd.LocalSGD(period=2)},
+    "DiLoCo": {"algorithm": commrt.local_sgd.diloco(period=2)},
+    "local SGD by gossip": {"algorithm": commrt.local_sgd.LocalSGD(period=2, inner=commrt.Gossip())},
     "backup workers": {"algorithm": commrt.BackupWorkers(backups=0, inner=commrt.Ring())},
 }
 
@@ -105,7 +105,7 @@ def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on(make):
 SUMS = [
     (FP64, {}),
     (FP64, {"wire": BF16}),
-    (FP64, {"wire": commrt.Int8(), "algorithm": commrt.Direct()}),
+    (FP64, {"wire": commrt.quantization.Int8(), "algorithm": commrt.Direct()}),
     (FP32, {}),
     (torch.int64, {"op": "sum"}),
     (torch.int32, {"op": "sum"}),

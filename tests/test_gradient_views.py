@@ -137,7 +137,9 @@ def trained(world: World, kind, loop, algorithm, wire):
 
 
 LOOP = st.lists(st.tuples(st.sampled_from(LOOPS), st.sampled_from(PASSES)), min_size=2, max_size=6)
-CARRIED = st.sampled_from([(commrt.Torus2D(), None), (commrt.Direct(), None), (commrt.Direct(), commrt.Int8())])
+CARRIED = st.sampled_from(
+    [(commrt.Torus2D(), None), (commrt.Direct(), None), (commrt.Direct(), commrt.quantization.Int8())]
+)
 
 
 @given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4))
@@ -328,7 +330,7 @@ def test_a_graph_of_gradients_is_refused(world):
         ({"wire": torch.bfloat16}, r"those of 0\.weight are torch\.float32 and travel as torch\.bfloat16"),
         ({"algorithm": commrt.Gossip()}, "with Gossip"),
         ({"algorithm": commrt.BackupWorkers(1)}, "with BackupWorkers"),
-        ({"algorithm": commrt.LocalSGD(4)}, "with LocalSGD"),
+        ({"algorithm": commrt.local_sgd.LocalSGD(4)}, "with LocalSGD"),
         ({"gradients": "copies"}, 'give "own", or "views"'),
     ],
 )
@@ -343,7 +345,7 @@ def test_what_views_cannot_do_is_refused(world, options, why):
 def test_codes_travel_for_views_of_a_wire_that_is_as_wide_as_they_are(world):
     model = net().bfloat16()
     with pytest.raises(UsageError, match=r"are torch\.bfloat16 and travel as torch\.float32"):
-        commrt.attach(model, algorithm=commrt.Direct(), world=world, wire=commrt.Int8(), gradients="views")
+        commrt.attach(model, algorithm=commrt.Direct(), world=world, wire=commrt.quantization.Int8(), gradients="views")
 
 
 def test_no_two_homes_share_an_element():

@@ -12,8 +12,8 @@ from gossip_models import batch, model_of, params, same
 from local_loops import ALGORITHMS, GOSSIPING, Loop
 
 import commrt
-from commrt import LocalSGD, Nesterov
 from commrt.errors import DisagreementError, UsageError
+from commrt.local_sgd import LocalSGD, Nesterov
 from commrt.testing.ranks import run_ranks
 
 

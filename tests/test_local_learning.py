@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import local_learning
 import local_plain
 
-from commrt import LocalSGD, Mix, Torus2D
+from commrt import Torus2D
+from commrt.local_sgd import LocalSGD, Mix
 
 RULES = {
     "synchronous": None,

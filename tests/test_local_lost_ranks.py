@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from local_loops import ALGORITHMS, PATIENT_S, Loop
 
 import commrt
-from commrt import Direct, Gossip, HeavyBall, Int8, LocalSGD, Nesterov
+from commrt import Direct, Gossip
 from commrt.buckets.engine import Engine
 from commrt.errors import Place
+from commrt.local_sgd import HeavyBall, LocalSGD, Nesterov
+from commrt.quantization import Int8
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 

@@ -14,8 +14,10 @@ from cases import for_each, taking_turns
 from torch import nn
 
 import commrt
-from commrt import (
-    Gossip,
+from commrt import Gossip
+from commrt.algorithms.local import stable_gain
+from commrt.errors import UsageError
+from commrt.local_sgd import (
     HeavyBall,
     LocalSGD,
     Mix,
@@ -27,8 +29,6 @@ from commrt import (
     noloco,
     streaming_diloco,
 )
-from commrt.algorithms.local import stable_gain
-from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
 
 RANKS = [1, 2, 3, 4, 5, 7]

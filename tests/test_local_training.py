@@ -13,8 +13,10 @@ from local_loops import ALGORITHMS, GOSSIPING, Loop
 from torch import nn
 
 import commrt
-from commrt import Direct, Gossip, Int4, LocalSGD, Mix, Nesterov, SlowMomentum
+from commrt import Direct, Gossip
 from commrt.errors import DisagreementError, UsageError
+from commrt.local_sgd import LocalSGD, Mix, Nesterov, SlowMomentum
+from commrt.quantization import Int4
 from commrt.testing.ranks import run_ranks
 
 
@@ -267,7 +269,11 @@ REFUSED = [
     (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
     (LocalSGD(wire=torch.float16), {"wire": torch.bfloat16}, "give it once"),
     (LocalSGD(inner=Gossip()), {"wire": torch.bfloat16}, "would be rounded"),
-    (LocalSGD(inner=Direct()), {"wire": commrt.Adaptive(commrt.dq(1.0, 10))}, "bits follow gradients"),
+    (
+        LocalSGD(inner=Direct()),
+        {"wire": commrt.quantization.Adaptive(commrt.quantization.dq(1.0, 10))},
+        "bits follow gradients",
+    ),
     (LocalSGD(), {"graphs": True}, "leave graphs out"),
 ]
 

@@ -9,8 +9,8 @@ from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, local_step, params, same
 from local_loops import ALGORITHMS, GOSSIPING, PATIENT_S, Loop
 
-from commrt import LocalSGD, SlowMomentum
 from commrt.errors import UsageError
+from commrt.local_sgd import LocalSGD, SlowMomentum
 from commrt.testing.ranks import run_ranks
 
 

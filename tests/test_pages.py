@@ -145,9 +145,16 @@ def listed():
     return {name for page in (ROOT / "docs/api").glob("*.md") for name in REFERENCE.findall(page.read_text())}
 
 
+ROOMS = ("algorithms", "backup_workers", "elastic", "local_sgd", "proof", "quantization", "tools", "training")
+
+
 def test_the_reference_has_every_public_name_and_no_other_that_does_not_exist():
     names = listed()
+    known = {name.rpartition(".")[2] for name in names}
     assert_none(name for name in commrt.__all__ if f"commrt.{name}" not in names)
+    assert_none(
+        f"commrt.{room}.{name}" for room in ROOMS for name in getattr(commrt, room).__all__ if name not in known
+    )
     assert_none(name for name in names if not exists(name))
 
 

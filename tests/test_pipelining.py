@@ -81,13 +81,13 @@ def test_scratch_is_as_large_as_it_is_said_to_be(name, ranks, slices, numel):
 
 
 def test_equal_answers_are_one_object():
-    assert commrt.Sliced().schedule(0, 4) is commrt.Sliced().schedule(7, 4)
+    assert commrt.algorithms.Sliced().schedule(0, 4) is commrt.algorithms.Sliced().schedule(7, 4)
 
 
 def test_training_in_slices_ends_with_equal_replicas():
     def body(world):
         model = torch.nn.Linear(40, 30)
-        replica = commrt.attach(model, algorithm=commrt.Sliced(commrt.Ring(), 2), world=world)
+        replica = commrt.attach(model, algorithm=commrt.algorithms.Sliced(commrt.Ring(), 2), world=world)
         model(torch.randn(3, 40)).sum().backward()
         return model.weight.grad.tolist(), replica.replicas_equal()
 
@@ -99,7 +99,7 @@ def test_training_in_slices_ends_with_equal_replicas():
 @pytest.mark.parametrize("slices", [0, -1, 1.5])
 def test_less_than_one_slice_is_refused(slices):
     with pytest.raises(UsageError, match="slices"):
-        commrt.Sliced(slices=slices)
+        commrt.algorithms.Sliced(slices=slices)
     if isinstance(slices, int):
         with pytest.raises(ScheduleError, match="cannot be cut in"):
             ring.all_reduce(2).in_slices(slices)

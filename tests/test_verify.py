@@ -224,7 +224,7 @@ def test_prove_raises_the_sentence():
 
 
 def test_the_package_offers_verify_as_a_function_also_once_its_module_is_loaded():
-    assert commrt.verify is verify
+    assert commrt.proof.verify is verify
 
 
 def test_pair_averaging_along_a_hypercube_is_an_average():

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import commrt
-from commrt import UsageError, Workload, workload_of
+from commrt import UsageError
+from commrt.tools import Workload, workload_of
 from commrt.tools.measuring.workload_of import UNCOUNTED
 from commrt.tools.planning.workload import Layer
 
@@ -263,4 +264,4 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
 
 def test_what_is_no_module_is_refused():
     with pytest.raises(UsageError, match=r"workload_of\(\) of a str: give a torch.nn.Module"):
-        commrt.workload_of("text", torch.zeros(2, 4))
+        commrt.tools.workload_of("text", torch.zeros(2, 4))

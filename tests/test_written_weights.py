@@ -13,9 +13,10 @@ from gossip_models import batch, local_step, model_of, optimizer_of, params, sam
 from torch import nn
 
 import commrt
-from commrt import Gossip, LocalSGD, Mix, Nesterov
+from commrt import Gossip
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import UsageError
+from commrt.local_sgd import LocalSGD, Mix, Nesterov
 from commrt.testing.ranks import run_ranks
 
 GOSSIPING = [Gossip(), Gossip(staleness=1)]

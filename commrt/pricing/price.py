@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.wires import values_share
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
 __all__ = ["Phase", "Price", "Pricing", "Seconds", "all_reduce_bound_s", "exchange_bound_s"]
@@ -62,7 +62,7 @@ class Pricing:
     Cost: O(transfers) once for each different step; then O(ranks) for each step and price.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, coding: Coding | None = None) -> None:
+    def __init__(self, schedule: Schedule, cluster: Cluster, coding: Quantizer | None = None) -> None:
         cluster.require_room(schedule.ranks)
         self.schedule, self.cluster, self.coding = schedule, cluster, coding
         self._share = values_share(coding)

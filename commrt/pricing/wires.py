@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from commrt.options import require_compatible
 from commrt.quantization.short_sums import require_short_sums
-from commrt.quantizer import Coding, Float8, Int2, Int4, Int8
+from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
 from commrt.schedule import Algorithm
 
 __all__ = ["CODINGS", "GRADIENT_NBYTES", "ITEMS", "Item", "require_carried", "values_share", "wire_nbytes"]
 
-Item = int | Coding
+Item = int | Quantizer
 """The bytes of a gradient on the wire, or the codes that stand for it."""
 
 GRADIENT_NBYTES = 4
-CODINGS: dict[str, Coding] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
+CODINGS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
 ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **CODINGS}
 
 
@@ -24,10 +24,10 @@ def wire_nbytes(numel: int, item: Item) -> float:
     >>> wire_nbytes(1_000_000, ITEMS["bf16"]), wire_nbytes(1_000_000, ITEMS["int4"])
     (2000000.0, 508560.0)
     """
-    return float(item.nbytes(numel) if isinstance(item, Coding) else numel * item)
+    return float(item.nbytes(numel) if isinstance(item, Quantizer) else numel * item)
 
 
-def values_share(coding: Coding | None) -> float:
+def values_share(coding: Quantizer | None) -> float:
     """Return the bytes of codes and scales, divided by those of the fp32 values; 1 if values travel as they are."""
     return 1.0 if coding is None else coding.tile_nbytes / (GRADIENT_NBYTES * coding.tile_numel)
 

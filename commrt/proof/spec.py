@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a collective must do: who holds which chunk before, and whose contributions each chunk has after.
 
-A `Collective` holds both as arrays over (rank, chunk). `commrt.verify` replays a schedule and checks it against one.
+A `Collective` holds both as arrays over (rank, chunk). `verify` replays a schedule and checks it against one.
 """
 
 from __future__ import annotations

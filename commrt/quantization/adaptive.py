@@ -13,7 +13,7 @@ from math import ceil, inf, isfinite, log2, sqrt
 from typing import ClassVar, NamedTuple
 
 from commrt.errors import UsageError
-from commrt.quantizer import BITS, NEAREST, Coding
+from commrt.quantizer import BITS, NEAREST, Quantizer
 
 __all__ = ["Adaptive", "Progress", "Rule", "adaquant", "dq"]
 
@@ -36,7 +36,7 @@ class Adaptive:
     """A wire of integers whose bits change from step to step: ``wire=Adaptive(dq(target=20, steps=1000))``.
 
     The first steps get `most` bits, until gradients leave in their final order; so does one after a step whose norm is
-    not finite, and the first one after ``join()``. The other fields are those of `Coding`. Raises `UsageError`.
+    not finite, and the first one after ``join()``. The other fields are those of `Quantizer`. Raises `UsageError`.
     """
 
     rule: Rule = field(repr=False)
@@ -49,7 +49,7 @@ class Adaptive:
     carried_by: ClassVar[str] = "commrt.quantization.carrier"
     said: str = field(init=False)
     """The rule as text, which ranks compare."""
-    _codings: dict[int, Coding] = field(init=False, repr=False, compare=False, hash=False)
+    _codings: dict[int, Quantizer] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rule):
@@ -65,10 +65,10 @@ class Adaptive:
         """Return what `commrt.options` calls this wire."""
         return ("quantized wire", "adaptive wire", *(["error feedback"] if self.feedback else []))
 
-    def _coding(self, bits: int) -> Coding:
-        return Coding(bits, self.block, self.feedback, self.rounding, self.seed)
+    def _coding(self, bits: int) -> Quantizer:
+        return Quantizer(bits, self.block, self.feedback, self.rounding, self.seed)
 
-    def coding(self, progress: Progress | None) -> Coding:
+    def coding(self, progress: Progress | None) -> Quantizer:
         """Return the coding of a step; None stands for no progress yet.
 
         >>> wire = Adaptive(lambda progress: 7 * progress.norm)

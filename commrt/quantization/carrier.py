@@ -13,7 +13,7 @@ from commrt.program import Program
 from commrt.quantization.adaptive import Adaptive, Progress
 from commrt.quantization.quantized_program import ZEROS, CodeBuffers, CodedProgram, bind_codes, scratch_nbytes
 from commrt.quantization.short_sums import require_short_sums
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 from commrt.runtime.wire import ValuesOnWire
 from commrt.transport.protocol import Transport
 
@@ -26,14 +26,14 @@ class StepQuantizer:
     State of the communication thread.
     """
 
-    def __init__(self, wire: Coding | Adaptive) -> None:
+    def __init__(self, wire: Quantizer | Adaptive) -> None:
         self._wire = wire
         self._now = wire.coding(None) if isinstance(wire, Adaptive) else wire
         self._step: int | None = None
         self._squares: list[Tensor] = []  # of the norms of this step's buckets
         self._resumed: float | None = None  # the norm that a checkpoint holds
 
-    def at(self, step: int) -> Coding:
+    def at(self, step: int) -> Quantizer:
         """Return the quantizer of `step`, after all of the step before was averaged."""
         if isinstance(self._wire, Adaptive) and step != self._step:
             norm = self.norm
@@ -63,7 +63,7 @@ step_quantizer = StepQuantizer
 
 def bind_values(
     program: Program,
-    quantizer: Coding,
+    quantizer: Quantizer,
     buffers: Sequence[ValuesOnWire],
     transport: Transport,
     allocate: Callable[[str, int], Tensor],
@@ -82,7 +82,7 @@ def bind_values(
     ]
 
 
-def check_residual(wire: Coding, residual: Tensor | None, tensor: Tensor) -> None:
+def check_residual(wire: Quantizer, residual: Tensor | None, tensor: Tensor) -> None:
     """Raise `UsageError` unless there is a residual for `tensor` exactly where there is feedback."""
     if wire.feedback != (residual is not None):
         raise UsageError(

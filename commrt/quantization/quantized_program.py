@@ -28,7 +28,7 @@ from commrt.kernels.codes import key_of
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.quantizing import adding_codes, decoding, encoding
 from commrt.program import Hop, Program, Transfer, chunk_bounds
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 from commrt.runtime.executor import BoundProgram, only_reads
 from commrt.runtime.recording import Recorder, within_range
 from commrt.schedule import ADD, COPY
@@ -91,7 +91,7 @@ class CodedProgram:
     head: BoundProgram
     hops: tuple[_CodedHop, ...]
     decode: Callable[[], None]
-    coding: Coding
+    coding: Quantizer
     rank: int
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
@@ -120,12 +120,12 @@ def _number(bucket: int | str) -> int:
     return bucket if isinstance(bucket, int) else zlib.crc32(bucket.encode())
 
 
-def code_bounds(numel: int, chunks: int, coding: Coding) -> list[int]:
+def code_bounds(numel: int, chunks: int, coding: Quantizer) -> list[int]:
     """Return where `chunks` chunks begin in a buffer of `numel` values, [chunks + 1]: at whole tiles."""
     return chunk_bounds(numel, chunks, coding.tile_numel)
 
 
-def scratch_nbytes(program: Program, numel: int, coding: Coding) -> int:
+def scratch_nbytes(program: Program, numel: int, coding: Quantizer) -> int:
     """Return the bytes of scratch that `program` needs on a buffer of `numel` values."""
     bounds = code_bounds(numel, program.chunks, coding)
     return max(
@@ -138,7 +138,7 @@ def bind_codes(
     program: Program,
     head: BoundProgram,
     buffers: CodeBuffers,
-    coding: Coding,
+    coding: Quantizer,
     transport: Transport,
     calls: Iterator[int] = ZEROS,
 ) -> CodedProgram:
@@ -156,7 +156,7 @@ def bind_codes(
 class _Binder:
     program: Program
     buffers: CodeBuffers
-    coding: Coding
+    coding: Quantizer
     transport: Transport
     bounds: Sequence[int] = field(init=False)
     nbytes_sent: int = 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.quantization.adaptive import Adaptive
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 from commrt.schedule import ADD, Schedule
 
 __all__ = ["require_short_sums", "summing_steps"]
@@ -21,7 +21,7 @@ MOST_CELLS = 1 << 24
 """Ranks x chunks that are followed one by one. Beyond, every step that adds counts."""
 
 
-def require_short_sums(schedule: Schedule, wire: Coding | Adaptive) -> None:
+def require_short_sums(schedule: Schedule, wire: Quantizer | Adaptive) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be coded again and again."""
     if not _adds_in_more(schedule, MOST_SUMMING_STEPS):
         return

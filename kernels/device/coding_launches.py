@@ -10,12 +10,12 @@ from torch import Tensor
 from commrt.kernels.device import variants
 from commrt.kernels.device.combine import spacing
 from commrt.kernels.device.launch import Bound, launch_of, require_aligned
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 
 __all__ = ["add_codes_launch", "decode_launch", "encode_launch"]
 
 
-def encode_launch(values: Tensor, codes: Tensor, coding: Coding, residual: Tensor | None) -> Callable[[int], None]:
+def encode_launch(values: Tensor, codes: Tensor, coding: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
     """Return a launch, given the key of random numbers, that codes `values` and keeps what is lost in `residual`."""
     left = values if residual is None else residual  # not touched without feedback
     require_aligned(values, codes, left)
@@ -25,7 +25,7 @@ def encode_launch(values: Tensor, codes: Tensor, coding: Coding, residual: Tenso
     return lambda key: bound.launch(bound.programs, *bound.arguments, key)
 
 
-def decode_launch(codes: Tensor, values: Tensor, coding: Coding) -> Bound:
+def decode_launch(codes: Tensor, values: Tensor, coding: Quantizer) -> Bound:
     """Return a launch that decodes to `values`."""
     require_aligned(values, codes)
     launch = launch_of(variants.decode(coding), values.device)
@@ -33,7 +33,7 @@ def decode_launch(codes: Tensor, values: Tensor, coding: Coding) -> Bound:
     return Bound(launch, _tiles(values, coding), arguments, (codes, values))
 
 
-def add_codes_launch(values: Tensor, received: Sequence[Tensor], coding: Coding) -> Bound:
+def add_codes_launch(values: Tensor, received: Sequence[Tensor], coding: Quantizer) -> Bound:
     """Return a launch that adds what `received` codes stand for; they are evenly spaced in memory."""
     require_aligned(values, *received)
     launch = launch_of(variants.add_codes(coding), values.device)
@@ -41,5 +41,5 @@ def add_codes_launch(values: Tensor, received: Sequence[Tensor], coding: Coding)
     return Bound(launch, _tiles(values, coding), arguments, (values, *received))
 
 
-def _tiles(values: Tensor, coding: Coding) -> int:
+def _tiles(values: Tensor, coding: Quantizer) -> int:
     return -(-values.numel() // coding.tile_numel)

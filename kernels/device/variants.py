@@ -25,7 +25,7 @@ from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.tables import WIDEST_NBYTES
-from commrt.quantizer import STOCHASTIC, Coding
+from commrt.quantizer import STOCHASTIC, Quantizer
 
 __all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "meet", "mix", "norm", "pack", "reduce", "unpack"]
 
@@ -121,29 +121,29 @@ def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     return _variant(reduce_kernel, types, constants, sizes.warps)
 
 
-def encode(coding: Coding, *, feedback: bool) -> Variant:
+def encode(coding: Quantizer, *, feedback: bool) -> Variant:
     """Return the variant that codes fp32 values; without `feedback`, `residual` may be any address."""
     types = {"values": "*fp32", "residual": "*fp32", "codes": "*u8", "numel": "i64", "key": "u64"}
     constants = _codes(coding) | {"FEEDBACK": feedback, "STOCHASTIC": coding.rounding == STOCHASTIC}
     return _variant(encode_kernel, types, constants, _warps(coding))
 
 
-def decode(coding: Coding) -> Variant:
+def decode(coding: Quantizer) -> Variant:
     """Return the variant that decodes to fp32 values."""
     return _variant(decode_kernel, {"codes": "*u8", "values": "*fp32", "numel": "i64"}, _codes(coding), _warps(coding))
 
 
-def add_codes(coding: Coding) -> Variant:
+def add_codes(coding: Quantizer) -> Variant:
     """Return the variant that adds what any number of received buffers of codes stand for."""
     types = {"values": "*fp32", "received": "*u8", "stride": "i64", "rows": "i32", "numel": "i64"}
     return _variant(add_codes_kernel, types, _codes(coding), _warps(coding))
 
 
-def _codes(coding: Coding) -> dict[str, Any]:
+def _codes(coding: Quantizer) -> dict[str, Any]:
     return {"BLOCK": coding.block, "BITS": coding.bits, "IS_FLOAT": coding.is_float}
 
 
-def _warps(coding: Coding) -> int:
+def _warps(coding: Quantizer) -> int:
     """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has 32 values."""
     return max(1, coding.block // 128)
 

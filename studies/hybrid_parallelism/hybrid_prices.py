@@ -125,7 +125,7 @@ class HybridPricing:
         if not any(layer.inputs for layer in workload.layers):
             raise UsageError(
                 f"no fully connected layer of {workload.name} has a known shape: take vgg_a, overfeat_fast, cd_dnn or "
-                "resnet50, or a file whose layers have inputs and outputs, as commrt.workload_of finds them"
+                "resnet50, or a file whose layers have inputs and outputs, as commrt.tools.workload_of finds them"
             )
         self.ranks, self.workload, self.batch, self.compute_s = ranks, workload, batch, compute_s
         self._exchanges = _Exchanges(cluster, ranks)

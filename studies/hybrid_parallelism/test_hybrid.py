@@ -246,6 +246,6 @@ def test_options_that_do_not_fit_hybrid_plans_are_refused_in_words(args, says):
 
 def test_a_model_of_one_s_own_has_its_fully_connected_layers(tmp_path):
     file, model = tmp_path / "mine.json", nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-    commrt.workload_of(model, torch.zeros(1, 512), name="mine").save(file)
+    commrt.tools.workload_of(model, torch.zeros(1, 512), name="mine").save(file)
     hybrid = told("--ranks", 8, "--model", file, "--compute-ms", 30, "--batch", 4)
     assert [(layer["inputs"], layer["outputs"]) for layer in hybrid["layers"]] == [(512, 512)] * 2

@@ -9,11 +9,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from commrt.quantizer import BITS, NEAREST, STOCHASTIC, Coding, Float8
+from commrt.quantizer import BITS, NEAREST, STOCHASTIC, Float8, Quantizer
 
 __all__ = ["ENCODINGS", "KINDS", "same"]
 
-KINDS = [*(Coding(bits) for bits in BITS), Float8()]
+KINDS = [*(Quantizer(bits) for bits in BITS), Float8()]
 ENCODINGS = [
     replace(kind, feedback=feedback, rounding=rounding, block=64 if feedback == (rounding == STOCHASTIC) else 256)
     for kind, feedback, rounding in product(KINDS, (False, True), (NEAREST, STOCHASTIC))

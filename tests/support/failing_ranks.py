@@ -145,7 +145,7 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
             for step in range(STEPS):
                 tell(step)
                 one_step(model, optimizer, world.rank, step)
-        except commrt.Evicted:
+        except commrt.elastic.Evicted:
             world.store.set("evicted", "")
             raise
         if world.rank in pauses:

@@ -9,7 +9,9 @@ import torch
 from gossip_models import local_step, model_of
 
 import commrt
-from commrt import Direct, Gossip, HeavyBall, Int4, LocalSGD, Mix, Nesterov, SlowMomentum
+from commrt import Direct, Gossip
+from commrt.local_sgd import HeavyBall, LocalSGD, Mix, Nesterov, SlowMomentum
+from commrt.quantization import Int4
 
 PATIENT_S = 20.0
 
@@ -25,7 +27,7 @@ ALGORITHMS = [
 ]
 
 
-GOSSIPING = commrt.noloco(3, inner=Gossip())
+GOSSIPING = commrt.local_sgd.noloco(3, inner=Gossip())
 
 
 class Loop:

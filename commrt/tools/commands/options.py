@@ -93,7 +93,8 @@ Model = Annotated[
     str | None,
     option(
         help="Exchange this model's gradients in a training step: resnet50, vgg_a, overfeat_fast, cd_dnn, "
-        "transformer:WIDTHxDEPTHxTOKENS, a number of parameters, or a .json file of commrt.workload_of(...).save."
+        "transformer:WIDTHxDEPTHxTOKENS, a number of parameters, or a .json file of "
+        "commrt.tools.workload_of(...).save."
     ),
 ]
 Batch = Annotated[
@@ -334,7 +335,9 @@ def workload_of(model: str) -> Workload:
     except (ValueError, OverflowError):
         numel = 0
     if not 0 < numel <= MOST_PARAMETERS:
-        known = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.workload_of(...).save"
+        known = (
+            f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"
+        )
         raise UsageError(f"--model {model}: give {known}, or a number of parameters, such as 25.6e6")
     return Workload.even(numel, parts=min(numel, 100))
 

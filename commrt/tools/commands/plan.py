@@ -28,7 +28,7 @@ from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, workload_of
 from commrt.tools.commands.simulate import coding_sentence, estimate_backups
 from commrt.tools.planning.local_steps import LocalSteps, hiding_period
-from commrt.tools.planning.planner import BackupCost, Plan, exchange_plans, step_plans
+from commrt.tools.planning.planner import BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 
 __all__ = ["gains", "run", "waitings"]
@@ -183,8 +183,9 @@ def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, 
     if steps is None or steps.hiding_delay is None:
         return None
     wire = "" if (travels := _python_wire(best.wire)) is None else f", wire={travels}"
+    given = f"period={steps.period}, delay={steps.hiding_delay}, inner={python_call(best.name)}{wire}"
     return {
-        "python": f"commrt.LocalSGD(period={steps.period}, delay={steps.hiding_delay}, inner=commrt.{best.name}{wire})",
+        "python": f"commrt.local_sgd.LocalSGD({given})",
         "period": steps.period,
         "delay": steps.hiding_delay,
         "step_seconds": steps.step_s(steps.hiding_delay),
@@ -194,7 +195,7 @@ def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, 
 def _python_wire(name: str | None) -> str | None:
     """Return a wire as Python code; None for that of the weights."""
     if name is not None and name in CODINGS:
-        return f"commrt.{name.capitalize()}()"
+        return f"commrt.quantization.{name.capitalize()}()"
     return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(name or "")
 
 

@@ -27,7 +27,7 @@ from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, LOCAL, by_na
 from commrt.algorithms.direct import Direct
 from commrt.errors import UsageError
 from commrt.pricing.wires import CODINGS, require_carried
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 from commrt.runtime.init import init
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
@@ -50,7 +50,11 @@ from commrt.training.replica import Replica, Stats, StepReport
 __all__ = ["DDP", "DdpReplica", "Job", "Progress", "ddp_group", "work"]
 
 DDP = "ddp"
-WIRES: dict[str, torch.dtype | Coding | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16} | CODINGS
+WIRES: dict[str, torch.dtype | Quantizer | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+} | CODINGS
 DDP_HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
 Progress = Callable[[int, float, Stats], None]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+import commrt
 from commrt.algorithms.direct import MOST_RANKS, Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.halving_doubling import HalvingDoubling
@@ -19,7 +20,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing, all_reduce_bound_s
 from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.workload import Workload
@@ -56,7 +57,7 @@ send to one host at once share its card, which no price here knows."""
 TREE_SLICES = 4, 32
 """Slices of a double tree: few for short buffers, many for long ones."""
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-PYTHON_WIRES |= {name: f"commrt.{name.title()}()" for name in CODINGS}
+PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in CODINGS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Plan:
     @property
     def python(self) -> str:
         """The call of `commrt.attach` that uses this plan."""
-        algorithm = f"commrt.{self.name}".replace("between=", "between=commrt.")
+        algorithm = python_call(self.name)
         given = [f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm]
         given += [f"wire={PYTHON_WIRES[self.wire]}"] if self.wire in PYTHON_WIRES else []
         given += [] if self.bucket_cap_mb is None else [f"bucket_cap_mb={self.bucket_cap_mb:g}"]
@@ -110,6 +111,16 @@ class Plan:
     def sort_key(self) -> tuple[int, int, int]:
         """The better plan has the smaller key. Times are in nanoseconds; ties go to the plan with fewer steps."""
         return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
+
+
+def python_call(name: str) -> str:
+    """Return the call `name` of an algorithm as users write it.
+
+    >>> python_call("Ring()"), python_call("Rings(within=4)")
+    ('commrt.Ring()', 'commrt.algorithms.Rings(within=4)')
+    """
+    home = "commrt" if name.partition("(")[0] in commrt.__all__ else "commrt.algorithms"
+    return f"{home}.{name}".replace("between=", "between=commrt.")
 
 
 def short_name(algorithm: Algorithm) -> str:
@@ -193,7 +204,7 @@ class Candidate(NamedTuple):
 
 
 def priced_candidates(
-    cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, coding: Coding | None = None
+    cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, coding: Quantizer | None = None
 ) -> list[Candidate]:
     """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from commrt.errors import CommrtError, UsageError
 from commrt.pricing.wires import GRADIENT_NBYTES, Item, wire_nbytes
-from commrt.quantizer import Coding
+from commrt.quantizer import Quantizer
 
 __all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
 
@@ -60,7 +60,7 @@ class ReadyBucket(NamedTuple):
 class Workload:
     """A model's layers, in the order of the forward pass. Raises `UsageError` for layers that cannot be.
 
-    `commrt.workload_of` reads it from a model of yours.
+    `commrt.tools.workload_of` reads it from a model of yours.
     """
 
     name: str
@@ -217,7 +217,7 @@ class Workload:
         >>> Workload.even(100, parts=4).buckets(cap_nbytes=200, itemsize=2)
         [ReadyBucket(nbytes=100.0, at=0.6666666666666667), ReadyBucket(nbytes=100.0, at=1.0)]
         """
-        if cap_nbytes <= 0 or not (isinstance(itemsize, Coding) or itemsize >= 1):
+        if cap_nbytes <= 0 or not (isinstance(itemsize, Quantizer) or itemsize >= 1):
             raise UsageError(f"buckets of {cap_nbytes:g} bytes, {itemsize} per gradient: both must be above 0")
         total, done, filled = self.work, 0.0, 0
         found, room_nbytes = list[ReadyBucket](), min(cap_nbytes, FIRST_NBYTES)
