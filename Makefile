@@ -66,7 +66,7 @@ pictures: venv  # of schedules; those of measurements are made by what measures
 inspect: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 inspect: venv  # compiles every kernel that is offered: 4 to 15 minutes on two cores
 	$(BIN)/python bench/inspect_kernels.py --golden bench/golden
-	$(BIN)/python bench/inspect_coding.py --golden bench/golden_coding
+	$(BIN)/python bench/inspect_quantize.py --golden bench/golden_quantize
 
 # All that needs no GPU, in 5 to 10 minutes; the page is in build/bench.
 bench netlab: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench

@@ -162,7 +162,7 @@ class LocalSGD:
 
     @property
     def at_once(self) -> int:
-        """How many fragments may be under way at once; those whose numbers differ by a multiple of it never are.
+        """How many fragments may be in flight at once; those whose numbers differ by a multiple of it never are.
 
         >>> [LocalSGD(period=100, delay=delay, fragments=4).at_once for delay in (0, 5, 25, 26, 51, 100)]
         [1, 1, 1, 2, 4, 4]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay sums of codes in one process, and compare their errors by schedule: for ``bench/coded_learning.py``.
 
-Each schedule is replayed as the runtime would run it. A rank codes a chunk again whenever the chunk has changed since
-it was coded last. What is copied is passed on as the same codes. At the end each rank decodes the codes that it holds.
+Each schedule is replayed as the runtime would run it. A rank quantizes a chunk again whenever the chunk has changed
+since it was quantized last. What is copied is passed on as the same codes. At the end each rank dequantizes the codes
+that it holds.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 import commrt
 from commrt.errors import UsageError
-from commrt.kernels.codes import add_codes, encode
-from commrt.kernels.codes import decode as decode_codes
+from commrt.kernels.quantize import add_quantized, quantize
+from commrt.kernels.quantize import dequantize as decode_codes
 from commrt.proof.symbols import select
 from commrt.quantization.short_sums import require_short_sums
 from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
@@ -38,11 +39,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 class _Cells:
     """Values and codes of all (rank, chunk) pairs, numbered ``rank * chunks + chunk``."""
 
-    def __init__(self, values: Tensor, coding: commrt.quantization.Quantizer) -> None:
+    def __init__(self, values: Tensor, quantizer: commrt.quantization.Quantizer) -> None:
         ranks, self.chunks, numel = values.shape
-        self.values, self.coding = values.reshape(-1, numel).clone(), coding
-        self.codes = torch.zeros(ranks * self.chunks, coding.nbytes(numel), dtype=torch.uint8)
-        self.is_coded = np.zeros(ranks * self.chunks, dtype=bool)
+        self.values, self.quantizer = values.reshape(-1, numel).clone(), quantizer
+        self.codes = torch.zeros(ranks * self.chunks, quantizer.nbytes(numel), dtype=torch.uint8)
+        self.is_quantized = np.zeros(ranks * self.chunks, dtype=bool)
 
     def play(self, step: Step) -> None:
         """Play one step; all transfers read the codes from before it."""
@@ -52,27 +53,27 @@ class _Cells:
         for wave in _waves(cells.dst, adds):
             self._add(cells.dst[wave], received[wave])
         self.codes[cells.dst[~adds]] = received[~adds]
-        self.is_coded[cells.dst] = ~adds
+        self.is_quantized[cells.dst] = ~adds
 
     def _code(self, sent: IntArray) -> None:
         """Code those of the cells `sent` that have changed."""
-        stale = sent[~self.is_coded[sent]]
+        stale = sent[~self.is_quantized[sent]]
         if len(stale):
             codes = torch.empty_like(self.codes[stale])
-            encode(self.values[stale].flatten(), codes.view(-1), self.coding)
-            self.codes[stale], self.is_coded[stale] = codes, True
+            quantize(self.values[stale].flatten(), codes.view(-1), self.quantizer)
+            self.codes[stale], self.is_quantized[stale] = codes, True
 
     def _add(self, cells: IntArray, received: Tensor) -> None:
         sums = self.values[cells].flatten()
-        add_codes(sums, [received.contiguous().view(-1)], self.coding)
+        add_quantized(sums, [received.contiguous().view(-1)], self.quantizer)
         self.values[cells] = sums.view(len(cells), -1)
 
-    def decoded(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Return what the codes stand for, as all ranks must end with codes in each chunk."""
-        if not self.is_coded.all():
-            raise RuntimeError("a rank ends with a chunk that it has never coded")
+        if not self.is_quantized.all():
+            raise RuntimeError("a rank ends with a chunk that it has never quantized")
         found = torch.empty_like(self.values)
-        decode_codes(self.codes.view(-1), found.view(-1), self.coding)
+        decode_codes(self.codes.view(-1), found.view(-1), self.quantizer)
         return found
 
 
@@ -85,14 +86,14 @@ def _waves(dst: IntArray, adds: np.ndarray) -> Iterator[IntArray]:
         rest = np.delete(rest, first)
 
 
-def replayed(schedule: Schedule, values: Tensor, coding: commrt.quantization.Quantizer) -> Tensor:
+def replayed(schedule: Schedule, values: Tensor, quantizer: commrt.quantization.Quantizer) -> Tensor:
     """Return what all ranks end with, [ranks, chunks, n], for `values` in fp32 of that shape; n in whole tiles."""
-    if values.shape[2] % coding.tile_numel:
-        raise ValueError(f"chunks of {values.shape[2]} values: give a multiple of {coding.tile_numel}")
-    cells = _Cells(values, coding)
+    if values.shape[2] % quantizer.tile_numel:
+        raise ValueError(f"chunks of {values.shape[2]} values: give a multiple of {quantizer.tile_numel}")
+    cells = _Cells(values, quantizer)
     for step in schedule.checked_steps():
         cells.play(step)
-    return cells.decoded().view(values.shape)
+    return cells.dequantized().view(values.shape)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
@@ -100,21 +101,21 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).square().sum() / exact.square().sum())
 
 
-def replayed_error(algorithm: Algorithm, ranks: int, coding: commrt.quantization.Quantizer, seed: int) -> float:
+def replayed_error(algorithm: Algorithm, ranks: int, quantizer: commrt.quantization.Quantizer, seed: int) -> float:
     """Return the error of one sum of independent normal gradients; raise `RuntimeError` if ranks differ."""
     schedule = algorithm.schedule(0, ranks)
-    numel = coding.tile_numel * max(1, TILES // schedule.chunks)
+    numel = quantizer.tile_numel * max(1, TILES // schedule.chunks)
     values = torch.randn(ranks, schedule.chunks, numel, generator=torch.Generator().manual_seed(seed))
-    found = replayed(schedule, values, coding)
+    found = replayed(schedule, values, quantizer)
     if not (found == found[0]).all():
         raise RuntimeError(f"{schedule.name}: ranks end with different sums")
     return relative_error(found[0], values.double().sum(0))
 
 
-def is_refused(algorithm: Algorithm, ranks: int, coding: commrt.quantization.Quantizer) -> bool:
+def is_refused(algorithm: Algorithm, ranks: int, quantizer: commrt.quantization.Quantizer) -> bool:
     """Return True if attach refuses this schedule for codes."""
     try:
-        require_short_sums(algorithm.schedule(0, ranks), coding)
+        require_short_sums(algorithm.schedule(0, ranks), quantizer)
     except UsageError:
         return True
     return False
@@ -124,22 +125,22 @@ def print_errors() -> None:
     """Print a table for each wire."""
     print(f"relative squared error of one sum of independent normal gradients, mean of {DRAWS} draws, replayed")
     print("in brackets: the ratio to 4 ranks; * attach refuses this schedule for codes, so it is only replayed here")
-    for coding in WIRES:
+    for quantizer in WIRES:
         spreads: list[float] = []
-        print(f"\n{coding!s:<8}", *(f"{name:>22}" for name in ALGORITHMS), flush=True)
+        print(f"\n{quantizer!s:<8}", *(f"{name:>22}" for name in ALGORITHMS), flush=True)
         fewest: dict[str, float] = {}
         for ranks in WORLDS:
-            row = [_cell(name, ranks, coding, fewest, spreads) for name in ALGORITHMS]
+            row = [_cell(name, ranks, quantizer, fewest, spreads) for name in ALGORITHMS]
             print(f"{ranks:>2} ranks", *(f"{cell:>22}" for cell in row), flush=True)
         print(f"largest standard error of a mean: {100 * max(spreads):.2f} %")
 
 
 def _cell(
-    name: str, ranks: int, coding: commrt.quantization.Quantizer, fewest: dict[str, float], spreads: list[float]
+    name: str, ranks: int, quantizer: commrt.quantization.Quantizer, fewest: dict[str, float], spreads: list[float]
 ) -> str:
     """Return a cell's text; keeps the value for the fewest ranks, and the relative standard error."""
-    errors = [replayed_error(ALGORITHMS[name], ranks, coding, 1000 * ranks + draw) for draw in range(DRAWS)]
+    errors = [replayed_error(ALGORITHMS[name], ranks, quantizer, 1000 * ranks + draw) for draw in range(DRAWS)]
     error = mean(errors)
     spreads.append(stdev(errors) / error / DRAWS**0.5)
-    star = "*" if is_refused(ALGORITHMS[name], ranks, coding) else " "
+    star = "*" if is_refused(ALGORITHMS[name], ranks, quantizer) else " "
     return f"{error:.3e} ({error / fewest.setdefault(name, error):5.2f}){star}"

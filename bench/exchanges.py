@@ -27,8 +27,8 @@ from commrt.transport.protocol import Tag
 __all__ = ["GLOO", "Exchange", "exchanges", "replayed"]
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CODINGS = (commrt.quantization.Int8(), commrt.quantization.Int4(), commrt.quantization.Int2())
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, CODINGS[0]: 1e-2, CODINGS[1]: 0.1, CODINGS[2]: 0.5}
+QUANTIZERS = (commrt.quantization.Int8(), commrt.quantization.Int4(), commrt.quantization.Int2())
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, QUANTIZERS[0]: 1e-2, QUANTIZERS[1]: 0.1, QUANTIZERS[2]: 0.5}
 GLOO = "Gloo all_reduce"
 GOSSIPED = 3
 """Steps of gossip that are measured: partners at all distances."""
@@ -90,19 +90,21 @@ def exchanges(world: commrt.World, per_host: int, numel: int) -> dict[str, Excha
             schedules = [algorithm.schedule(step, world.size) for step in range(steps)]
             data = world.transport.allocate(numel, torch.float32)  # as wire buffers are
             found[f"{name}, {wire}"] = scheduled(world, schedules, data, dtype)
-    return found | {f"direct within, {coding}": coded(world, per_host, numel, coding) for coding in CODINGS}
+    return found | {
+        f"direct within, {quantizer}": quantized(world, per_host, numel, quantizer) for quantizer in QUANTIZERS
+    }
 
 
-def coded(world: commrt.World, per_host: int, numel: int, coding: commrt.quantization.Quantizer) -> Exchange:
+def quantized(world: commrt.World, per_host: int, numel: int, quantizer: commrt.quantization.Quantizer) -> Exchange:
     """Return the exchange of codes: the ranks of a host sum among themselves first."""
     data = torch.zeros(numel)
-    residual = torch.zeros(numel) if coding.feedback else None
+    residual = torch.zeros(numel) if quantizer.feedback else None
     algorithm = commrt.Direct(within=per_host)
 
     def run(_: int) -> None:
-        world.all_reduce(data, "sum", algorithm=algorithm, wire=coding, residual=residual)
+        world.all_reduce(data, "sum", algorithm=algorithm, wire=quantizer, residual=residual)
 
-    return Exchange(data, run, [world.size * (world.size + 1) / 2], coding)
+    return Exchange(data, run, [world.size * (world.size + 1) / 2], quantizer)
 
 
 def gloo(data: Tensor, factor: float, dtype: torch.dtype) -> Exchange:

@@ -34,13 +34,13 @@ def sources(step: int, ranks: int) -> NDArray[np.int64]:
 def apart(ranks: int, late: int, weight: float, dimensions: int = 400, seed: int = 0) -> float:
     """Return the root mean square distance from the mean of all ranks, over the last steps."""
     rng, values = np.random.default_rng(seed), np.zeros((ranks, dimensions))
-    under_way: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+    in_flight: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
     found = []
     for step in range(STEPS):
         values += NOISE * rng.standard_normal(values.shape)
-        under_way.append((sources(step, ranks), values.copy()))
-        if len(under_way) > late:
-            source, sent = under_way.pop(0)
+        in_flight.append((sources(step, ranks), values.copy()))
+        if len(in_flight) > late:
+            source, sent = in_flight.pop(0)
             values += weight * (sent[source] - sent)
         if step >= STEPS - MEASURED:
             found.append(float(np.sqrt(np.mean((values - values.mean(0)) ** 2))))

@@ -69,7 +69,7 @@ PARTS_HERE = (
     ),
     Part(
         "every 19th kernel of codes compiled",
-        [str(BENCH / "inspect_coding.py"), "--every", "19", "--golden", str(BENCH / "golden_coding")],
+        [str(BENCH / "inspect_quantize.py"), "--every", "19", "--golden", str(BENCH / "golden_quantize")],
     ),
     Part("meetings, interpreted and compiled", pytest_of(*tests("meet_kernel"), slow=True)),
     Part("what a step launches", pytest_of(*tests("launches"), slow=True)),

@@ -100,7 +100,7 @@ def simulated(rule: str, ranks: int, seed: int, data: tuple[Images, Images], ste
     algorithm = RULES[rule]
     x, y = shards(data[0], ranks, seed)
     params = [tensor.expand(ranks, *tensor.shape).clone().requires_grad_() for tensor in begun(seed)]
-    momentum, under_way = [torch.zeros_like(param) for param in params], []
+    momentum, in_flight = [torch.zeros_like(param) for param in params], []
     rows = torch.arange(ranks).unsqueeze(1)
     for step, places in enumerate(batches(x.shape[1], ranks, seed, steps)):
         scores = outputs(params, x[rows, places])
@@ -109,11 +109,11 @@ def simulated(rule: str, ranks: int, seed: int, data: tuple[Images, Images], ste
         with torch.no_grad():
             learn(params, momentum, averaged(algorithm, step, grads), rate(step, steps))
             if isinstance(algorithm, commrt.Gossip) and algorithm.payload == "weights":
-                under_way.append((partners(algorithm, step, ranks), [param.clone() for param in params]))
-                if len(under_way) > algorithm.staleness:
-                    mix(params, *under_way.pop(0), algorithm.share)
+                in_flight.append((partners(algorithm, step, ranks), [param.clone() for param in params]))
+                if len(in_flight) > algorithm.staleness:
+                    mix(params, *in_flight.pop(0), algorithm.share)
     params = [param.detach() for param in params]
-    for source, sent in under_way:
+    for source, sent in in_flight:
         mix(params, source, sent, algorithm.share)
     return assessed(params, data[1])
 

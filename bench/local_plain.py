@@ -84,7 +84,7 @@ class PlainRanks:
         return each.mean(1, keepdim=True).expand_as(each).flatten(0, 1)
 
     def consolidated(self) -> list[nn.Module]:
-        """Merge what is under way, and return a model of the mean weights for each seed."""
+        """Merge what is in flight, and return a model of the mean weights for each seed."""
         if self._algorithm is not None and self._sent is not None:
             self._merge(self._algorithm, self._sent)
         means = {name: self._mean(tensor) for name, tensor in self.weights.items()}

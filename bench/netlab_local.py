@@ -65,7 +65,7 @@ def exposed(options: argparse.Namespace) -> None:
 
 
 def _steady(training: Training, steps: int) -> tuple[float, float]:
-    """Return the seconds of a step and those exposed, from a step on in which an average is under way."""
+    """Return the seconds of a step and those exposed, from a step on in which an average is in flight."""
     training.train(PERIOD + 1)
     before = training.replica.stats().exposed_s
     step_s = training.train(steps)

@@ -86,7 +86,7 @@ class Training:
         return took_s
 
     def train(self, steps: int) -> float:
-        """Return the mean seconds of some steps in a row, and leave under way what is."""
+        """Return the mean seconds of some steps in a row, and leave in flight what is."""
         dist.barrier()
         begin_s = perf_counter()
         for _ in range(steps):

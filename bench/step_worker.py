@@ -34,8 +34,8 @@ __all__ = ["HOST", "PEERS", "Job", "work"]
 
 HOST = "127.0.0.1"
 FP32, BF16 = torch.float32, torch.bfloat16
-CODINGS = {"direct int8": commrt.quantization.Int8(), "direct int4": commrt.quantization.Int4(feedback=False)}
-TOLERANCE = {FP32: 1e-6, BF16: 1e-2, CODINGS["direct int8"]: 1e-2, CODINGS["direct int4"]: 0.2}
+QUANTIZERS = {"direct int8": commrt.quantization.Int8(), "direct int4": commrt.quantization.Int4(feedback=False)}
+TOLERANCE = {FP32: 1e-6, BF16: 1e-2, QUANTIZERS["direct int8"]: 1e-2, QUANTIZERS["direct int4"]: 0.2}
 """Largest relative L2 error against the average in fp64."""
 
 ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling()}
@@ -54,7 +54,7 @@ PEERS = (
     | {f"{name} views": "ddp" for name in VIEWS}
     | {"ddp bf16 hook": "ddp"}
     | {f"{name} bf16": "ddp" for name in (*WAYS, HOOKED)}
-    | dict.fromkeys(CODINGS, "ddp")
+    | dict.fromkeys(QUANTIZERS, "ddp")
 )
 """Every variant, and the one it is compared with."""
 
@@ -184,7 +184,7 @@ def variants(rank: int, worlds: dict[str, World]) -> dict[str, Variant]:
     }
     ways[f"{HOOKED} bf16"] = hooked(dots(), worlds["shared"], BF16)
     return ways | {
-        name: attached(dots(), worlds["shared"], commrt.Direct(), coding) for name, coding in CODINGS.items()
+        name: attached(dots(), worlds["shared"], commrt.Direct(), quantizer) for name, quantizer in QUANTIZERS.items()
     }
 
 

@@ -94,11 +94,11 @@ def test_gradients_that_live_on_the_wire_are_scaled_in_place(dtype: torch.dtype)
     ours.compare(HEADER)
     if HAS_GPU:
         torch.cuda.synchronize()
-    assert not ours.disputed
+    assert not ours.mismatched
     ours.compare(HEADER + 1)
     if HAS_GPU:
         torch.cuda.synchronize()
-    assert ours.disputed
+    assert ours.mismatched
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 9])
@@ -168,10 +168,10 @@ def test_a_disputed_header_shows_when_the_kernel_has_run():
     packing.pack(tensors, 1.0, HEADER)
     packing.unpack(tensors, HEADER)
     finish()
-    assert not packing.disputed
+    assert not packing.mismatched
     packing.unpack(tensors, HEADER ^ 2)
     finish()
-    assert packing.disputed
+    assert packing.mismatched
 
 
 def test_a_steady_step_neither_allocates_nor_waits():
@@ -245,7 +245,7 @@ def test_a_captured_step_follows_gradients_that_move_another_scale_and_another_h
     packing.unpack(second, HEADER ^ 6)
     assert same(away, replayed)
     assert all(map(same, second, quarters))
-    assert not packing.disputed
+    assert not packing.mismatched
 
 
 @needs_gpu

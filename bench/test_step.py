@@ -14,7 +14,7 @@ import pytest
 from interleaved import Clock, Times, record, table
 from model_gradients import resnet50
 from records import append, bus_bandwidth, made
-from step_worker import CODINGS, HOST, PEERS, Job, work
+from step_worker import HOST, PEERS, QUANTIZERS, Job, work
 from torch.multiprocessing import spawn
 
 CLOCK = Clock()
@@ -51,11 +51,13 @@ def times(request: pytest.FixtureRequest) -> Times:
     )
     append(
         request.config.getoption("--records"),
-        made("step", f"{job.ranks} processes, codes against 16 bits", measured, dict.fromkeys(CODINGS, TORUS), figures),
+        made(
+            "step", f"{job.ranks} processes, codes against 16 bits", measured, dict.fromkeys(QUANTIZERS, TORUS), figures
+        ),
     )
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\nResNet-50's gradients, {job.ranks} processes, {job.rounds} rounds\n{table(measured, PEERS)}")
-        print(table(measured, {TORUS: TORUS, **dict.fromkeys(CODINGS, TORUS)}))
+        print(table(measured, {TORUS: TORUS, **dict.fromkeys(QUANTIZERS, TORUS)}))
     return measured
 
 

@@ -106,7 +106,7 @@ class Built:
             self.host_s += [span.end_s - span.begin_s for span in self.replica.last.spans]
 
     def settle(self) -> None:
-        """Wait until nothing is under way, and free the gradients, which no way needs between two steps."""
+        """Wait until nothing is in flight, and free the gradients, which no way needs between two steps."""
         if self.world is not None:
             self.world.comm_thread.submit(int).result()
             self.world.wait()

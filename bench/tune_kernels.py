@@ -58,7 +58,7 @@ class Workload:
             memory = {
                 "wire": torch.zeros(layout.numel, dtype=self.wire, device=DEVICE),
                 "scale": torch.ones(1, device=DEVICE),
-                "disputed": torch.zeros(1, dtype=torch.int32, device=DEVICE),
+                "mismatch": torch.zeros(1, dtype=torch.int32, device=DEVICE),
             }
             tables = Tables(layout, sizes.tile, DEVICE)
             tables.point_at(grads)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How values become codes of few bits on the wire, as data. Needs no torch.
 
-Values are coded in *blocks*: a block has one scale, a bfloat16, and one code per value. Eight blocks make a *tile*, the
-smallest part of a buffer that travels: its scales come first, then its codes. Codes do not add, so they are summed as
-the values that they stand for.
+Values are quantized in *blocks*: a block has one scale, a bfloat16, and one code per value. Eight blocks make a *tile*,
+the smallest part of a buffer that travels: its scales come first, then its codes. Codes do not add, so they are summed
+as the values that they stand for.
 """
 
 from __future__ import annotations

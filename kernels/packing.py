@@ -55,7 +55,7 @@ class Packing(Protocol):
     """
 
     @property
-    def disputed(self) -> bool:
+    def mismatched(self) -> bool:
         """Return True if any `unpack` so far met another header than its own; on a GPU once its kernel has run."""
 
     def findings(self) -> Findings:
@@ -129,7 +129,7 @@ class TorchPacking:
         self._views = views_of(wire, layout, like)
         self._flags, self._header = layout.flags(wire), layout.header(wire)
         self._word, self._bits = 0, bits(0)  # of the latest header
-        self.disputed = False
+        self.mismatched = False
 
     def findings(self) -> Findings:
         """See `Packing.findings`: one partial sum per tensor."""
@@ -180,13 +180,13 @@ class TorchPacking:
             raise ValueError("plain torch unpacks from the wire only")
         require_as_many(tensors, len(self._like))
         self.compare(header)
-        if not self.disputed:
+        if not self.mismatched:
             _, sums = self._outputs(findings)
             unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
-        self.disputed = self.disputed or not torch.equal((self._header != 0).cpu(), self._bits_of(header))
+        self.mismatched = self.mismatched or not torch.equal((self._header != 0).cpu(), self._bits_of(header))
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""

@@ -173,7 +173,7 @@ def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
         work = world.all_reduce(tensor, "sum", async_op=True)
         if world.rank == 0:
             assert not work.is_completed()
-            with pytest.raises(DeadlineExceeded, match=r"still under way after 0\.01 s: wait\(\) again"):
+            with pytest.raises(DeadlineExceeded, match=r"still in flight after 0\.01 s: wait\(\) again"):
                 work.wait(0.01)
             gate.set()
         work.wait()

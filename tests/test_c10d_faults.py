@@ -149,7 +149,7 @@ def test_destroying_a_group_waits_for_a_rank_that_never_comes_until_the_timeout_
 
 def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way(pool):
     (found, total), _ = found_by(pool, 2, c10d_failing_ranks.waiting_briefly)
-    assert_error(found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still under way after 0.1 s")
+    assert_error(found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still in flight after 0.1 s")
     assert total == [2.0] * 8
 
 

@@ -70,7 +70,7 @@ def test_a_wait_that_ends_first_leaves_the_collective_under_way(found):
     before, said, completed, success, tensor = found["late"][0]
     assert (before, completed, success, tensor) == (False, True, True, SUM)
     assert said.startswith("DeadlineExceeded: all_reduce (sum) of float32[")
-    assert "] is still under way after 0.05 s: wait() again" in said
+    assert "] is still in flight after 0.05 s: wait() again" in said
     assert found["late"][1:] == [SUM] * 3
 
 

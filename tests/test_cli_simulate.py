@@ -15,7 +15,7 @@ from commands import invoke, refused, told
 
 import commrt
 from commrt.pricing.cluster import builtin_clusters
-from commrt.pricing.wires import CODINGS
+from commrt.pricing.wires import QUANTIZERS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.planning.planner import all_reduce_candidates, coded_candidates
@@ -206,11 +206,11 @@ gbytes_per_s = 1
 """
 
 
-@for_each("wire", CODINGS)
+@for_each("wire", QUANTIZERS)
 def test_codes_cost_their_bytes_and_scales(wire):
     record = told("simulate", "direct", "--ranks", 8, "--cluster", "ethernet-10g", "--nbytes", 8e6, "--wire", wire)
-    sent = CODINGS[wire].nbytes(2_000_000)
-    chunk = -(-sent // CODINGS[wire].tile_nbytes // 8) * CODINGS[wire].tile_nbytes
+    sent = QUANTIZERS[wire].nbytes(2_000_000)
+    chunk = -(-sent // QUANTIZERS[wire].tile_nbytes // 8) * QUANTIZERS[wire].tile_nbytes
     assert (record["nbytes"], record["wire"], record["coding_seconds"]) == (sent, wire, 0.0)
     assert record["seconds"] == pytest.approx(2 * (60e-6 + 7 * chunk / 1.15e9))
 
@@ -224,7 +224,7 @@ def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(tmp_path):
     assert slow["coding_seconds"] == pytest.approx(2 * values_s)
     added_s = 7 / 8 * values_s * (1 - 0.5 / 5)  # decoded and added, instead of added alone
     assert slow["seconds"] - fast["seconds"] == pytest.approx(2 * values_s + added_s)
-    assert "coding is taken to need no time" in invoke(*common, "--cluster", str(tmp_path / "fast.toml")).stdout
+    assert "quantizing is taken to need no time" in invoke(*common, "--cluster", str(tmp_path / "fast.toml")).stdout
     assert (
         "ms of it is for turning values into codes" in invoke(*common, "--cluster", str(tmp_path / "slow.toml")).stdout
     )
@@ -252,7 +252,7 @@ def test_a_plan_proposes_no_codes_unless_asked():
     assert {plan["wire"] for plan in told(*SLOW_NETWORK)["plans"]} == {"fp32", "bf16"}
 
 
-@for_each("wire", CODINGS)
+@for_each("wire", QUANTIZERS)
 def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
     asked = told(*SLOW_NETWORK, "--wire", wire)
     assert {(plan["wire"], plan["algorithm"]) for plan in asked["plans"]} == {
@@ -264,7 +264,7 @@ def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
     assert f"wire=commrt.quantization.{wire.title()}(), bucket_cap_mb=" in output
     assert "compare the accuracy with fp32" in output
     assert f"MB of {wire}, all at once: " in output
-    assert eval(f"commrt.quantization.{wire.title()}()", {"commrt": commrt}) == CODINGS[wire]  # noqa: S307  # what a user would paste
+    assert eval(f"commrt.quantization.{wire.title()}()", {"commrt": commrt}) == QUANTIZERS[wire]  # noqa: S307  # what a user would paste
 
 
 def test_a_plan_of_a_buffer_takes_codes_too():

@@ -14,8 +14,8 @@ import pytest
 import torch
 from interpreter import interpreted_gpu
 
-from commrt.kernels import dispatch, quantizing
-from commrt.kernels.device import coding_launches, combine, meet_launch, packing
+from commrt.kernels import dispatch, quantize_dispatch
+from commrt.kernels.device import combine, meet_launch, packing, quantize_launches
 from commrt.kernels.device.sizes import sizes_for
 from commrt.kernels.layout import layout_of
 from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
@@ -24,13 +24,13 @@ from commrt.kernels.tables import WIDEST_NBYTES
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
-import inspect_coding  # noqa: E402
+import inspect_quantize  # noqa: E402
 from inspect_kernels import ARCHS, PEERS, SHORT, cases, chosen  # noqa: E402
 
 GOLDEN = BENCH / "golden"
 FINDINGS = {path.stem: json.loads(path.read_text())["findings"] for path in GOLDEN.iterdir()}
-GOLDEN_CODING = BENCH / "golden_coding"
-CODING_FINDINGS = [row for path in GOLDEN_CODING.iterdir() for row in json.loads(path.read_text())["findings"]]
+GOLDEN_CODING = BENCH / "golden_quantize"
+QUANTIZE_FINDINGS = [row for path in GOLDEN_CODING.iterdir() for row in json.loads(path.read_text())["findings"]]
 EVERY = 70
 """Every how many-th kernel is compiled here; `make inspect` compiles all, in a quarter of an hour."""
 KERNELS = ("pack", "unpack", "mix", "reduce", "meet", "norm")
@@ -166,10 +166,10 @@ def test_the_kernels_have_instructions_to_spare_beside_memory():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_kernels_of_coding_compile_to_what_the_golden_file_says():
-    command = [sys.executable, str(BENCH / "inspect_coding.py"), "--every", "31", "--golden", str(GOLDEN_CODING)]
+    command = [sys.executable, str(BENCH / "inspect_quantize.py"), "--every", "31", "--golden", str(GOLDEN_CODING)]
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(BENCH.parent), str(BENCH)])}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, f"{done.stderr}\nif this is meant: bench/inspect_coding.py --write {GOLDEN_CODING}"
+    assert done.returncode == 0, f"{done.stderr}\nif this is meant: bench/inspect_quantize.py --write {GOLDEN_CODING}"
 
 
 def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch):
@@ -179,23 +179,23 @@ def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch)
         launched.add(variant)
 
     with interpreted_gpu():
-        monkeypatch.setattr(coding_launches, "launch_of", launch_of)
-        for coding in inspect_coding.codings():
-            values, codes = torch.zeros(100), torch.zeros(coding.nbytes(100), dtype=torch.uint8)
-            quantizing.encoding(values, codes, coding, values if coding.feedback else None)
-            quantizing.decoding(codes, values, coding)
-            quantizing.adding_codes(values, [codes], coding)
-    assert launched <= {variant for _, variant in inspect_coding.cases().values()}
+        monkeypatch.setattr(quantize_launches, "launch_of", launch_of)
+        for quantizer in inspect_quantize.quantizers():
+            values, codes = torch.zeros(100), torch.zeros(quantizer.nbytes(100), dtype=torch.uint8)
+            quantize_dispatch.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
+            quantize_dispatch.dequantizing(codes, values, quantizer)
+            quantize_dispatch.adding_quantized(values, [codes], quantizer)
+    assert launched <= {variant for _, variant in inspect_quantize.cases().values()}
 
 
 def test_every_combination_of_kernel_and_architecture_has_been_looked_at():
-    rows = {(row["kernel"], row["arch"]) for row in CODING_FINDINGS}
-    assert rows == {*product(inspect_coding.cases(), ARCHS.values())}
+    rows = {(row["kernel"], row["arch"]) for row in QUANTIZE_FINDINGS}
+    assert rows == {*product(inspect_quantize.cases(), ARCHS.values())}
 
 
-def test_no_kernel_of_coding_spills_and_values_move_16_bytes_at_a_time():
-    assert {row["kernel"].split()[0] for row in CODING_FINDINGS} == {"encode", "decode", "add_codes"}
-    assert [row for row in CODING_FINDINGS if not is_coding_lean(row)] == []
+def test_no_kernel_of_quantization_spills_and_values_move_16_bytes_at_a_time():
+    assert {row["kernel"].split()[0] for row in QUANTIZE_FINDINGS} == {"quantize", "dequantize", "add"}
+    assert [row for row in QUANTIZE_FINDINGS if not is_coding_lean(row)] == []
 
 
 def is_coding_lean(row):
@@ -203,11 +203,11 @@ def is_coding_lean(row):
     kernel, block, vectors = row["kernel"].split()[0], int(row["kernel"].split()[-1]), row["values"] // 4
     feedback = "feedback" in row["kernel"]
     loads, stores = {
-        "encode": (vectors * (1 + feedback), vectors * feedback),
-        "decode": (0, vectors),
-        "add_codes": (vectors, vectors),
+        "quantize": (vectors * (1 + feedback), vectors * feedback),
+        "dequantize": (0, vectors),
+        "add": (vectors, vectors),
     }[kernel]
-    waits = kernel == "encode" and block > 128
+    waits = kernel == "quantize" and block > 128
     is_wide = row["wide_loads"] >= loads and row["wide_stores"] >= stores
-    most = 160 if kernel == "encode" else 96
+    most = 160 if kernel == "quantize" else 96
     return is_wide and row["spill_bytes"] == 0 and row["registers"] <= most and bool(row["barriers"]) == waits

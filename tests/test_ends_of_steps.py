@@ -19,7 +19,7 @@ from commrt import BackupWorkers, Gossip, Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
-from commrt.training.optimizer_steps import are_under_way
+from commrt.training.optimizer_steps import are_stepping
 
 PASSES = 24
 AFTER_STEPS = [Gossip(), LocalSGD(4), LocalSGD(4, 1)]
@@ -407,7 +407,7 @@ def test_a_step_that_an_error_ended_is_not_under_way_after_the_next_one():
             optimizer.step()
         optimizer.fails = False
         optimizer.step()
-        return are_under_way([optimizer])
+        return are_stepping([optimizer])
 
     assert run_ranks(1, body) == [False]
 

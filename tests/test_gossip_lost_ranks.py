@@ -49,7 +49,7 @@ def trained(world, algorithm, ends):
     for step in range(ends.get(world.rank, STEPS)):
         local_step(replica.model, optimizer, step, world.rank)
         replica.drain()
-        heard.append(replica.last.heard)
+        heard.append(replica.last.received_from)
     return replica, heard
 
 
@@ -217,7 +217,7 @@ def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
         before = replica.step
         replica.average()
         replica.drain()
-        return before, replica.last.heard
+        return before, replica.last.received_from
 
     found = run_ranks(3, body, timeout_s=PATIENT_S)
     assert found == [(2, {2}), None, (2, {0})]

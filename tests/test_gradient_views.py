@@ -20,7 +20,7 @@ from commrt.testing.ranks import over_nccl, run_ranks
 
 
 def homes_of(replica):
-    return [home for bucket in replica.buckets for home in bucket._homes]
+    return [original for bucket in replica.buckets for original in bucket._originals]
 
 
 def addresses(model):
@@ -348,7 +348,7 @@ def test_codes_travel_for_views_of_a_wire_that_is_as_wide_as_they_are(world):
         commrt.attach(model, algorithm=commrt.Direct(), world=world, wire=commrt.quantization.Int8(), gradients="views")
 
 
-def test_no_two_homes_share_an_element():
+def test_no_two_originals_share_an_element():
     def body(world):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
         replica = commrt.attach(model, world=world, gradients="views")

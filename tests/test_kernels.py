@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import triton.language as tl
-from codings import same
 from interpreter import complaint, interpret, watched
 from kernel_bugs import BUGS
 from pairwise import pairwise
+from quantizers import same
 
 from commrt.kernels import device
 from commrt.kernels.device import variants

@@ -50,7 +50,7 @@ def test_period_and_delay_change_only_where_nothing_is_under_way(world, steps, p
     if not is_refused:
         assert loop.load(state).run(4).replica.step == steps + 4
         return
-    with pytest.raises(UsageError, match=rf"averages under way of period=4, delay=4.*period={period}, delay={delay}"):
+    with pytest.raises(UsageError, match=rf"averages in flight of period=4, delay=4.*period={period}, delay={delay}"):
         loop.load(state)
 
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_between_the_steps_of_two_optimizers_waits_for_both_again(w
 @on_ranks(2)
 def test_a_checkpoint_holds_what_is_under_way(world):
     loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
-    assert [part["flight"] is not None for part in loop.replica.state_dict()["fragments"]] == [True, False]
+    assert [part["in_flight"] is not None for part in loop.replica.state_dict()["fragments"]] == [True, False]
 
 
 @on_ranks(2)

@@ -92,16 +92,16 @@ def require_close(found, expected, what):
 
 
 def by_hand(ranks, algorithm, outer=None, rate=lambda step: RATE):
-    """Yield weights and anchor after each step: local SGD in one list of what is under way."""
+    """Yield weights and anchor after each step: local SGD in one list of what is in flight."""
     h, c, start = problem(ranks)
-    x, anchor, velocity, under_way = np.tile(start, (ranks, 1)), start.copy(), np.zeros(NUMEL), None
+    x, anchor, velocity, in_flight = np.tile(start, (ranks, 1)), start.copy(), np.zeros(NUMEL), None
     for step in range(1, STEPS + 1):
         x = x - rate(step) * h * (x - c)
         for event in ("merge", "leave", "merge"):  # the second merge is for a delay of 0
             if event == "leave" and step % algorithm.period == 0:
-                under_way = step, x.copy()
-            if event == "merge" and under_way and step == under_way[0] + algorithm.delay:
-                (left, snapshot), under_way = under_way, None
+                in_flight = step, x.copy()
+            if event == "merge" and in_flight and step == in_flight[0] + algorithm.delay:
+                (left, snapshot), in_flight = in_flight, None
                 difference = anchor - snapshot.mean(0)
                 move, velocity = (difference, 0) if outer is None else outer(difference, velocity, rate(left))
                 anchor = anchor - move
@@ -196,19 +196,19 @@ def streamed_by_hand(ranks, delay):
     """Yield weights and anchor after each step: two fragments, each with outer steps at its own time."""
     h, c, start = problem(ranks)
     x, anchor, velocity = np.tile(start, (ranks, 1)), start.copy(), np.zeros(NUMEL)
-    cuts, under_way = [slice(0, 3), slice(3, 6)], [None, None]
+    cuts, in_flight = [slice(0, 3), slice(3, 6)], [None, None]
     for step in range(1, STEPS + 1):
         x = x - RATE * h * (x - c)
         for part, cut in enumerate(cuts):
             for event in ("merge", "leave", "merge"):
                 if event == "leave" and step % 4 == (0, 2)[part]:
-                    under_way[part] = step, x[:, cut].copy()
-                if event == "merge" and under_way[part] and step == under_way[part][0] + delay:
-                    difference = anchor[cut] - under_way[part][1].mean(0)
+                    in_flight[part] = step, x[:, cut].copy()
+                if event == "merge" and in_flight[part] and step == in_flight[part][0] + delay:
+                    difference = anchor[cut] - in_flight[part][1].mean(0)
                     velocity[cut] = 0.6 * velocity[cut] + difference
                     anchor[cut] -= 0.7 * (difference + 0.6 * velocity[cut])
                     x[:, cut] = 0.5 * x[:, cut] + 0.5 * anchor[cut]
-                    under_way[part] = None
+                    in_flight[part] = None
         yield x.copy(), anchor.copy()
 
 
@@ -222,14 +222,14 @@ def gossiped_by_hand(ranks, delay):
     """As published: v <- momentum v + rate (the pair's mean - own anchor), anchor <- anchor + v."""
     h, c, start = problem(ranks)
     x = np.tile(start, (ranks, 1))
-    anchor, velocity, under_way, gossip = x.copy(), np.zeros_like(x), None, Gossip()
+    anchor, velocity, in_flight, gossip = x.copy(), np.zeros_like(x), None, Gossip()
     for step in range(1, STEPS + 1):
         x = x - RATE * h * (x - c)
         for event in ("merge", "leave", "merge"):
             if event == "leave" and step % 3 == 0:
-                under_way = step, x.copy()
-            if event == "merge" and under_way and step == under_way[0] + delay:
-                (left, snapshot), under_way = under_way, None
+                in_flight = step, x.copy()
+            if event == "merge" and in_flight and step == in_flight[0] + delay:
+                (left, snapshot), in_flight = in_flight, None
                 hops = gossip.schedule(left // 3 - 1, ranks).steps()
                 mean = snapshot.copy()
                 for source, target in (pair for hop in hops for pair in zip(hop.src, hop.dst, strict=True)):

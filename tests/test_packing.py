@@ -68,7 +68,7 @@ def test_backends_make_the_same_wire_and_the_same_tensors(counts, dtype, wire_dt
             assert packing.present() == there
             packed = wire.clone()
             packing.unpack(tensors, word)
-            assert not packing.disputed
+            assert not packing.mismatched
             results.append((packed, *tensors))
     assert all(map(torch.equal, *results))
 
@@ -79,9 +79,9 @@ def test_a_header_of_equal_ranks_is_not_disputed_and_one_of_others_is(backend):
     packing.pack(tensors, 1.0, 0b1011)
     wire *= 64
     packing.unpack(tensors, 0b1011)
-    assert not packing.disputed
+    assert not packing.mismatched
     packing.unpack(tensors, 0b1010)
-    assert packing.disputed
+    assert packing.mismatched
 
 
 def test_a_header_can_be_compared_without_a_tensor_being_touched(backend):
@@ -90,9 +90,9 @@ def test_a_header_can_be_compared_without_a_tensor_being_touched(backend):
     *_, packing = wired(tensors, torch.float32)
     packing.pack(tensors, 3.0, 0b1011)
     packing.compare(0b1011)
-    assert not packing.disputed
+    assert not packing.mismatched
     packing.compare(0b1010)
-    assert packing.disputed
+    assert packing.mismatched
     assert all(map(torch.equal, tensors, before))
 
 
@@ -102,7 +102,7 @@ def test_what_was_disputed_once_stays_so(backend):
     packing.pack(tensors, 1.0, 1)
     packing.unpack(tensors, 2)
     packing.unpack(tensors, 1)
-    assert packing.disputed
+    assert packing.mismatched
 
 
 def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_moves(backend):

@@ -309,7 +309,7 @@ def iterate(recorder, step, report=None):
 
 def test_an_iteration_is_recorded_with_what_averaging_told_once():
     recorder = recorder_of()
-    report = StepReport(0, (0, 1), 0.25, (Span(0, 1.0, 1.5, 64),), heard=frozenset({0}))
+    report = StepReport(0, (0, 1), 0.25, (Span(0, 1.0, 1.5, 64),), received_from=frozenset({0}))
     iterate(recorder, 0, report)
     iterate(recorder, 1, report)
     iterations = recorder.history.iterations

@@ -182,10 +182,10 @@ def test_what_is_only_read_is_the_sender_s_memory_until_the_loan_ends(pair):
     home = landing.data_ptr()
 
     def read():
-        end_loan = pair[1].bind(P2PGroup([], [P2PMessage(0, landing)], reads=True))(NOW)
+        return_borrowed = pair[1].bind(P2PGroup([], [P2PMessage(0, landing)], reads=True))(NOW)
         source.fill_(4)  # the sender's group is still running
         seen.append((landing.data_ptr() != home, float(landing[0]), sending.done()))
-        end_loan()
+        return_borrowed()
 
     with ThreadPoolExecutor(2) as pool:
         sending = pool.submit(pair[0].bind(P2PGroup([P2PMessage(1, source)], [])), NOW)

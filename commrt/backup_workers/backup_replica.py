@@ -74,7 +74,7 @@ class BackupWorkersReplica(Replica):
         self._passing: int | None = None  # a backward pass that has not ended
         self._is_stale = False  # it uses older weights, as the model's hooks were not called
         self._samples: int | None = 0
-        self._has_told = False  # of batches that were dropped because the others had stopped
+        self._has_warned = False  # of batches that were dropped because the others had stopped
         self._is_replacement = False  # a new process in a lost rank's place, before its first step
         self._guard = StepGuard(self._world, optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
@@ -180,8 +180,8 @@ class BackupWorkersReplica(Replica):
         with self._final_calls.around():
             self.last, outcome = self._backup_step.finish()
         self._stats = self._stats.plus(self.last)
-        if self.last.ended and not self._has_told:
-            self._has_told = True
+        if self.last.ended and not self._has_warned:
+            self._has_warned = True
             _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
         self._skipper.renew(outcome.counts)
         if outcome.counts:

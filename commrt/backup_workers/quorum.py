@@ -142,13 +142,13 @@ class Announcement(NamedTuple):
         return cls(int(rank), int(generation), note)
 
 
-def parse_announcements(said: str, generation: int) -> list[Announcement]:
+def parse_announcements(text: str, generation: int) -> list[Announcement]:
     """Return the announcements of `generation`, in the order in which they were made.
 
     >>> [word.rank for word in parse_announcements("3@0@ 1@1@ 0@0@ ", generation=0)]
     [3, 0]
     """
-    return [Announcement.parse(word) for word in said.split() if f"@{generation}@" in word]
+    return [Announcement.parse(word) for word in text.split() if f"@{generation}@" in word]
 
 
 def choose_members(words: list[Announcement], needed: int) -> str:
@@ -172,10 +172,10 @@ def quorum_step(rank: int, generation: int, needed: int, step: int, attempt: int
         written = quorum_key(step, attempt, "announced")
         mine = Announcement(rank, generation, note)
         yield Append(written, f"{mine} ")
-        floor, said = yield ReadNow((OLDEST_STEP, written))
+        floor, text = yield ReadNow((OLDEST_STEP, written))
         if step < int(floor):
             return Outcome((), counts=False, attempt=attempt)
-        order = parse_announcements(said, generation)
+        order = parse_announcements(text, generation)
         chosen = yield from _chosen(order, needed, step, attempt)
         if chosen is None:
             return Outcome((), counts=False, attempt=attempt)

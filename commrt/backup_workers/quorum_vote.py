@@ -156,8 +156,8 @@ class QuorumVote:
     def _check_announcements(self, read: WaitFor, waited_s: float, generation: int) -> None:
         """Check whether enough ranks have announced, or still can."""
         written = quorum_key(read.step, read.attempt, "announced")
-        said = self._asked(lambda: self._store.get(written))
-        words = parse(written, said, lambda each: parse_announcements(each.decode(), generation))
+        data = self._asked(lambda: self._store.get(written))
+        words = parse(written, data, lambda each: parse_announcements(each.decode(), generation))
         if len(words) >= self._settings.needed:  # the last of them died before it could say so
             self._write(read, choose_members(words, self._settings.needed))
         elif self._settings.is_called():
@@ -291,7 +291,7 @@ class _StoreThread:
             case SetOnce():
                 return set_once(store, operation.key, operation.value)
             case ReadNow():
-                return [said.decode(errors="replace") for said in store.multi_get(list(operation.keys))]
+                return [data.decode(errors="replace") for data in store.multi_get(list(operation.keys))]
             case WaitFor():
                 return self._read(operation)
 

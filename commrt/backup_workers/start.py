@@ -35,7 +35,7 @@ def attach(request: Request) -> Replica:
     if world.size == 1:
         return synchronous.attach(replace(request, algorithm=algorithm.inner))
     _check_for_backups(request)
-    engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), players=needed)
+    engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed)
     claim = request.claim(engine.schedule(0), engine.buckets) | {
         "broadcast_buffers": str(request.broadcast_buffers),
         "kinds in also=": ", ".join(type(one).__name__ for one in request.also),

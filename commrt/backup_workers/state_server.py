@@ -119,7 +119,7 @@ def _receive(line: socket.socket, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
-def _parts(said: bytes) -> tuple[str, int, bytes]:
-    host, port, password = said.decode().split()
+def _parts(data: bytes) -> tuple[str, int, bytes]:
+    host, port, password = data.decode().split()
     require(0 < int(port) < 65536 and len(password) == 2 * PASSWORD_NBYTES)
     return host, int(port), bytes.fromhex(password)

@@ -75,12 +75,12 @@ class Engine:
         *,
         graphs: bool = False,
         unpacks: bool = False,
-        players: int | None = None,
+        ranks: int | None = None,
     ) -> None:
         self.world, self.algorithm = world, algorithm
         self.members = tuple(range(world.size))
         """The ranks that take part in the step; inside ``join()`` those that still have data."""
-        self._players = world.size if players is None else players  # in a step without late or lost ranks
+        self._usual_ranks = world.size if ranks is None else ranks  # in a step without late or lost ranks
         self._uses_graphs, self._unpacks = graphs, unpacks
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self._proven = lru_cache(KEPT)(self._prove)
@@ -91,10 +91,10 @@ class Engine:
 
     def schedule(self, step: int) -> Schedule:
         """Return the proven schedule of training step `step` for the usual number of ranks."""
-        schedule = self.algorithm.schedule(step, self._players)
-        if not isinstance(schedule, Schedule) or schedule.ranks != self._players:
+        schedule = self.algorithm.schedule(step, self._usual_ranks)
+        if not isinstance(schedule, Schedule) or schedule.ranks != self._usual_ranks:
             raise UsageError(
-                f"{self.algorithm} made {schedule!r:.80} for {self._players} ranks: no schedule of as many"
+                f"{self.algorithm} made {schedule!r:.80} for {self._usual_ranks} ranks: no schedule of as many"
             )
         return self._proven(schedule)
 
@@ -134,7 +134,7 @@ class Engine:
         """Return what this rank still owes to the average of each parameter; empty without feedback."""
         return {name: part for bucket in self.buckets for name, part in bucket.residuals().items()}
 
-    def owe(self, residuals: Mapping[str, Tensor]) -> None:
+    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Owe `residuals` from now on, and nothing where they have nothing."""
         for name, part in self.residuals().items():
             part.copy_(residuals[name]) if name in residuals else part.zero_()
@@ -187,7 +187,7 @@ class Engine:
 
     def _share(self) -> None:
         """Let peers read the buckets, in place of messages, where they can and all take part in every step."""
-        takes_all = self._players == self.world.size
+        takes_all = self._usual_ranks == self.world.size
         wires = [bucket.wire for bucket in self.buckets if bucket.quantized is None and takes_all]
         if windows := self.world.transport.share(wires):
             shown = [bucket.index for bucket in self.buckets if bucket.quantized is None]
@@ -318,13 +318,13 @@ def _bind(
 ) -> Sequence[RunnableProgram]:
     """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
     mine = member_program(schedule, members, world.rank, world.size)
-    room = partial(_room, world, scratch)
+    scratch_like = partial(_scratch_like, world, scratch)
     if any(mine.peers & window.peers.keys() for window in shared.windows.values()):
-        return [_reading(mine, bucket, shared, world.transport, room) for bucket in buckets]
+        return [_reading(mine, bucket, shared, world.transport, scratch_like) for bucket in buckets]
     heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in buckets]
     cuts = [_cut(bucket, mine) for bucket in buckets]
     for wire, cut in zip(heads, cuts, strict=True):
-        room(wire, scratch_numel(mine, wire.numel(), cut))
+        scratch_like(wire, scratch_numel(mine, wire.numel(), cut))
     transport, streams = world.transport, world.comm_thread.streams
     programs = [
         bind(mine, wire, transport, scratch[wire.dtype], streams, bounds=cut)
@@ -344,7 +344,7 @@ def _allocate_bytes(transport: Transport, device: torch.device, _: str, nbytes: 
     return transport.allocate(nbytes, torch.uint8, device)
 
 
-def _room(world: World, scratch: dict[torch.dtype, Tensor], like: Tensor, need: int) -> Tensor:
+def _scratch_like(world: World, scratch: dict[torch.dtype, Tensor], like: Tensor, need: int) -> Tensor:
     """Return scratch memory for `need` elements like those of a wire."""
     if like.dtype not in scratch or scratch[like.dtype].numel() < need:
         scratch[like.dtype] = world.transport.allocate(need, like.dtype, like.device)
@@ -356,15 +356,15 @@ def _reading(
     bucket: GradientBucket,
     shared: _Shared,
     transport: Transport,
-    room: Callable[[Tensor, int], Tensor],
+    scratch_like: Callable[[Tensor, int], Tensor],
 ) -> BoundProgram:
     """Return the program in peers' memory, from which kernels unpack where they can."""
     window = shared.windows[bucket.index]
     all_near = mine.peers <= window.peers.keys()
     straight = bucket.repeatable is not None and shared.unpacks and bucket.unpacks_wire and all_near
     copied = bucket.head_numel if straight else None
-    bounds, own_room = _cut(bucket, mine), partial(room, bucket.wire)
-    bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, room=own_room)
+    bounds, own_scratch = _cut(bucket, mine), partial(scratch_like, bucket.wire)
+    bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=own_scratch)
     if bucket.repeatable is not None and bound.elsewhere:
         bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
     return bound

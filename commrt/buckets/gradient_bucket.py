@@ -229,26 +229,26 @@ class GradientBucket:
         """Make gradients that only other ranks had; on a GPU this waits for the wire if one is missing here."""
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
         elsewhere = self._packing.present() if missing else []
-        self._made = {i: self._room(i) for i in missing if elsewhere[i]}
-        self._owe_again([i for i in missing if not elsewhere[i]])
+        self._made = {i: self._memory_for(i) for i in missing if elsewhere[i]}
+        self._restore_residuals([i for i in missing if not elsewhere[i]])
 
-    def _room(self, place: int) -> Tensor:
+    def _memory_for(self, place: int) -> Tensor:
         """Return memory for a gradient that only other ranks had."""
         return torch.empty_like(self._like[place], device=self.wire.device)
 
-    def _owe_again(self, dropped: Sequence[int]) -> None:
-        """Share out among the ranks what they have paid for gradients that nobody had, as nobody will use it."""
+    def _restore_residuals(self, dropped: Sequence[int]) -> None:
+        """Put back into the residuals what ranks have sent for gradients that nobody had, as nobody will use it."""
         if self.residual is not None:
             for place, count in ((self.layout.places[i], self.layout.counts[i]) for i in dropped):
-                paid = self.wire[place : place + count]
-                self.residual[place - self.head_numel :][:count].add_(paid, alpha=self._scale)
+                sent = self.wire[place : place + count]
+                self.residual[place - self.head_numel :][:count].add_(sent, alpha=self._scale)
 
     def _end_unpack(self) -> None:
         self._require_agreement()
         self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]  # commrt wrote to them
 
     def _require_agreement(self) -> None:
-        if self._packing.disputed:
+        if self._packing.mismatched:
             why = explain_mismatch(self.layout.header(self.wire))
             raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
 

@@ -56,13 +56,13 @@ def plan_buckets(units: Sequence[Unit], cap_nbytes: int, first_cap_nbytes: int) 
     """
     closed: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
-    room: dict[torch.dtype, int] = {}
+    left: dict[torch.dtype, int] = {}
     for index, unit in enumerate(units):
         filling.setdefault(unit.dtype, []).append(index)
-        room[unit.dtype] = room.get(unit.dtype, first_cap_nbytes) - unit.nbytes
-        if room[unit.dtype] <= 0:
+        left[unit.dtype] = left.get(unit.dtype, first_cap_nbytes) - unit.nbytes
+        if left[unit.dtype] <= 0:
             closed.append(filling.pop(unit.dtype))
-            room[unit.dtype] = cap_nbytes
+            left[unit.dtype] = cap_nbytes
     return sorted([*closed, *filling.values()], key=lambda members: members[-1])
 
 
@@ -166,8 +166,8 @@ def explain_mismatch(total: Tensor) -> str:
     'the ranks call backward() of the models at'
     """
     set_by_some = (total != 0).cpu()
-    disputed = set_by_some[:BITS] & set_by_some[BITS:]
+    differs = set_by_some[:BITS] & set_by_some[BITS:]
     for name, start, width in zip(Header._fields, STARTS, WIDTHS, strict=True):
-        if disputed[start : start + width].any():
+        if differs[start : start + width].any():
             return EXPLANATIONS[name]
     return "it is no sum of headers: the ranks run different programs, or models in different orders"

@@ -22,9 +22,9 @@ GRAPH = (
 
 
 class ViewBucket(GradientBucket):
-    """A bucket whose gradients stay on the wire between steps, each at its home.
+    """A bucket whose gradients stay on the wire between steps, each at its own place.
 
-    A gradient that autograd made elsewhere is scaled into its home, and one that is at home already is scaled in place.
+    A gradient that autograd made elsewhere is scaled into its place, and one that is there already is scaled in place.
     Plain torch, as on a CPU, does that in `move_in` as soon as the gradient is there, while it is in the processor's
     cache. Where Triton packs, one launch does it for the whole bucket.
     """
@@ -33,11 +33,13 @@ class ViewBucket(GradientBucket):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # .data: a home counts its own writes, and is no view that autograd treats specially
-        self._homes = [view.data for view in self._views()]
-        self._addresses = [home.data_ptr() for home in self._homes]
+        # .data: a original counts its own writes, and is no view that autograd treats specially
+        self._originals = [view.data for view in self._views()]
+        self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._moved: dict[int, int] = {}  # by place, how often the home was written to when the gradient had moved in
+        self._moved: dict[
+            int, int
+        ] = {}  # by place, how often the original was written to when the gradient had moved in
         self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
         self._overlaps.claim(self.wire)
 
@@ -45,12 +47,12 @@ class ViewBucket(GradientBucket):
         return views_of(self.wire, self.layout, self._like)
 
     def _home(self, place: int) -> Tensor:
-        """Return the home at `place`, made anew where ``grad.data = ...`` or `Module.to` let it point elsewhere."""
-        home = self._homes[place]
-        is_there = home.data_ptr() == self._addresses[place]
-        if not is_there or (home.dtype, home.shape, home.stride()) != self._kinds[place]:
-            home = self._homes[place] = self._views()[place].data
-        return home
+        """Return the original at `place`, made anew where ``grad.data = ...`` or `Module.to` let it point elsewhere."""
+        original = self._originals[place]
+        is_there = original.data_ptr() == self._addresses[place]
+        if not is_there or (original.dtype, original.shape, original.stride()) != self._kinds[place]:
+            original = self._originals[place] = self._views()[place].data
+        return original
 
     def move_in(self, name: str, scale: float) -> None:
         """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
@@ -58,14 +60,14 @@ class ViewBucket(GradientBucket):
         It must be the scale of this step's `pack`. Does nothing where Triton packs.
         """
         place = self._places[name]
-        grad, home = self.params[place][1].grad, self._home(place)
+        grad, original = self.params[place][1].grad, self._home(place)
         if self._torch is None or grad is None:
             return
         self._require_movable(place, grad)
         self._torch.pack_one(place, grad, scale)
-        if grad is not home:
-            self.params[place][1].grad = home
-        self._moved[place] = home._version  # noqa: SLF001  # nothing else tells
+        if grad is not original:
+            self.params[place][1].grad = original
+        self._moved[place] = original._version  # noqa: SLF001  # nothing else tells
 
     def _require_movable(self, place: int, grad: Tensor) -> None:
         if grad is not self._home(place):
@@ -114,20 +116,20 @@ class ViewBucket(GradientBucket):
         self._settle()
 
     def _settle(self) -> None:
-        """Let all gradients be at home."""
+        """Let all gradients be in its place."""
         self._require_agreement()
         self._make_missing()
         self._made |= {
-            place: home
-            for place, (grad, home) in enumerate(zip(self._grads, self._homes, strict=True))
-            if grad is not None and grad is not home
+            place: original
+            for place, (grad, original) in enumerate(zip(self._grads, self._originals, strict=True))
+            if grad is not None and grad is not original
         }
 
-    def _room(self, place: int) -> Tensor:
-        return self._homes[place]
+    def _memory_for(self, place: int) -> Tensor:
+        return self._originals[place]
 
     def release(self) -> None:
         """See `GradientBucket.release`; graphs that saved earlier gradients now refuse to be differentiated."""
         super().release()
-        increment_version(self._homes)
+        increment_version(self._originals)
         self._moved = {}

@@ -87,13 +87,13 @@ class Message:
     """Packs to and from `sent`."""
     windows: Sequence[Window] = ()
     """Of `sent` and `received`, where peers can read them."""
-    room: int = 0
+    memory_epoch: int = 0
     """See `WeightBucket.send`."""
     answer: Future[Span] | None = None
     """The exchange's; None if there is nothing to mix."""
     share: float = 0.0
     """The weight of what was received; 0 if nothing came."""
-    heard: tuple[int, ...] = ()
+    received_from: tuple[int, ...] = ()
     """The ranks that it came from."""
 
 
@@ -101,7 +101,7 @@ class WeightBucket:
     """Weights that travel together.
 
     In each step the thread that trains calls `send`, the communication thread exchanges the message, and the thread
-    that trains calls `mix`. `under_way` holds the messages in between, oldest first.
+    that trains calls `mix`. `in_flight` holds the messages in between, oldest first.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class WeightBucket:
         self._wire = wire_dtype(tensors[0].dtype, wire)
         self._layout = layout_of([tensor.numel() for tensor in tensors])
         self._free = deque(self._message(tensors, allocate) for _ in range(messages))
-        self.under_way: deque[Message] = deque()
+        self.in_flight: deque[Message] = deque()
         self.watch = watch_of(held)
-        """Tells whether somebody has written the parameters, while they are under way."""
+        """Tells whether somebody has written the parameters, while they are in flight."""
 
-    def _message(self, like: Sequence[Tensor], allocate: Allocate, room: int = 0) -> Message:
+    def _message(self, like: Sequence[Tensor], allocate: Allocate, memory_epoch: int = 0) -> Message:
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
-        return Message(sent, received, packing(sent, self._layout, like), room=room)
+        return Message(sent, received, packing(sent, self._layout, like), memory_epoch=memory_epoch)
 
     @property
     def rounds(self) -> bool:
@@ -134,17 +134,17 @@ class WeightBucket:
         """Return everything that must agree between ranks, as text."""
         return bucket_description(self.index, self._wire, (slot.name for slot in self.held), self._kinds)
 
-    def send(self, header: Header, room: int, allocate: Allocate) -> Message:
+    def send(self, header: Header, memory_epoch: int, allocate: Allocate) -> Message:
         """Write the weights to a free message, and return it; on a GPU in stream order.
 
-        `room` numbers the memory that may be reused. If an exchange was broken off, a partner may still read a message
-        of an earlier number, so this allocates a new one.
+        `memory_epoch` numbers the memory that may be reused. If an exchange was broken off, a partner may still read a
+        message of an earlier number, so this allocates a new one.
         """
         message, tensors = self._free.popleft(), self._tensors()
-        if message.room != room:
-            message = self._message(tensors, allocate, room)
+        if message.memory_epoch != memory_epoch:
+            message = self._message(tensors, allocate, memory_epoch)
         message.packing.pack(tensors, 1.0, encode(header))
-        self.under_way.append(message)
+        self.in_flight.append(message)
         return message
 
     def mix(self) -> tuple[Span | None, tuple[int, ...]]:
@@ -152,16 +152,16 @@ class WeightBucket:
 
         Weights may have changed since they were sent, so this adds the difference between the two messages.
         """
-        message = self.under_way[0]
+        message = self.in_flight[0]
         span = None if message.answer is None else message.answer.result()
-        self.under_way.popleft()
+        self.in_flight.popleft()
         if message.share:
             with torch.no_grad():
                 message.packing.mix(self._tensors(), message.received, message.sent, message.share)
-        heard = message.heard
-        message.answer, message.share, message.heard = None, 0.0, ()
+        received_from = message.received_from
+        message.answer, message.share, message.received_from = None, 0.0, ()
         self._free.append(message)
-        return span, heard
+        return span, received_from
 
     def _tensors(self) -> list[Tensor]:
         tensors = [slot.tensor() for slot in self.held]

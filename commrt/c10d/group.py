@@ -76,7 +76,7 @@ class Group:
         self.host_messages.close()
 
     def abort(self) -> None:
-        """End what is under way with an error; call `close` too."""
+        """End what is in flight with an error; call `close` too."""
         self.world.abort(TransportClosed("the process group was aborted"))
         self.host_messages.close()
 

@@ -80,14 +80,14 @@ class GroupWork(dist.Work):
     def __init__(self, future: TaskFuture[Any], result: Sequence[Tensor], call: object = "the collective") -> None:
         super().__init__()
         _newest.append(self)
-        self._future, self._result, self._call, self._is_told = future, list(result), call, False
+        self._future, self._result, self._call, self._is_observed = future, list(result), call, False
 
     def _task(self) -> TaskFuture[Any]:
         """Return the future of the collective, which has begun."""
         return self._future
 
     def __del__(self) -> None:
-        if not self._is_told:
+        if not self._is_observed:
             self._future.add_done_callback(_log_error)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -102,13 +102,13 @@ class GroupWork(dist.Work):
         except TimeoutError as late:
             if isinstance(late, CommrtError):
                 raise as_dist_error(late) from late.__cause__
-            what = f"{self._call} is still under way after {limit_s:g} s: wait() again, or with a longer timeout"
+            what = f"{self._call} is still in flight after {limit_s:g} s: wait() again, or with a longer timeout"
             raise as_dist_error(DeadlineExceeded(what)) from late
         except CommrtError as error:
             raise as_dist_error(error) from error.__cause__
         finally:
             if self._task().done():
-                self._is_told = True
+                self._is_observed = True
                 with suppress(ValueError):  # later versions of torch keep none
                     _newest.remove(self)
         return True
@@ -143,7 +143,7 @@ class GroupWork(dist.Work):
 
         In a backward pass, ``backward()`` raises the error: DDP would make a RuntimeError of it.
         """
-        self._is_told = True
+        self._is_observed = True
         if torch._C._current_graph_task_id() != OUTSIDE:  # noqa: SLF001
             callback: Any = self.wait
             torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001

@@ -117,7 +117,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         self.group.close()
 
     def abort(self) -> None:
-        """End all collectives that are under way with an error, then close all connections."""
+        """End all collectives that are in flight with an error, then close all connections."""
         self.group.abort()
         self.group.close()
 

@@ -110,10 +110,10 @@ class Barrier:
         if a member refused instead.
         """
         key = self._next_vote(generation)
-        self.pledge(key, generation) if ok else self.decline(key)
+        self.promise(key, generation) if ok else self.decline(key)
         return self.outcome(key, generation)
 
-    def pledge(self, key: str, generation: Generation) -> None:
+    def promise(self, key: str, generation: Generation) -> None:
         """Vote yes under `key`, once per member, and do not wait for the others. On any thread."""
         if self._membership.call_store(lambda: self._membership.store.add(key, 1)) == len(generation.members):
             self._decide(key, WHOLE)

@@ -333,8 +333,8 @@ class StoreMembership:
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""
-        said = parse("departures", self.text("departed"), _parse_departures)
-        return [loss for loss, process in said if generation.members.get(loss.rank) == process]
+        departed = parse("departures", self.text("departed"), _parse_departures)
+        return [loss for loss, process in departed if generation.members.get(loss.rank) == process]
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""

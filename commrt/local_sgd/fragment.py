@@ -23,11 +23,11 @@ from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import LOST
 from commrt.threads.future import Future
 
-__all__ = ["Flight", "Fragment", "cut_fragments"]
+__all__ = ["Fragment", "InFlight", "cut_fragments"]
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """An exchange of a fragment, from the step in which its weights leave to that in which the average is merged."""
 
     step: int
@@ -40,21 +40,21 @@ class Flight:
     """The ranks that average; None before it was sent."""
     vote: str = ""
     """The name of the vote on it."""
-    pledged: Future[None] | None = None
+    promised: Future[None] | None = None
     """The end of the exchange in the background, when this rank has voted."""
     answers: Sequence[Future[Span]] = field(default_factory=list)
     buckets: Sequence[GradientBucket] = ()
     """What carries them."""
-    owed: Mapping[str, Tensor] | None = None
-    """What this rank owed when the weights left; None before they were sent."""
+    residuals: Mapping[str, Tensor] | None = None
+    """The residuals when the weights left; None before they were sent."""
 
     def arrived(self) -> bool:
         """Wait for the end of the exchange; return True if this rank has the average. Other errors are raised."""
         try:
             for answer in self.answers:
                 answer.result()
-            if self.pledged is not None:
-                self.pledged.result()
+            if self.promised is not None:
+                self.promised.result()
         except LOST:
             return False
         return True
@@ -68,7 +68,7 @@ class Flight:
 class Fragment:
     """Tensors that leave together. All calls belong to the thread that trains.
 
-    `parcels` name the differences that travel: their ``grad`` holds what this rank sends, and then the average. The
+    `carriers` name the differences that travel: their ``grad`` holds what this rank sends, and then the average. The
     anchor is kept in fp32 for narrower weights, so that small outer steps are not rounded away.
     """
 
@@ -76,14 +76,14 @@ class Fragment:
         self.index, self.held = index, held
         self.exchanges = self.left = 0
         """How many have begun; the step after which the weights left last."""
-        self.flight: Flight | None = None
+        self.in_flight: InFlight | None = None
         self._algorithm = algorithm
         self.anchors = [self._anchor_of(slot.tensor()) for slot in held]
         self.velocities = [
             None if slot.is_buffer or algorithm.outer is None else torch.zeros_like(anchor)
             for slot, anchor in zip(held, self.anchors, strict=True)
         ]
-        self.parcels: list[Named] = [
+        self.carriers: list[Named] = [
             (slot.name, _parcel(anchor, slot.tensor().device)) for slot, anchor in zip(held, self.anchors, strict=True)
         ]
         self._watch = watch_of(held)
@@ -101,7 +101,7 @@ class Fragment:
     @property
     def _is_relied_on(self) -> bool:
         """True if what the weights change by counts, so that only optimizers may write them."""
-        return self.flight is not None or self._algorithm.outer is not None
+        return self.in_flight is not None or self._algorithm.outer is not None
 
     def note(self) -> None:
         """Take the weights as they are now: an optimizer or commrt has written them."""
@@ -113,7 +113,7 @@ class Fragment:
 
         While nothing is in flight a parameter that has its values again counts as unchanged.
         """
-        return self._watch.written(may_be_put_back=self.flight is None) if self._is_relied_on else None
+        return self._watch.written(may_be_put_back=self.in_flight is None) if self._is_relied_on else None
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -124,20 +124,20 @@ class Fragment:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the weights as they are for the anchor, without momentum and with nothing under way."""
-        self.drop_flight()
+        """Take the weights as they are for the anchor, without momentum and with nothing in flight."""
+        self.drop_in_flight()
         self.settle()
         for velocity in self.velocities:
             if velocity is not None:
                 velocity.zero_()
 
     @torch.no_grad()
-    def leave(self, flight: Flight) -> None:
+    def leave(self, in_flight: InFlight) -> None:
         """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the weights."""
-        for slot, anchor, (_, parcel) in zip(self.held, self.anchors, self.parcels, strict=True):
+        for slot, anchor, (_, carrier) in zip(self.held, self.anchors, self.carriers, strict=True):
             weights = slot.tensor().to(anchor.dtype)
-            parcel.grad = (-weights if self._algorithm.is_gossip else anchor.to(weights.device) - weights).contiguous()
-        self.flight, self.left = flight, flight.step
+            carrier.grad = (-weights if self._algorithm.is_gossip else anchor.to(weights.device) - weights).contiguous()
+        self.in_flight, self.left = in_flight, in_flight.step
         self.exchanges += 1
         self.note()
 
@@ -155,29 +155,29 @@ class Fragment:
 
     def differences(self) -> list[Tensor]:
         """Return what this rank has sent, or the averages once they have arrived."""
-        found = [parcel.grad for _, parcel in self.parcels]
+        found = [carrier.grad for _, carrier in self.carriers]
         return [tensor for tensor in found if tensor is not None]
 
     @torch.no_grad()
     def merge(self, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
-        """Move the anchor by the averages that have arrived, and merge it with the weights; ends the flight.
+        """Move the anchor by the averages that have arrived, and merge it with the weights; nothing is in flight then.
 
         `learned` is None where the anchor replaces the weights.
         """
-        flight = self.flight
-        assert flight is not None  # noqa: S101  # for mypy
+        in_flight = self.in_flight
+        assert in_flight is not None  # noqa: S101  # for mypy
         for i, (slot, average) in enumerate(zip(self.held, self.differences(), strict=True)):
             anchor, weights = self.anchors[i], slot.tensor()
-            self._move(i, average, outer, flight.rates[i])
+            self._move(i, average, outer, in_flight.rates[i])
             if slot.is_buffer:  # what was learned since could make a variance negative
                 weights.copy_(anchor)
-            elif isinstance(self._algorithm.merge, Mix) and flight.step > self._algorithm.warmup:
+            elif isinstance(self._algorithm.merge, Mix) and in_flight.step > self._algorithm.warmup:
                 weights.copy_(
                     torch.lerp(anchor.to(weights.device), weights.to(anchor.dtype), self._algorithm.merge.local)
                 )
             else:
                 weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
-        self.drop_flight()
+        self.drop_in_flight()
         self.note()
 
     def _move(self, i: int, average: Tensor, outer: Outer | None, rate: float | None) -> None:
@@ -189,11 +189,11 @@ class Fragment:
         else:
             outer.step(anchor, difference, velocity, rate)
 
-    def drop_flight(self) -> None:
-        """Forget what is under way."""
-        self.flight = None
-        for _, parcel in self.parcels:
-            parcel.grad = None
+    def drop_in_flight(self) -> None:
+        """Forget what is in flight."""
+        self.in_flight = None
+        for _, carrier in self.carriers:
+            carrier.grad = None
 
     @torch.no_grad()
     def land(self) -> None:
@@ -203,11 +203,11 @@ class Fragment:
         self.note()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that training goes on with; of what is under way, what this rank has sent."""
-        state: dict[str, Any] = {"exchanges": self.exchanges, "left": self.left, "flight": None}
-        if self.flight is not None:
+        """Return all that training goes on with; of what is in flight, what this rank has sent."""
+        state: dict[str, Any] = {"exchanges": self.exchanges, "left": self.left, "in_flight": None}
+        if self.in_flight is not None:
             sent = self._named(self.differences())
-            state["flight"] = {"sent": sent, "rates": [*self.flight.rates], "settings": self.flight.settings}
+            state["in_flight"] = {"sent": sent, "rates": [*self.in_flight.rates], "settings": self.in_flight.settings}
         return state | {"anchors": self._named(self.anchors), "velocities": self._named(self.velocities)}
 
     def _named(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -216,17 +216,17 @@ class Fragment:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint, after `check_state`; what was under way is to be sent again."""
-        self.drop_flight()
+        """Take the state of a checkpoint, after `check_state`; what was in flight is to be sent again."""
+        self.drop_in_flight()
         self.exchanges, self.left = state["exchanges"], state["left"]
         for slot, anchor, velocity in zip(self.held, self.anchors, self.velocities, strict=True):
             anchor.copy_(state["anchors"][slot.name])
             if velocity is not None:
                 velocity.copy_(state["velocities"][slot.name])
-        if (flight := state["flight"]) is not None:
-            self.flight = Flight(self.left, flight["settings"], flight["rates"])
-            for (name, parcel), slot in zip(self.parcels, self.held, strict=True):
-                parcel.grad = flight["sent"][name].to(slot.tensor().device, copy=True)
+        if (in_flight := state["in_flight"]) is not None:
+            self.in_flight = InFlight(self.left, in_flight["settings"], in_flight["rates"])
+            for (name, carrier), slot in zip(self.carriers, self.held, strict=True):
+                carrier.grad = in_flight["sent"][name].to(slot.tensor().device, copy=True)
         self.note()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -235,8 +235,8 @@ class Fragment:
             ("anchor", state.get("anchors"), self.anchors),
             ("momentum", state.get("velocities"), self.velocities),
         ]
-        if flight := state.get("flight"):
-            held.append(("difference", flight.get("sent"), self.anchors))
+        if in_flight := state.get("in_flight"):
+            held.append(("difference", in_flight.get("sent"), self.anchors))
         for what, given, wanted in held:
             for slot, like in zip(self.held, wanted, strict=True):
                 if like is not None:

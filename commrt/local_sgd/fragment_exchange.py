@@ -21,7 +21,7 @@ from commrt.buckets.layout import Header, Named
 from commrt.elastic.elastic_membership import membership_of
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place
-from commrt.local_sgd.fragment import Flight, Fragment
+from commrt.local_sgd.fragment import Fragment, InFlight
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
@@ -35,7 +35,7 @@ BuildFragmentBuckets = Callable[[Sequence[Named], int, Allocate], list[GradientB
 
 
 class _SharedMemory:
-    """Memory for fragments that are never under way at the same time; `begin` with each of them."""
+    """Memory for fragments that are never in flight at the same time; `begin` with each of them."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -80,7 +80,7 @@ class FragmentExchange(WorldBroadcaster):
         for fragment in self.fragments:
             own = memory[fragment.index % len(memory)]
             own.begin()
-            found.append(self._build(fragment.parcels, sum(map(len, found)), own.allocate))
+            found.append(self._build(fragment.carriers, sum(map(len, found)), own.allocate))
         return found
 
     def _flat(self) -> list[GradientBucket]:
@@ -90,20 +90,20 @@ class FragmentExchange(WorldBroadcaster):
         """Return the buckets of `fragment`."""
         return self._buckets[fragment.index]
 
-    def send(self, fragment: Fragment, flight: Flight) -> None:
+    def send(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Let `fragment` leave with its differences; returns at once."""
-        fragment.leave(flight)
-        self.send_again(fragment, flight)
+        fragment.leave(in_flight)
+        self.send_again(fragment, in_flight)
 
-    def send_again(self, fragment: Fragment, flight: Flight) -> None:
+    def send_again(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Let leave what `fragment` holds as its differences."""
         generation = self._membership.generation
         if generation.number == self._agreed:
-            flight.vote = self._vote(fragment, fragment.exchanges, generation)
+            in_flight.vote = self._vote(fragment, fragment.exchanges, generation)
             self._forget(fragment, generation)
             with within_range(self.world.recorder, "submit", number=fragment.index):
-                self._submit(fragment, flight, generation)
-            flight.pledged = self._membership.submit(lambda: self._pledge(flight))
+                self._submit(fragment, in_flight, generation)
+            in_flight.promised = self._membership.submit(lambda: self._promise(in_flight))
 
     def begin_anew(self) -> None:
         """Use other names for votes, as the numbers of exchanges may come again; on all ranks."""
@@ -118,79 +118,79 @@ class FragmentExchange(WorldBroadcaster):
         if membership.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
             membership.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
 
-    def _submit(self, fragment: Fragment, flight: Flight, generation: Generation) -> None:
+    def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation) -> None:
         for bucket in self.buckets(fragment):
-            header = Header(0, self._number, 0, flight.step, bucket.index, flight.settings)
+            header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
             bucket.take(header, lambda _: True)
             if len(self.fragments) > self.algorithm.at_once:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
-        self._owe_as_before(fragment, flight)
-        flight.generation, flight.buckets = generation, self.buckets(fragment)
-        average = partial(self._average, flight, fragment.exchanges - 1)
-        flight.answers = [self._membership.submit(partial(average, bucket)) for bucket in self.buckets(fragment)]
+        self._restore_residuals(fragment, in_flight)
+        in_flight.generation, in_flight.buckets = generation, self.buckets(fragment)
+        average = partial(self._average, in_flight, fragment.exchanges - 1)
+        in_flight.answers = [self._membership.submit(partial(average, bucket)) for bucket in self.buckets(fragment)]
 
-    def _average(self, flight: Flight, number: int, bucket: GradientBucket) -> Span:
+    def _average(self, in_flight: InFlight, number: int, bucket: GradientBucket) -> Span:
         """Average a bucket in exchange `number` of its fragment. On the communication thread."""
-        self._require_generation(flight)
-        self._membership.next_step = flight.step
+        self._require_generation(in_flight)
+        self._membership.next_step = in_flight.step
         return self.engine.reduce_now(bucket, number)
 
-    def _pledge(self, flight: Flight) -> None:
+    def _promise(self, in_flight: InFlight) -> None:
         """Vote: this rank has the average. On the communication thread, after all buckets."""
-        generation = self._require_generation(flight)
+        generation = self._require_generation(in_flight)
         if self._membership.is_elastic:
-            self._membership.barrier.pledge(flight.vote, generation)
+            self._membership.barrier.promise(in_flight.vote, generation)
 
-    def _require_generation(self, flight: Flight) -> Generation:
+    def _require_generation(self, in_flight: InFlight) -> Generation:
         """Return the generation that averages; raise if this rank has left it."""
-        if flight.generation is None or self._membership.number != flight.generation.number:
+        if in_flight.generation is None or self._membership.number != in_flight.generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-        return flight.generation
+        return in_flight.generation
 
-    def _owe_as_before(self, fragment: Fragment, flight: Flight) -> None:
-        """Remember what this rank owes, for an exchange that is done again, or go back to that."""
+    def _restore_residuals(self, fragment: Fragment, in_flight: InFlight) -> None:
+        """Remember this rank's residuals, for an exchange that is done again, or go back to that."""
         own = {name: part for bucket in self.buckets(fragment) for name, part in bucket.residuals().items()}
-        if flight.owed is None:
-            flight.owed = {name: part.clone() for name, part in own.items()}
+        if in_flight.residuals is None:
+            in_flight.residuals = {name: part.clone() for name, part in own.items()}
         for name, part in own.items():
-            part.copy_(flight.owed[name])
+            part.copy_(in_flight.residuals[name])
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return what this rank owes to the averages of what is still to leave, and of what is under way."""
-        owed = self.engine.residuals()
+        """Return this rank's residuals to the averages of what is still to leave, and of what is in flight."""
+        residuals = self.engine.residuals()
         for fragment in self.fragments:
-            owed |= (fragment.flight.owed or {}) if fragment.flight is not None else {}
-        return owed
+            residuals |= (fragment.in_flight.residuals or {}) if fragment.in_flight is not None else {}
+        return residuals
 
-    def receive(self, fragment: Fragment, flight: Flight) -> tuple[Span, ...]:
+    def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
         """Wait until all ranks have the average of `fragment`, and return what it cost.
 
-        The average is then on the wire of the flight's buckets.
+        The average is then on the wire of the bucket's buckets.
         """
         membership = self._membership
-        if not self._all_have(flight):
-            with membership.collective(f"merging what left after step {flight.step}"):
-                self._agreed = membership.together(lambda: self._attempt(fragment, flight))
-        return tuple(answer.result() for answer in flight.answers)
+        if not self._all_have(in_flight):
+            with membership.collective(f"merging what left after step {in_flight.step}"):
+                self._agreed = membership.together(lambda: self._attempt(fragment, in_flight))
+        return tuple(answer.result() for answer in in_flight.answers)
 
-    def _all_have(self, flight: Flight) -> bool:
+    def _all_have(self, in_flight: InFlight) -> bool:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
         membership = self._membership
-        if flight.generation is None:
+        if in_flight.generation is None:
             return False
-        is_mine = flight.arrived()
+        is_mine = in_flight.arrived()
         if not membership.is_elastic:
             return True
         if not is_mine:
-            membership.barrier.decline(flight.vote)
-        return membership.barrier.outcome(flight.vote, flight.generation)
+            membership.barrier.decline(in_flight.vote)
+        return membership.barrier.outcome(in_flight.vote, in_flight.generation)
 
-    def _attempt(self, fragment: Fragment, flight: Flight) -> int:
+    def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again, and return the number of the generation in which all did so."""
         self._renew()
         generation = self._membership.generation
-        self._submit(fragment, flight, generation)
-        for answer in flight.answers:
+        self._submit(fragment, in_flight, generation)
+        for answer in in_flight.answers:
             answer.result()
         return generation.number
 
@@ -200,9 +200,9 @@ class FragmentExchange(WorldBroadcaster):
         self.engine.members, self.engine.algorithm = members, self.algorithm.among(len(members))
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
-            owed, self._buckets = self.engine.residuals(), self._new_buckets()
+            residuals, self._buckets = self.engine.residuals(), self._new_buckets()
             self.engine.replace_buckets(self._flat())
-            self.engine.owe(owed)
+            self.engine.restore_residuals(residuals)
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""

@@ -19,7 +19,7 @@ from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import WIDTHS, Named
 from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
-from commrt.local_sgd.fragment import Flight, Fragment, cut_fragments
+from commrt.local_sgd.fragment import Fragment, InFlight, cut_fragments
 from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
@@ -27,7 +27,7 @@ from commrt.training.after_step import AfterStepReplica
 from commrt.training.broadcast_state import overwrite_buffers
 from commrt.training.join_progress import Progress
 from commrt.training.model_state import Stateful, digest, own_residuals
-from commrt.training.optimizer_steps import are_under_way
+from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica, StepReport
 from commrt.training.request import Request
 from commrt.training.step_guard import settings_digest
@@ -37,8 +37,8 @@ __all__ = ["LocalReplica", "attach"]
 
 _log = logging.getLogger("commrt")
 
-UNDER_WAY = (
-    "{name} was written while an average of the old weights was under way, and not by a step of an optimizer given to "
+IN_FLIGHT = (
+    "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given to "
     "attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
     "checkpoint was loaded"
 )
@@ -59,8 +59,8 @@ def attach(request: Request) -> Replica:
     held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)]
     fragments = cut_fragments(held, algorithm)
 
-    def build(parcels: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
-        return build_buckets(parcels, request.wire, request.cap_nbytes, number, allocate, first)
+    def build(carriers: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
+        return build_buckets(carriers, request.wire, request.cap_nbytes, number, allocate, first)
 
     exchange = FragmentExchange(world, algorithm, fragments, build, number)
     engine = exchange.engine
@@ -114,7 +114,7 @@ class LocalReplica(AfterStepReplica):
         if self._progress is not None:
             self._progress.begin(self._step)
         for fragment in self._fragments:
-            if fragment.flight is not None and self._is_back(fragment.flight):
+            if fragment.in_flight is not None and self._is_back(fragment.in_flight):
                 self._merge(fragment)
         for fragment in self._fragments:
             if self._local.leaves(fragment.index, self._step):
@@ -124,8 +124,8 @@ class LocalReplica(AfterStepReplica):
         self._noted.pop(self._step, None)
         self._report()
 
-    def _is_back(self, flight: Flight) -> bool:
-        return self._step - flight.step >= self._local.delay_at(flight.step)
+    def _is_back(self, in_flight: InFlight) -> bool:
+        return self._step - in_flight.step >= self._local.delay_at(in_flight.step)
 
     def _note_writes(self) -> None:
         for fragment in self._fragments:
@@ -136,27 +136,27 @@ class LocalReplica(AfterStepReplica):
             self._refuse_writes_to(fragment)
 
     def _refuse_writes_to(self, fragment: Fragment) -> None:
-        if (name := fragment.written()) and not are_under_way(self._optimizers):
-            raise UsageError((OUTER if fragment.flight is None else UNDER_WAY).format(name=name))
+        if (name := fragment.written()) and not are_stepping(self._optimizers):
+            raise UsageError((OUTER if fragment.in_flight is None else IN_FLIGHT).format(name=name))
 
     def _leave(self, fragment: Fragment) -> None:
         self._refuse_writes_to(fragment)
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
-        self._exchange.send(fragment, Flight(self._step, settings, fragment.rates(rates)))
+        self._exchange.send(fragment, InFlight(self._step, settings, fragment.rates(rates)))
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of `fragment`, and merge it."""
         self._refuse_writes_to(fragment)
-        flight, begin_s = fragment.flight, perf_counter()
-        assert flight is not None  # noqa: S101  # for mypy
+        in_flight, begin_s = fragment.in_flight, perf_counter()
+        assert in_flight is not None  # noqa: S101  # for mypy
         with within_range(self._world.recorder, "wait", number=fragment.index):
-            self._spans += self._exchange.receive(fragment, flight)
-        is_fresh = self._step == flight.step or isinstance(self._local.merge, Mix)
+            self._spans += self._exchange.receive(fragment, in_flight)
+        is_fresh = self._step == in_flight.step or isinstance(self._local.merge, Mix)
         learned = None if is_fresh else fragment.learned()
-        for bucket in flight.buckets:
+        for bucket in in_flight.buckets:
             bucket.unpack()
             bucket.release()
-        fragment.merge(learned, self._local.outer if flight.step > self._local.warmup else None)
+        fragment.merge(learned, self._local.outer if in_flight.step > self._local.warmup else None)
         self._exposed_s += perf_counter() - begin_s
 
     def _report(self) -> None:
@@ -165,10 +165,10 @@ class LocalReplica(AfterStepReplica):
         self._spans, self._exposed_s = [], 0.0
 
     def drain(self) -> None:
-        """Merge all averages that are under way, before they are due; collective."""
+        """Merge all averages that are in flight, before they are due; collective."""
         self._end_steps(self._passes_due)  # an optimizer has not stepped
         for fragment in self._fragments:
-            if fragment.flight is not None:
+            if fragment.in_flight is not None:
                 self._merge(fragment)
         self._account()
 
@@ -222,7 +222,7 @@ class LocalReplica(AfterStepReplica):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer. Not collective; each rank saves its own.
 
-        What is under way is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost. A
+        What is in flight is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost. A
         step whose optimizers were all left out, as by a `GradScaler`, ends first.
         """
         if not self._stepped:
@@ -259,10 +259,10 @@ class LocalReplica(AfterStepReplica):
         self._stepped = {id(optimizer): passes for optimizer, passes in stepped if passes}
         self._agree_on_state()
         self._exchange.begin_anew()
-        self._exchange.engine.owe(residuals)
+        self._exchange.engine.restore_residuals(residuals)
         for fragment in self._fragments:
-            if fragment.flight is not None:
-                self._exchange.send_again(fragment, fragment.flight)
+            if fragment.in_flight is not None:
+                self._exchange.send_again(fragment, fragment.in_flight)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):
@@ -271,9 +271,9 @@ class LocalReplica(AfterStepReplica):
                 "it with the algorithm of the run that saved it"
             )
         own = self._local.period, self._local.delay
-        if (period, delay) != own and any(part.get("flight") for part in saved):
+        if (period, delay) != own and any(part.get("in_flight") for part in saved):
             raise UsageError(
-                f"the state has averages under way of period={period}, delay={delay}, and the model was attached with "
+                f"the state has averages in flight of period={period}, delay={delay}, and the model was attached with "
                 f"period={own[0]}, delay={own[1]}: attach it as it was, or save after replica.consolidate()"
             )
         for fragment, part in zip(self._fragments, saved, strict=True):
@@ -282,20 +282,20 @@ class LocalReplica(AfterStepReplica):
     def _agree_on_state(self) -> None:
         """Raise `DisagreementError` if ranks have loaded what does not belong together."""
         due = f"{self._step + self._passes_due}"
-        flights = ", ".join(
-            f"{part.index} after step {part.left}" for part in self._fragments if part.flight is not None
+        in_flight = ", ".join(
+            f"{part.index} after step {part.left}" for part in self._fragments if part.in_flight is not None
         )
         anchors = "its own" if self._local.is_gossip else digest(
             [anchor for fragment in self._fragments for anchor in fragment.anchors]
         )  # fmt: skip
-        self._world.agree("load_state_dict", step=due, under_way=flights, anchors=anchors)
+        self._world.agree("load_state_dict", step=due, in_flight=in_flight, anchors=anchors)
 
     def detach(self) -> None:
-        """Remove all hooks, and drop the averages that are under way once they are there; not collective."""
+        """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""
         for fragment in self._fragments:
-            if fragment.flight is not None:
-                fragment.flight.wait()
+            if fragment.in_flight is not None:
+                fragment.in_flight.wait()
         super().detach()
         for fragment in self._fragments:
-            fragment.drop_flight()
+            fragment.drop_in_flight()
         self._exchange.release()

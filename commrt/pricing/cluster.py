@@ -175,7 +175,7 @@ class Cluster:
         """Return the number of GPUs; infinity if the number of nodes is not limited."""
         return inf if self.nodes is None else self.nodes * self.gpus_per_node
 
-    def require_room(self, ranks: int) -> None:
+    def require_capacity(self, ranks: int) -> None:
         """Raise `UsageError` if the cluster has fewer than `ranks` GPUs."""
         if ranks > self.ranks():
             raise UsageError(
@@ -206,12 +206,12 @@ class Cluster:
         return _seconds(nbytes, self.pack_gbytes_per_s)
 
     def code_s(self, nbytes: float) -> float:
-        """Return the seconds that coding, or decoding, `nbytes` of fp32 values takes."""
+        """Return the seconds that quantizing, or dequantizing, `nbytes` of fp32 values takes."""
         return _seconds(nbytes, self.code_gbytes_per_s)
 
-    def add_s(self, nbytes: float, *, coded: bool = False) -> float:
+    def add_s(self, nbytes: float, *, quantized: bool = False) -> float:
         """Return the seconds that adding `nbytes` that were received takes; of fp32 values if they came as codes."""
-        is_known = coded and self.code_gbytes_per_s is not None
+        is_known = quantized and self.code_gbytes_per_s is not None
         return _seconds(nbytes, self.code_gbytes_per_s if is_known else self.reduce_gbytes_per_s)
 
     @property
@@ -283,8 +283,8 @@ def _short(value: object) -> str:
 
 def _toml_line(key: str, value: object) -> str:
     """Return a line of TOML, which differs from JSON only in control characters."""
-    word, said = (json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in (key, value))
-    return f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else word} = {said}"
+    word, text = (json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in (key, value))
+    return f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else word} = {text}"
 
 
 def _build(kind: type[T], given: object, what: str) -> T:

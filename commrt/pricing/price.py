@@ -6,7 +6,7 @@ the busiest rank's further messages, then as long as the busiest link of the pat
 A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
 added.
 
-On a wire of codes, a rank also turns all its values into codes before the first step, and all codes into values after
+On a quantized wire, a rank also turns all its values into codes before the first step, and all codes into values after
 the last one. Chunks then are whole tiles.
 """
 
@@ -57,16 +57,16 @@ class Phase(NamedTuple):
 
 
 class Pricing:
-    """The prices of one schedule on one cluster, for any number of bytes on the wire; with `coding`, of codes.
+    """The prices of one schedule on one cluster, for any number of bytes on the wire; with `quantizer`, of codes.
 
     Cost: O(transfers) once for each different step; then O(ranks) for each step and price.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, coding: Quantizer | None = None) -> None:
-        cluster.require_room(schedule.ranks)
-        self.schedule, self.cluster, self.coding = schedule, cluster, coding
-        self._share = values_share(coding)
-        add_s_per_byte = cluster.add_s(1.0, coded=coding is not None) / self._share
+    def __init__(self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None) -> None:
+        cluster.require_capacity(schedule.ranks)
+        self.schedule, self.cluster, self.quantizer = schedule, cluster, quantizer
+        self._share = values_share(quantizer)
+        add_s_per_byte = cluster.add_s(1.0, quantized=quantizer is not None) / self._share
         runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
         self._runs = [(run[0], len(run)) for run in runs]
 
@@ -82,8 +82,8 @@ class Pricing:
 
     def code_s(self, nbytes: float) -> float:
         """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
-        is_coded = self.coding is not None and self.steps
-        return self.cluster.code_s(nbytes / self._share) if is_coded else 0.0
+        is_quantized = self.quantizer is not None and self.steps
+        return self.cluster.code_s(nbytes / self._share) if is_quantized else 0.0
 
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
@@ -91,9 +91,9 @@ class Pricing:
 
     def _chunk_nbytes(self, nbytes: float) -> float:
         """Return the size of a chunk, of codes the largest one."""
-        if self.coding is None:
+        if self.quantizer is None:
             return nbytes / self.schedule.chunks
-        return float(ceil(nbytes / self.coding.tile_nbytes / self.schedule.chunks) * self.coding.tile_nbytes)
+        return float(ceil(nbytes / self.quantizer.tile_nbytes / self.schedule.chunks) * self.quantizer.tile_nbytes)
 
     @property
     def steps(self) -> int:

@@ -100,7 +100,7 @@ class Selection:
     """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str] | None = None) -> None:
-        cluster.require_room(max(ranks) + 1)
+        cluster.require_capacity(max(ranks) + 1)
         for collective, name in (forced or {}).items():
             require_candidate(collective, name, len(ranks))
         self._cluster, self._ranks, self._forced = cluster, ranks, forced or {}

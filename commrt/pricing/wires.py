@@ -8,14 +8,14 @@ from commrt.quantization.short_sums import require_short_sums
 from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
 from commrt.schedule import Algorithm
 
-__all__ = ["CODINGS", "GRADIENT_NBYTES", "ITEMS", "Item", "require_carried", "values_share", "wire_nbytes"]
+__all__ = ["GRADIENT_NBYTES", "ITEMS", "QUANTIZERS", "Item", "require_carried", "values_share", "wire_nbytes"]
 
 Item = int | Quantizer
 """The bytes of a gradient on the wire, or the codes that stand for it."""
 
 GRADIENT_NBYTES = 4
-CODINGS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
-ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **CODINGS}
+QUANTIZERS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
+ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANTIZERS}
 
 
 def wire_nbytes(numel: int, item: Item) -> float:
@@ -27,13 +27,13 @@ def wire_nbytes(numel: int, item: Item) -> float:
     return float(item.nbytes(numel) if isinstance(item, Quantizer) else numel * item)
 
 
-def values_share(coding: Quantizer | None) -> float:
+def values_share(quantizer: Quantizer | None) -> float:
     """Return the bytes of codes and scales, divided by those of the fp32 values; 1 if values travel as they are."""
-    return 1.0 if coding is None else coding.tile_nbytes / (GRADIENT_NBYTES * coding.tile_numel)
+    return 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
 
 
 def require_carried(algorithm: Algorithm, ranks: int, wire: str) -> None:
     """Raise `UsageError` if `algorithm` on `ranks` ranks cannot carry the codes of `wire`."""
-    if wire in CODINGS:
-        require_compatible(algorithm, CODINGS[wire])
-        require_short_sums(algorithm.schedule(0, ranks), CODINGS[wire])
+    if wire in QUANTIZERS:
+        require_compatible(algorithm, QUANTIZERS[wire])
+        require_short_sums(algorithm.schedule(0, ranks), QUANTIZERS[wire])

@@ -47,39 +47,41 @@ class Adaptive:
     rounding: str = NEAREST
     seed: int = 0
     carried_by: ClassVar[str] = "commrt.quantization.carrier"
-    said: str = field(init=False)
+    rule_text: str = field(init=False)
     """The rule as text, which ranks compare."""
-    _codings: dict[int, Quantizer] = field(init=False, repr=False, compare=False, hash=False)
+    _quantizers: dict[int, Quantizer] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rule):
             raise UsageError(f"rule={self.rule!r:.80} is no function: pass dq(...), adaquant(...) or your own")
         if not BITS[0] <= self.least <= self.most <= BITS[-1]:
             raise UsageError(f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}")
-        made = {bits: self._coding(bits) for bits in range(self.least, self.most + 1)}
-        object.__setattr__(self, "_codings", made)
-        object.__setattr__(self, "said", re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule)))  # places differ between ranks
+        made = {bits: self._quantizer(bits) for bits in range(self.least, self.most + 1)}
+        object.__setattr__(self, "_quantizers", made)
+        object.__setattr__(
+            self, "rule_text", re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule))
+        )  # places differ between ranks
 
     @property
     def traits(self) -> tuple[str, ...]:
         """Return what `commrt.options` calls this wire."""
         return ("quantized wire", "adaptive wire", *(["error feedback"] if self.feedback else []))
 
-    def _coding(self, bits: int) -> Quantizer:
+    def _quantizer(self, bits: int) -> Quantizer:
         return Quantizer(bits, self.block, self.feedback, self.rounding, self.seed)
 
-    def coding(self, progress: Progress | None) -> Quantizer:
-        """Return the coding of a step; None stands for no progress yet.
+    def quantizer(self, progress: Progress | None) -> Quantizer:
+        """Return the quantizer of a step; None stands for no progress yet.
 
         >>> wire = Adaptive(lambda progress: 7 * progress.norm)
-        >>> [wire.coding(Progress(1, norm)).bits for norm in (0.1, 1.0, 1.1, 1000.0)], wire.coding(None).bits
+        >>> [wire.quantizer(Progress(1, norm)).bits for norm in (0.1, 1.0, 1.1, 1000.0)], wire.quantizer(None).bits
         ([2, 4, 5, 8], 8)
         """
         if progress is None or not isfinite(progress.norm):
-            return self._codings[self.most]
+            return self._quantizers[self.most]
         levels = max(self.rule(progress), 1.0)
         bits = ceil(log2(levels + 1)) + 1 if isfinite(levels) else self.most
-        return self._codings[min(max(bits, self.least), self.most)]
+        return self._quantizers[min(max(bits, self.least), self.most)]
 
     def __str__(self) -> str:
         return f"int{self.least}..{self.most} adaptive"

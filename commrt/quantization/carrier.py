@@ -11,7 +11,13 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.program import Program
 from commrt.quantization.adaptive import Adaptive, Progress
-from commrt.quantization.quantized_program import ZEROS, CodeBuffers, CodedProgram, bind_codes, scratch_nbytes
+from commrt.quantization.quantized_program import (
+    ZEROS,
+    QuantizedBuffers,
+    QuantizedProgram,
+    bind_quantized,
+    scratch_nbytes,
+)
 from commrt.quantization.short_sums import require_short_sums
 from commrt.quantizer import Quantizer
 from commrt.runtime.wire import ValuesOnWire
@@ -28,7 +34,7 @@ class StepQuantizer:
 
     def __init__(self, wire: Quantizer | Adaptive) -> None:
         self._wire = wire
-        self._now = wire.coding(None) if isinstance(wire, Adaptive) else wire
+        self._now = wire.quantizer(None) if isinstance(wire, Adaptive) else wire
         self._step: int | None = None
         self._squares: list[Tensor] = []  # of the norms of this step's buckets
         self._resumed: float | None = None  # the norm that a checkpoint holds
@@ -37,7 +43,7 @@ class StepQuantizer:
         """Return the quantizer of `step`, after all of the step before was averaged."""
         if isinstance(self._wire, Adaptive) and step != self._step:
             norm = self.norm
-            self._now = self._wire.coding(None if norm is None else Progress(step, norm))
+            self._now = self._wire.quantizer(None if norm is None else Progress(step, norm))
             self._step, self._squares, self._resumed = step, [], None
         return self._now
 
@@ -68,16 +74,16 @@ def bind_values(
     transport: Transport,
     allocate: Callable[[str, int], Tensor],
     calls: Iterator[int] = ZEROS,
-) -> list[CodedProgram]:
+) -> list[QuantizedProgram]:
     """Return, for each buffer, a program that runs its head and carries its values quantized; see `Carrier`."""
     codes = allocate("quantized", max(quantizer.nbytes(len(each.values)) for each in buffers))
     scratch = allocate("received", max(scratch_nbytes(program, len(each.values), quantizer) for each in buffers))
     memory = (
-        CodeBuffers(each.values, codes[: quantizer.nbytes(len(each.values))], scratch, each.residual)
+        QuantizedBuffers(each.values, codes[: quantizer.nbytes(len(each.values))], scratch, each.residual)
         for each in buffers
     )
     return [
-        bind_codes(program, each.head, own, quantizer, transport, calls)
+        bind_quantized(program, each.head, own, quantizer, transport, calls)
         for each, own in zip(buffers, memory, strict=True)
     ]
 

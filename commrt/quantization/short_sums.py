@@ -22,7 +22,7 @@ MOST_CELLS = 1 << 24
 
 
 def require_short_sums(schedule: Schedule, wire: Quantizer | Adaptive) -> None:
-    """Raise `UsageError` for a schedule in which a sum of codes would be coded again and again."""
+    """Raise `UsageError` for a schedule in which a sum of codes would be quantized again and again."""
     if not _adds_in_more(schedule, MOST_SUMMING_STEPS):
         return
     is_large = schedule.ranks * schedule.chunks > MOST_CELLS

@@ -252,7 +252,7 @@ class Collectives:
     ) -> Tensor | CommrtError:
         """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
         try:
-            self._consistency.require_players(schedule)
+            self._consistency.require_present(schedule)
         except UsageError as error:
             return error
         self._consistency.require_possible(schedule, buffer)
@@ -270,11 +270,11 @@ class Collectives:
         self._schedule(call, len(self.membership.ranks))  # as above
         return self._comm_thread.submit(lambda: self._reduce_now(call, recorder))
 
-    def require_no_dispute(self) -> None:
+    def require_no_mismatch(self) -> None:
         """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different one."""
         for call, own in self._unconfirmed:
-            if own.packing.disputed:
-                raise _dispute(call)
+            if own.packing.mismatched:
+                raise _mismatch(call)
 
     def _reduce_now(self, call: AllReduce, recorder: Recorder | None) -> None:
         members = tuple(self.membership.ranks)
@@ -307,12 +307,12 @@ class Collectives:
         own = self._bound(schedule, members, layout, call.residual)
         is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
-        self.require_no_dispute()
+        self.require_no_mismatch()
         own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, header)
         own.program.run(call.tag, recorder)
         own.packing.unpack([dense], header)
-        if own.packing.disputed:
-            raise _dispute(call)
+        if own.packing.mismatched:
+            raise _mismatch(call)
         if dense is not tensor:
             tensor.copy_(dense)
         if tensor.is_cuda:
@@ -373,7 +373,7 @@ def _prove(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _dispute(call: AllReduce) -> DisagreementError:
+def _mismatch(call: AllReduce) -> DisagreementError:
     return DisagreementError(
         f"all_reduce() of {call}: another rank came with another op, shape, layout in memory, dtype, wire, algorithm "
         "or tag; make the same calls in the same order on every rank"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that ranks make the same calls, before any data is sent: a mismatch that is noticed later is a hang.
 
-A call of `World.run` is compared through the transport, by its *players* only: the ranks that send or receive in its
-schedule. So a dead player is noticed at once, and other ranks need not come. What all ranks agree on (`World.agree`) is
+A call of `World.run` is compared through the transport, by its *ranks* only: the ranks that send or receive in its
+schedule. So a dead rank is noticed at once, and other ranks need not come. What all ranks agree on (`World.agree`) is
 compared in the same way by all members.
 """
 
@@ -35,9 +35,9 @@ from commrt.transport.protocol import Tag
 __all__ = ["KEPT", "SCHEDULES_KEPT", "ConsistencyCheck"]
 
 Compared = dict[tuple[int, tuple[int, ...]], set[str]]
-"""What the players of a generation have compared, by both."""
+"""What the ranks of a generation have compared, by both."""
 KEPT = 256
-"""Comparisons that each set of players remembers."""
+"""Comparisons that each set of ranks remembers."""
 SCHEDULES_KEPT = 16
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""
@@ -51,15 +51,15 @@ class _Traits(NamedTuple):
     """What a comparison needs of a schedule."""
 
     digest: str
-    players: tuple[int, ...]
+    ranks: tuple[int, ...]
     combines: frozenset[int]
 
 
 class ConsistencyCheck:
     """Compares calls of one rank with those of the others.
 
-    Within one generation all players of a schedule make, remember and forget the same comparisons. A new generation
-    remembers none: it may have a player that was not there before.
+    Within one generation all ranks of a schedule make, remember and forget the same comparisons. A new generation
+    remembers none: it may have a rank that was not there before.
     """
 
     def __init__(self, transport: TransportByDevice, membership: Membership) -> None:
@@ -77,13 +77,13 @@ class ConsistencyCheck:
     def require_possible(self, schedule: Schedule, buffer: Tensor) -> None:
         """Raise `UsageError` if `schedule` cannot run on `buffer`. On any thread."""
         _require_row(buffer)
-        self.require_players(schedule)
+        self.require_present(schedule)
         self._movable(buffer.device, buffer.dtype, self._traits(schedule).combines)
 
     def compared(self, schedule: Schedule, run_now: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
-        """Return `run_now` for the communication thread, where it fails before it begins if players' calls differ.
+        """Return `run_now` for the communication thread, where it fails before it begins if ranks' calls differ.
 
-        It fails on all players alike: with a `DisagreementError`, or a `UsageError` if chunks differ and that matters.
+        It fails on all ranks alike: with a `DisagreementError`, or a `UsageError` if chunks differ and that matters.
         """
 
         def run_same(buffer: Tensor) -> None:
@@ -94,11 +94,11 @@ class ConsistencyCheck:
 
     def _require_same_call_now(self, schedule: Schedule, buffer: Tensor) -> None:
         traits = self._traits(schedule)
-        if self._transport.rank not in traits.players:
+        if self._transport.rank not in traits.ranks:
             return
         claim = f"{traits.digest} {buffer.numel()} {buffer.dtype}"
         try:
-            self._compare_once(traits.players, claim)
+            self._compare_once(traits.ranks, claim)
         except DisagreementError as refusal:  # any other error is of this rank alone
             raise RecoveredError(refusal) from refusal
         try:
@@ -114,22 +114,22 @@ class ConsistencyCheck:
                 f"buffer to {-(-numel // chunks) * chunks} elements"
             )
 
-    def require_players(self, schedule: Schedule) -> None:
+    def require_present(self, schedule: Schedule) -> None:
         """Raise `UsageError`, on all ranks alike, if `schedule` names a rank that is lost."""
-        if lost := sorted({*self._traits(schedule).players} - {*self.membership.ranks}):
+        if lost := sorted({*self._traits(schedule).ranks} - {*self.membership.ranks}):
             raise UsageError(
                 f"{schedule.name} names ranks {lost}, which are lost: build a schedule for the ranks that are left, "
                 "with schedule.over(world.members, world=world.size)"
             )
 
-    def require_same_buffers_now(self, schedule: Schedule, players: tuple[int, ...], numel: int, travels: str) -> None:
-        """Raise `DisagreementError` on all `players` if they differ. On the communication thread."""
+    def require_same_buffers_now(self, schedule: Schedule, ranks: tuple[int, ...], numel: int, travels: str) -> None:
+        """Raise `DisagreementError` on all `ranks` if they differ. On the communication thread."""
         claim = f"{self.digest(schedule)} {numel} {travels}"
-        self._compare_once(players, claim)
+        self._compare_once(ranks, claim)
 
-    def require_same_schedule_now(self, digest: str, players: Sequence[int], step: int) -> None:
-        """Raise `DisagreementError` on all `players` if their schedules differ. On the communication thread."""
-        if difference := _difference(self._gather(digest, players, Tag(step, "comparison"))):
+    def require_same_schedule_now(self, digest: str, ranks: Sequence[int], step: int) -> None:
+        """Raise `DisagreementError` on all `ranks` if their schedules differ. On the communication thread."""
+        if difference := _difference(self._gather(digest, ranks, Tag(step, "comparison"))):
             raise DisagreementError(
                 f"step {step}: {difference}. An algorithm must make its schedule from the step, the number of ranks, "
                 "and fields that are equal on every rank"
@@ -139,27 +139,27 @@ class ConsistencyCheck:
         """Return once all members made the same `claim`; raise `DisagreementError` on all. On the training thread."""
         membership, text = self.membership, json.dumps({TOPIC: topic, **claim}, sort_keys=True)
         claims = membership.together(lambda: membership.submit(lambda: self._claims_now(Tag(0, topic), text)).result())
-        if error := find_disagreement(topic, {rank: _parse_claim(said) for rank, said in claims.items()}):
+        if error := find_disagreement(topic, {rank: _parse_claim(text) for rank, text in claims.items()}):
             raise error
 
     def _require_movable(self, device: torch.device, dtype: torch.dtype, combines: frozenset[int]) -> None:
         self._transport.allocate(0, dtype, device)  # raises for a device or dtype that it cannot move
         _require_arithmetic(dtype, combines)
 
-    def _compare_once(self, players: tuple[int, ...], claim: str) -> None:
-        """Raise `DisagreementError` unless all players make the same `claim`, or made it before in this generation."""
+    def _compare_once(self, ranks: tuple[int, ...], claim: str) -> None:
+        """Raise `DisagreementError` unless all ranks make the same `claim`, or made it before in this generation."""
         generation = self.membership.number
         for key in [key for key in self._compared if key[0] != generation]:
             del self._compared[key]
-        known = self._compared.setdefault((generation, players), set())
+        known = self._compared.setdefault((generation, ranks), set())
         if claim in known:
             return
-        if difference := _difference(self._gather(claim, players)):
+        if difference := _difference(self._gather(claim, ranks)):
             raise DisagreementError(
                 f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "
                 "with as many elements of one dtype"
             )
-        if len(known) == KEPT:  # all players forget at the same call
+        if len(known) == KEPT:  # all ranks forget at the same call
             known.clear()
         known.add(claim)
 
@@ -169,33 +169,33 @@ class ConsistencyCheck:
         For a member that makes another call, it returns what that call sends.
         """
         members, data = self.membership.ranks, claim.encode()
-        said = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
-        first, other = members[0], next((rank for rank in members if said[rank] != said[members[0]]), members[0])
-        summaries = {rank: SUMMARY.fullmatch(text) for rank, text in said.items()}
+        texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
+        first, other = members[0], next((rank for rank in members if texts[rank] != texts[members[0]]), members[0])
+        summaries = {rank: SUMMARY.fullmatch(text) for rank, text in texts.items()}
         if first != other and None not in summaries.values():
-            said = self._gather(
+            texts = self._gather(
                 claim, members, tag, (first, other), max(int(each[1]) for each in summaries.values() if each)
             )
         elif first != other:
-            said = {rank: text if summaries[rank] is None else claim for rank, text in said.items()}
-        return {first: said[first], other: said[other]}
+            texts = {rank: text if summaries[rank] is None else claim for rank, text in texts.items()}
+        return {first: texts[first], other: texts[other]}
 
     def _gather(
         self,
         claim: str,
-        players: Sequence[int],
+        ranks: Sequence[int],
         tag: Tag = Tag(0, "comparison"),  # noqa: B008  # a frozen value
         writers: Sequence[int] = (),
         row_nbytes: int = CLAIM_NBYTES,
     ) -> dict[int, str]:
-        """Return what each player claims, or each of `writers`. On the communication thread."""
-        writers = writers or players
+        """Return what each rank claims, or each of `writers`. On the communication thread."""
+        writers = writers or ranks
         message = torch.zeros(len(writers) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
         rows = dict(zip(writers, message[:-ODD].view(-1, row_nbytes), strict=True))
         if self._transport.rank in rows:
             data = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
             rows[self._transport.rank][: len(data)] = data
-        mine = member_program(_undivided_all_reduce(len(players)), players, self._transport.rank, self._transport.ranks)
+        mine = member_program(_undivided_all_reduce(len(ranks)), ranks, self._transport.rank, self._transport.ranks)
         bind(mine, message, self._transport).run(tag)
         return {rank: bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
 
@@ -206,13 +206,13 @@ def _undivided_all_reduce(ranks: int) -> Schedule:
 
 
 def _traits(schedule: Schedule) -> _Traits:
-    players: set[int] = set()
+    ranks: set[int] = set()
     combines: set[int] = set()
     for step in schedule.checked_steps():
         moved = step.canonical()
-        players.update(chain(moved.src.tolist(), moved.dst.tolist()))
+        ranks.update(chain(moved.src.tolist(), moved.dst.tolist()))
         combines.update(moved.combine.tolist())
-    return _Traits(schedule.digest(), tuple(sorted(players)), frozenset(combines))
+    return _Traits(schedule.digest(), tuple(sorted(ranks)), frozenset(combines))
 
 
 def _require_row(buffer: Tensor) -> None:
@@ -243,7 +243,7 @@ def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
 
 
 def _difference(claims: Mapping[int, str]) -> str | None:
-    """Return which player first differs from the first one, and in what; None if all are equal."""
+    """Return which rank first differs from the first one, and in what; None if all are equal."""
     (first, expected), *others = claims.items()
     for rank, claim in others:
         if claim != expected:

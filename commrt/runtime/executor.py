@@ -112,11 +112,11 @@ class BoundProgram:
             self._run_on_streams(tag, self.streams or Streams(), recorder)
             return
         for hop in self.hops:
-            end_loan = hop.exchange(tag)
+            return_borrowed = hop.exchange(tag)
             for combine in hop.combinations:
                 combine()
-            if end_loan is not None:
-                end_loan()
+            if return_borrowed is not None:
+                return_borrowed()
 
     def finish(self, tag: Tag) -> None:
         """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
@@ -129,7 +129,7 @@ class BoundProgram:
             if hop.after in combined:
                 streams.wait_event(combined[hop.after])
             with within_range(recorder, "hop", **hop.facts):
-                end_loan = hop.exchange(tag)
+                return_borrowed = hop.exchange(tag)
             if hop.combinations:
                 received = streams.record_event()
                 with streams.side_stream(), within_range(recorder, "combine"):
@@ -137,8 +137,8 @@ class BoundProgram:
                     for combine in hop.combinations:
                         combine()
                     combined[hop.number] = streams.record_event()
-            if end_loan is not None:  # of host memory, where no stream queues work
-                end_loan()
+            if return_borrowed is not None:  # of host memory, where no stream queues work
+                return_borrowed()
         for last in list(combined.values())[-1:]:
             streams.wait_event(last)
 

@@ -32,18 +32,18 @@ def bind_reading(
     *,
     bounds: Sequence[int] | None = None,
     copied: int | None = None,
-    room: Callable[[int], Tensor] | None = None,
+    scratch: Callable[[int], Tensor] | None = None,
 ) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
 
     The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the buffer may change as
     soon as the program has run. What comes from other hosts, and hops that overwrite what they send, need scratch
-    memory: ``room(numel)`` gives [>= numel] of the buffer's dtype, which programs that never run at once may share.
+    memory: ``scratch(numel)`` gives [>= numel] of the buffer's dtype, which programs that never run at once may share.
 
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport, bounds, copied, room or partial(_new, buffer))
+    reader = _Reader(program, buffer, window, transport, bounds, copied, scratch or partial(_new, buffer))
     hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
     nbytes = sum(message.data.nbytes for message in reader.sends)
     group, end = reader.group(), reader.end()
@@ -90,7 +90,7 @@ class _Reader:
         transport: Transport,
         bounds: Sequence[int] | None,
         copied: int | None,
-        room: Callable[[int], Tensor],
+        scratch: Callable[[int], Tensor],
     ) -> None:
         self._buffer, self._window, self._transport = buffer, window, transport
         self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
@@ -100,7 +100,7 @@ class _Reader:
         self._has_far = len(self._near) < len(program.peers)
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
-        self._scratch = room(self._scratch_numel(program))
+        self._scratch = scratch(self._scratch_numel(program))
         self.elsewhere: list[tuple[Tensor, int, int]] = []
         self.sends: list[P2PMessage] = []
         self.recvs: list[P2PMessage] = []

@@ -86,8 +86,8 @@ class Nvtx:
 
 def _message(name: str, facts: dict[str, Fact]) -> str:
     """Return `name` and all `facts` but the step, with which each message would be new."""
-    said = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "step")
-    return f"{name}: {said}" if said else name
+    text = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "step")
+    return f"{name}: {text}" if text else name
 
 
 class TorchProfiler:

@@ -33,14 +33,14 @@ class Work:
     def __init__(self, tensor: Tensor, rank: int, future: TaskFuture[Any] | None = None) -> None:
         """Handle the transfer of `future`; None stands for one that is completed."""
         self._tensor, self._rank = tensor, rank
-        self._is_told = future is None
+        self._is_observed = future is None
         if future is None:
             future = TaskFuture()
             future.set_result(None)
         self._future = future
 
     def __del__(self) -> None:
-        if not self._is_told:
+        if not self._is_observed:
             self._future.add_done_callback(partial(_log_error, self._rank))
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
@@ -55,10 +55,10 @@ class Work:
         except TimeoutError as late:
             if self._future.done():  # the transfer's own deadline
                 raise
-            what = f"the transfer is still under way after {timeout_s:g} s: wait() again, or with a longer timeout"
+            what = f"the transfer is still in flight after {timeout_s:g} s: wait() again, or with a longer timeout"
             raise DeadlineExceeded(what, Place(self._rank)) from late
         finally:
-            self._is_told |= self._future.done()
+            self._is_observed |= self._future.done()
 
     def is_completed(self) -> bool:
         """Return True if `wait` would return or raise at once; on a GPU, if the transfer is done. Never waits."""
@@ -75,7 +75,7 @@ class Work:
             devices=[self._tensor.device] if self._tensor.is_cuda else None
         )
         self._future.after_all().add_done_callback(lambda _: self._complete(future))
-        self._is_told = True
+        self._is_observed = True
         return future
 
     def _complete(self, future: torch.futures.Future[list[Tensor]]) -> None:

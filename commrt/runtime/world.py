@@ -268,7 +268,7 @@ class World:
         Call it before you save a checkpoint: on a GPU an optimizer may have stepped with gradients that never came.
         """
         self.comm_thread.submit(self.transport.wait).result()
-        self._collectives.require_no_dispute()
+        self._collectives.require_no_mismatch()
 
     def connect(self, device: torch.device | str) -> None:
         """Connect this rank's GPU `device` with those of the others, through NCCL. Collective, and done once.

@@ -153,10 +153,10 @@ def what_is_only_read_stays_until_it_was_read(make: Make) -> None:
         sums = []
         for turn in range(20):
             mine.fill_(turn), large.fill_(turn)
-            end_loan = run(Tag(turn, 0))
+            return_borrowed = run(Tag(turn, 0))
             sums.append(float(theirs.sum() + received.sum()) / 40_008)
-            if end_loan is not None:
-                end_loan()
+            if return_borrowed is not None:
+                return_borrowed()
         return sums
 
     for rank, sums in enumerate(_on_all(make(3, LONG_S), body)):

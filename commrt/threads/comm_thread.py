@@ -331,8 +331,8 @@ def _refusal_after(failure: BaseException) -> TransportError:
     """Return the error for a task that comes after `failure`."""
     if isinstance(failure, Evicted):
         return failure.again()
-    said = failure.what if isinstance(failure, TransportError) else str(failure)
-    cause = f"It was {type(failure).__name__}" + (f": {said}" if said else "")
+    text = failure.what if isinstance(failure, TransportError) else str(failure)
+    cause = f"It was {type(failure).__name__}" + (f": {text}" if text else "")
     if not isinstance(failure, TransportError):
         return TransportClosed(f"this world was given up: call init() for a new one. {cause}")
     what = "an earlier transfer failed, so this one was not started: call init() for a new world"

@@ -25,7 +25,7 @@ from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.join_progress import Progress
 from commrt.training.model_state import Stateful
-from commrt.training.optimizer_steps import are_under_way
+from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica
 
 __all__ = ["AfterStepReplica"]
@@ -79,7 +79,7 @@ class AfterStepReplica(Replica):
         """End the first `count` of the steps that have not ended."""
         if not count:
             return
-        if not are_under_way(self._optimizers):  # `_check_step` has looked
+        if not are_stepping(self._optimizers):  # `_check_step` has looked
             self._parameters.require_unchanged()
             self._refuse_writes()
         if not self._optimizers:
@@ -117,7 +117,7 @@ class AfterStepReplica(Replica):
 
     def _bound_passes(self) -> None:
         """Raise `UsageError` after too many passes without a step; an optimizer may run its closure as it likes."""
-        self._passes_unused = 0 if are_under_way(self._optimizers) else self._passes_unused + 1
+        self._passes_unused = 0 if are_stepping(self._optimizers) else self._passes_unused + 1
         if self._passes_unused > MOST_PASSES:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             who = f"a step() of the {kinds} given to attach()" if kinds else "a forward pass of its modules"

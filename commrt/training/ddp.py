@@ -55,7 +55,7 @@ class DDPState:
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
     _residuals: dict[int, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict, init=False, repr=False)
     """For each bucket, its parameters by id, and what this rank still owes to their averages."""
-    _debts: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _residual_of: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     """The same for each parameter, as views: DDP's second step has other buckets."""
 
     def __post_init__(self) -> None:
@@ -84,10 +84,11 @@ class DDPState:
         ids = tuple(map(id, params))
         if owned is None or owned[0] != ids:
             parts = [
-                self._debts.get(id(param), param.new_zeros(param.numel(), dtype=torch.float32)) for param in params
+                self._residual_of.get(id(param), param.new_zeros(param.numel(), dtype=torch.float32))
+                for param in params
             ]
             owned = self._residuals[bucket.index()] = ids, torch.cat([part.detach() for part in parts])
-            self._debts |= zip(ids, torch.split(owned[1], [param.numel() for param in params]), strict=True)
+            self._residual_of |= zip(ids, torch.split(owned[1], [param.numel() for param in params]), strict=True)
         return owned[1]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -104,7 +105,7 @@ class DDPState:
             "_used": None,
             "_params": frozenset(),
             "_residuals": {},
-            "_debts": {},
+            "_residual_of": {},
         }
 
     def _open(self, param: Tensor) -> World:

@@ -21,14 +21,14 @@ from commrt.runtime.recording import within_range
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.gossip_exchange import GossipExchange
 from commrt.training.hooks import ModuleHook
-from commrt.training.optimizer_steps import are_under_way
+from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica, StepReport
 from commrt.training.request import Request
 
 __all__ = ["GossipReplica", "attach"]
 
-UNDER_WAY = (
-    "{name} was written while its exchange was under way, and not by a step of an optimizer given to attach(): call "
+IN_FLIGHT = (
+    "{name} was written while its exchange was in flight, and not by a step of an optimizer given to attach(): call "
     "replica.drain() before you write weights"
 )
 MOVED = (
@@ -85,7 +85,7 @@ class GossipReplica(AfterStepReplica):
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
         self._exposed_s = 0.0
         self._spans: list[Span] = []
-        self._heard: set[int] = set()
+        self._received_from: set[int] = set()
         self._live([*self._register_on_modules(), *self._hooks()], optimizers)
 
     def _restart_at_step(self, step: int) -> None:
@@ -136,41 +136,41 @@ class GossipReplica(AfterStepReplica):
 
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:
         """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others brought."""
-        while len(bucket.under_way) > allowed:
+        while len(bucket.in_flight) > allowed:
             self._refuse_writes_to(bucket)
             begin_s = perf_counter()
             with within_range(self._world.recorder, "wait", number=bucket.index):
-                span, heard = bucket.mix()
+                span, received_from = bucket.mix()
             self._note_writes_to(bucket)
             self._exposed_s += perf_counter() - begin_s
             if span is not None:
                 self._spans.append(span)
-                self._heard.update(heard)
+                self._received_from.update(received_from)
 
     @property
     def _knows_writers(self) -> bool:
         """True if all but optimizers that were given, and do not step now, may be taken for strangers."""
-        return bool(self._optimizers) and not are_under_way(self._optimizers)
+        return bool(self._optimizers) and not are_stepping(self._optimizers)
 
     def _refuse_writes(self) -> None:
         for bucket in self.buckets:
             self._refuse_writes_to(bucket)
 
     def _refuse_writes_to(self, bucket: WeightBucket) -> None:
-        if bucket.under_way and self._knows_writers and (name := bucket.watch.written(may_be_put_back=False)):
-            raise UsageError(UNDER_WAY.format(name=name))
+        if bucket.in_flight and self._knows_writers and (name := bucket.watch.written(may_be_put_back=False)):
+            raise UsageError(IN_FLIGHT.format(name=name))
 
     def _refuse_moved_weights(self) -> None:
         """Raise `UsageError` if weights were written after a pass, and no optimizer has stepped."""
         if self._stepped or not self._knows_writers:
             return
-        names = (bucket.watch.written(may_be_put_back=True) for bucket in self.buckets if not bucket.under_way)
+        names = (bucket.watch.written(may_be_put_back=True) for bucket in self.buckets if not bucket.in_flight)
         if name := next(filter(None, names), None):
             raise UsageError(MOVED.format(name=name))
 
     def _on_pass(self) -> None:
         for bucket in self.buckets if self._optimizers else ():
-            if not bucket.under_way:
+            if not bucket.in_flight:
                 bucket.watch.note()
 
     def _note_writes(self) -> None:
@@ -178,15 +178,15 @@ class GossipReplica(AfterStepReplica):
             self._note_writes_to(bucket)
 
     def _note_writes_to(self, bucket: WeightBucket) -> None:
-        if bucket.under_way and self._optimizers:
+        if bucket.in_flight and self._optimizers:
             bucket.watch.note()
 
     def _report(self) -> None:
         if self._spans:
-            spans, heard = tuple(self._spans), frozenset(self._heard)
-            self.last = StepReport(self._step - 1, self._exchange.members, self._exposed_s, spans, heard)
+            spans, received_from = tuple(self._spans), frozenset(self._received_from)
+            self.last = StepReport(self._step - 1, self._exchange.members, self._exposed_s, spans, received_from)
             self._stats = self._stats.plus(self.last)
-            self._spans, self._heard, self._exposed_s = [], set(), 0.0
+            self._spans, self._received_from, self._exposed_s = [], set(), 0.0
 
     def drain(self) -> None:
         """Wait for all exchanges in flight and mix what they brought; not collective."""
@@ -214,5 +214,5 @@ class GossipReplica(AfterStepReplica):
         """Remove all hooks, and drop exchanges that are in flight; not collective."""
         super().detach()
         for bucket in self.buckets:
-            bucket.under_way.clear()
+            bucket.in_flight.clear()
         self._exchange.release()

@@ -127,7 +127,7 @@ class GossipExchange(WorldBroadcaster):
             return 0
         membership.progress()
         _require_same_header(message, bucket)
-        message.share, message.heard = share, tuple(leg.peer for hop in program.hops for leg in hop.recvs)
+        message.share, message.received_from = share, tuple(leg.peer for hop in program.hops for leg in hop.recvs)
         return nbytes_sent
 
     def _program_of(self, step: int) -> Program:

@@ -80,11 +80,11 @@ class Progress:
     def _all(self, what: str) -> dict[int, str]:
         keys = {rank: f"{what}/{rank}" for rank in self._members()}
         limit_s = self._timeout_s + STORE_ANSWER_S
-        said = call_store(lambda: {rank: self._store.get(key) for rank, key in keys.items()}, limit_s, self._rank)
-        return {rank: parse(keys[rank], word, _word) for rank, word in said.items()}
+        data = call_store(lambda: {rank: self._store.get(key) for rank, key in keys.items()}, limit_s, self._rank)
+        return {rank: parse(keys[rank], word, _word) for rank, word in data.items()}
 
 
-def _word(said: bytes) -> str:
-    word = said.decode()
+def _word(data: bytes) -> str:
+    word = data.decode()
     require(word == RUNNING or int(word) >= 0)
     return word

@@ -208,13 +208,13 @@ def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Map
 def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
     """Yield `tensors` in order, in lists that end when they reach `nbytes`."""
     batch: list[Tensor] = []
-    room = nbytes
+    left = nbytes
     for tensor in tensors:
         batch.append(tensor)
-        room -= tensor.nbytes
-        if room <= 0:
+        left -= tensor.nbytes
+        if left <= 0:
             yield batch
-            batch, room = [], nbytes
+            batch, left = [], nbytes
     if batch:
         yield batch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of all optimizers of this process: which are under way, and calls before each of them."""
+"""The steps of all optimizers of this process: which are in flight, and calls before each of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["are_under_way", "before_each_step", "parameters_of", "wrapped_as"]
+__all__ = ["are_stepping", "before_each_step", "parameters_of", "wrapped_as"]
 
 
 class _Thread(local):
     """What one thread runs."""
 
     def __init__(self) -> None:
-        self.under_way: list[Optimizer] = []
+        self.running: list[Optimizer] = []
         """Steps that have begun and not ended, the outermost first."""
 
 
@@ -39,9 +39,9 @@ def before_each_step(call: Callable[[Optimizer], None]) -> RemovableHandle:
     return handle
 
 
-def are_under_way(optimizers: Iterable[Optimizer]) -> bool:
+def are_stepping(optimizers: Iterable[Optimizer]) -> bool:
     """Return True if this thread is within a step of one of `optimizers`."""
-    return any(each is running for running in _thread.under_way for each in optimizers)
+    return any(each is running for running in _thread.running for each in optimizers)
 
 
 @cache
@@ -60,7 +60,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
             call(optimizer)
         else:
             _calls.pop(number, None)
-    _thread.under_way.append(optimizer)
+    _thread.running.append(optimizer)
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
@@ -70,9 +70,9 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 
 def _leave(optimizer: Optimizer) -> None:
     """Note that a step has ended, and all that began within it."""
-    for place, running in enumerate(_thread.under_way):
+    for place, running in enumerate(_thread.running):
         if running is optimizer:
-            del _thread.under_way[place:]
+            del _thread.running[place:]
             return
 
 

@@ -28,7 +28,7 @@ from commrt.training.admission import ParameterList
 from commrt.training.broadcast_state import Broadcaster, gather_values, mean, overwrite_buffers, overwrite_model
 from commrt.training.hooks import keep_alive, let_go
 from commrt.training.model_state import Stateful, fingerprint
-from commrt.training.optimizer_steps import are_under_way, before_each_step, parameters_of, wrapped_as
+from commrt.training.optimizer_steps import are_stepping, before_each_step, parameters_of, wrapped_as
 
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 
@@ -74,12 +74,12 @@ class Replica(ABC):
         if any(optimizer is each for each in self._given):
             self._parameters.require_unchanged()
             self._require_averaged([param for param in parameters_of(optimizer) if param.grad is not None])
-            if not are_under_way(self._given):
+            if not are_stepping(self._given):
                 self._refuse_writes()
         else:
             names = self._parameters.names()
             ours = [param for param in parameters_of(optimizer) if id(param) in names and param.grad is not None]
-            if ours and not are_under_way(self._given):
+            if ours and not are_stepping(self._given):
                 self._require_averaged(ours)
                 self._refuse_stranger(optimizer, names[id(ours[0])])
 
@@ -139,7 +139,7 @@ class Replica(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for all exchanges that are under way, and use their results. Collective with `LocalSGD` only.
+        """Wait for all exchanges that are in flight, and use their results. Collective with `LocalSGD` only.
 
         Call it before you save or look at weights.
         """
@@ -282,7 +282,7 @@ class StepReport:
     processor to run the communication thread."""
     spans: tuple[Span, ...]
     """The communication thread's work, bucket by bucket."""
-    heard: frozenset[int] = frozenset()
+    received_from: frozenset[int] = frozenset()
     """Gossip: the ranks whose values were mixed in."""
     counted: bool = True
     """True if this rank's gradient was used; with backup workers it may have come too late."""
@@ -318,7 +318,7 @@ class Stats:
     comm_s: float = 0.0
     exposed_s: float = 0.0
     nbytes_sent: int = 0
-    heard: frozenset[int] = frozenset()
+    received_from: frozenset[int] = frozenset()
     counted: int = 0
     """Steps in which this rank's gradient was used."""
     late_s: float = 0.0
@@ -335,7 +335,7 @@ class Stats:
             self.comm_s + report.comm_s,
             self.exposed_s + report.exposed_s,
             self.nbytes_sent + report.nbytes_sent,
-            self.heard | report.heard,
+            self.received_from | report.received_from,
             self.counted + report.counted,
             self.late_s + report.late_s,
             self.dropped + len(report.dropped),

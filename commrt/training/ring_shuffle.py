@@ -155,7 +155,7 @@ class _Memory:
     received: FlatBuffer
     parts: list[Tensor]
     """What was received, as tensors."""
-    room: int
+    memory_epoch: int
     """See `Elastic.memory_epoch`."""
     exchange: Exchange | None = None
 
@@ -184,10 +184,10 @@ class _RingExchange:
 
     def _memory_for(self, batch: Sequence[Tensor]) -> _Memory:
         """Return memory for `batch`: not memory that a rank of an earlier generation may still read."""
-        memory, room = self._memory.get(len(batch[0])), self._world.membership.memory_epoch
-        if memory is None or memory.room != room:
+        memory, memory_epoch = self._memory.get(len(batch[0])), self._world.membership.memory_epoch
+        if memory is None or memory.memory_epoch != memory_epoch:
             sent, received = (FlatBuffer(batch, self._world.transport.allocate) for _ in range(2))
-            memory = _Memory(sent, received, [torch.empty_like(part) for part in batch], room)
+            memory = _Memory(sent, received, [torch.empty_like(part) for part in batch], memory_epoch)
             self._memory[len(batch[0])] = memory
         return memory
 

@@ -207,7 +207,7 @@ class SynchronousReplica(Replica):
             before = self._engine.residuals()
             self._engine.replace_buckets(())  # the new ones take their memory
             self._engine.replace_buckets(self._build_buckets(self._params))
-            self._engine.owe(before)
+            self._engine.restore_residuals(before)
             self._engine.submit_preparation(self._step).result()
             self._order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
 
@@ -266,7 +266,7 @@ class SynchronousReplica(Replica):
         super().load_state_dict(state)
         if self._engine.quantizer is not None:
             self._restore_order(state.get("order"))
-            self._engine.owe(residuals)
+            self._engine.restore_residuals(residuals)
             self._engine.quantizer.resume(state.get("norm"))
 
     def _restore_order(self, names: Sequence[str] | None) -> None:
@@ -277,7 +277,7 @@ class SynchronousReplica(Replica):
             self._reorder(order)
 
     def drain(self) -> None:
-        """Do nothing: between steps no exchange is under way."""
+        """Do nothing: between steps no exchange is in flight."""
 
     def consolidate(self) -> None:
         """Make all replicas equal; averaged ones are equal already, but for buffers. See `Replica.consolidate`."""

@@ -125,8 +125,8 @@ def _call(rank: int, peer: int, name: str, password: bytes) -> socket.socket:
     return end
 
 
-def _parse_call(said: bytes) -> tuple[str, bytes]:
-    name, password = parse_list(said, 2)
+def _parse_call(data: bytes) -> tuple[str, bytes]:
+    name, password = parse_list(data, 2)
     require(len(name) == 2 * PASSWORD_NBYTES and bytes.fromhex(name))
     return name, bytes.fromhex(password)
 
@@ -161,11 +161,11 @@ def _callers(
 def _identify(end: socket.socket, password: bytes) -> int | None:
     """Return the rank of a caller that knows the password."""
     try:
-        said = end.recv(RANK.size + len(password))
+        data = end.recv(RANK.size + len(password))
     except OSError:
         return None
-    known = secrets.compare_digest(said[RANK.size :], password)
-    return int(RANK.unpack_from(said)[0]) if known else None
+    known = secrets.compare_digest(data[RANK.size :], password)
+    return int(RANK.unpack_from(data)[0]) if known else None
 
 
 def _socket() -> socket.socket:

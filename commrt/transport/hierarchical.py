@@ -75,7 +75,7 @@ class HierarchicalTransport:
         def run(tag: Tag) -> EndLoan | None:
             finish_remote = start_remote(tag)
             try:
-                end_loan = run_local(tag)
+                return_borrowed = run_local(tag)
             except BaseException as error:
                 try:
                     if isinstance(error, DeadlineExceeded):
@@ -85,7 +85,7 @@ class HierarchicalTransport:
                     self._remote.abort()  # or transfers could still write to memory that the caller frees
                 raise
             finish_remote()
-            return end_loan
+            return return_borrowed
 
         return run
 

@@ -203,8 +203,8 @@ def _gpu(device: torch.device) -> str | None:
     return f"{nccl_variable('HOSTID') or ''} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _parse_info(said: bytes) -> _RankInfo:
-    nccl, gpu, unique_id = parse_list(said, 3)
+def _parse_info(data: bytes) -> _RankInfo:
+    nccl, gpu, unique_id = parse_list(data, 3)
     require(isinstance(gpu, str | None) and bytes.fromhex(unique_id) is not None)
     return _RankInfo(parse_int(nccl), gpu, unique_id)
 
@@ -282,9 +282,9 @@ class ShutdownNotices:
 
     def announce(self, counts: Mapping[int, int] | None) -> None:
         """Tell the others that this rank shuts down; `counts` is None if it gives up. Waits for 2 s at most."""
-        said = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
+        data = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
         with suppress(RuntimeError, TransportError):  # the store is gone, and the other ranks with it
-            call_store(lambda: self._store.set(f"left/{self._rank}", said), STORE_ANSWER_S)
+            call_store(lambda: self._store.set(f"left/{self._rank}", data), STORE_ANSWER_S)
 
     def known(self, peers: Collection[int]) -> dict[int, Counts]:
         """Return the notices of `peers` that have been read so far. Never waits: another thread reads the store."""
@@ -303,10 +303,10 @@ class ShutdownNotices:
         return {peer: _parse_counts(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
 
 
-def _parse_counts(said: bytes) -> Counts:
-    if json.loads(said) is None:
+def _parse_counts(data: bytes) -> Counts:
+    if json.loads(data) is None:
         return None
-    return {int(peer): parse_int(count) for peer, count in parse_dict(said).items()}
+    return {int(peer): parse_int(count) for peer, count in parse_dict(data).items()}
 
 
 class Graphs:

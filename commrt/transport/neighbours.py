@@ -236,19 +236,19 @@ def _nonce_of(page: Any) -> Tensor:
     return from_dlpack(page)[-8:].view(torch.int64)
 
 
-def _parse_page(said: bytes) -> _Page:
-    host, handle, nonce = parse_list(said, 3)
+def _parse_page(data: bytes) -> _Page:
+    host, handle, nonce = parse_list(data, 3)
     require(isinstance(host, str) and bytes.fromhex(handle) is not None)
     return _Page(host, handle, parse_int(nonce))
 
 
-def _parse_verdict(said: bytes) -> str:
-    verdict = json.loads(said)
+def _parse_verdict(data: bytes) -> str:
+    verdict = json.loads(data)
     require(isinstance(verdict, str))
     return str(verdict)
 
 
-def _parse_places(said: bytes) -> list[_Place]:
-    places = [_Place(handle, *map(parse_int, numbers)) for handle, *numbers in parse_list(said)]
+def _parse_places(data: bytes) -> list[_Place]:
+    places = [_Place(handle, *map(parse_int, numbers)) for handle, *numbers in parse_list(data)]
     require(all(bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes for each in places))
     return places

@@ -79,7 +79,7 @@ class P2PGroup:
     hop: int = 0
     """Number of the hop in the schedule, for errors."""
     reads: bool = False
-    """True if the caller only reads what it receives: until it ends the loan, a receive may be the sender's memory."""
+    """True if the caller only reads what it receives, which may be borrowed from the sender until it is returned."""
 
     @property
     def peers(self) -> set[int]:

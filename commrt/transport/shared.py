@@ -66,26 +66,26 @@ class _PeerExchange:
     """Segments that hold `sends`."""
     targets: Sequence[Tensor]
     """Memory of the receives."""
-    homes: Sequence[Tensor] | None
-    """[receives] the same memory, if a receive may be the peer's memory until `end_loan`; None if it may not."""
+    originals: Sequence[Tensor] | None
+    """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`; None if it may not."""
     received: int = 0
     """Number of receives of the running group that are complete."""
     call: int = 0
     """The number of the call that runs the group."""
     lent: bool = False
-    """True from `begin` to `end_loan` if receives may be the peer's memory. The peer reads our sends as long."""
+    """True from `begin` to `return_borrowed` if receives may be the peer's memory. The peer reads our sends as long."""
     borrowed: int = 0
     """Number of receives that are."""
 
     @property
     def finished(self) -> bool:
-        """Return True if all sends and receives are complete; during a loan, if all receives can be read."""
+        """Return True if all sends and receives are complete; during a borrowing, if all receives can be read."""
         sent = self.lent or not (self.channel.untaken or self.channel.full)
         return sent and self.received == len(self.targets)
 
     def begin(self, call: int) -> None:
         """Make all offers, and send all small messages."""
-        self.received, self.call, self.lent = 0, call, self.homes is not None
+        self.received, self.call, self.lent = 0, call, self.originals is not None
         self.channel.announce(self.segments)
         self.channel.post(self.posts, len(self.sends), call)
 
@@ -115,11 +115,11 @@ class _PeerExchange:
             self.channel.acknowledge(copied)
         return is_open
 
-    def end_loan(self) -> None:
+    def return_borrowed(self) -> None:
         """Tell the peer that its memory was read, and let go of it."""
         if self.borrowed:
-            for target, home in zip(self.targets, self.homes or (), strict=True):
-                point(target, home)
+            for target, original in zip(self.targets, self.originals or (), strict=True):
+                point(target, original)
             self.channel.acknowledge(self.borrowed)
         self.lent, self.borrowed = False, 0
 
@@ -202,7 +202,7 @@ class SharedTransport:
             if not exchanges:
                 return None
             self._run(exchanges, where, tag.call)
-            return partial(self._end_loans, exchanges, where) if group.reads else None
+            return partial(self._return_borrowed, exchanges, where) if group.reads else None
 
         return run
 
@@ -233,8 +233,8 @@ class SharedTransport:
             in_order = iter(offers)
             sends = [next(in_order) if data.nbytes > SMALL_NBYTES else _bytes_of(data) for data in mine]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
-            homes = [target.detach() for target in targets] if group.reads else None
-            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets, homes)
+            originals = [target.detach() for target in targets] if group.reads else None
+            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets, originals)
 
     def _require_open(self, place: Place) -> None:
         if self._closed:
@@ -255,10 +255,10 @@ class SharedTransport:
             self._failure = failure
             raise
 
-    def _end_loans(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
+    def _return_borrowed(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
         try:
             for exchange in exchanges:
-                exchange.end_loan()
+                exchange.return_borrowed()
             self._complete(exchanges, where)
         except TransportError as failure:
             self._failure = failure

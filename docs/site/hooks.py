@@ -74,8 +74,8 @@ def _row(parameter: Parameter, hint: Any) -> str:
     offered = [str(one.value) for each in kinds if issubclass(each, Enum) for one in each]
     told = (info.help or "").replace("|", "\\|") + (f" One of {', '.join(offered)}." if offered else "")
     default = info.show_default if isinstance(info.show_default, str) else parameter.default
-    is_told = not any(default is nothing for nothing in (None, False, Parameter.empty))
-    shown = str(getattr(default, "value", default)) if is_told else ""
+    _is_observed = not any(default is nothing for nothing in (None, False, Parameter.empty))
+    shown = str(getattr(default, "value", default)) if _is_observed else ""
     return f"| `{_name(parameter, info)}` | {shown} | {told} |"
 
 

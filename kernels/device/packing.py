@@ -59,8 +59,8 @@ class TritonPacking:
             self._kernel(variants.unpack, align, **PLAIN)
 
     @property
-    def disputed(self) -> bool:
-        """See `Packing.disputed`: read from pinned memory that the kernel writes, without waiting."""
+    def mismatched(self) -> bool:
+        """See `Packing.mismatched`: read from pinned memory that the kernel writes, without waiting."""
         return bool(self._seen[0])
 
     def findings(self) -> Findings:

@@ -94,9 +94,9 @@ def store_header(wire, header, tensor, first, address):
 
 
 @triton.jit
-def dispute(disputed, wire, header):
-    """Set `disputed` if what is not 0 in the wire's header is not what is set in `header`; by the first tile of all."""
+def note_mismatch(mismatch, wire, header):
+    """Set `mismatch` if what is not 0 in the wire's header is not what is set in `header`; by the first tile of all."""
     if tl.program_id(0) == 0:
         bit = tl.arange(0, HEADER)
         there = tl.load(wire + bit).to(tl.float32) != 0.0
-        tl.store(disputed + bit * 0, 1, mask=there != is_set(header, bit))
+        tl.store(mismatch + bit * 0, 1, mask=there != is_set(header, bit))

@@ -6,7 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.device.tiles import dispute, lanes, on_wire, pointer, square_sums, store_sums, tile_of, whole_of
+from commrt.kernels.device.tiles import (
+    lanes,
+    note_mismatch,
+    on_wire,
+    pointer,
+    square_sums,
+    store_sums,
+    tile_of,
+    whole_of,
+)
 
 
 @triton.jit
@@ -18,7 +27,7 @@ def unpack_kernel(
     places,
     wire,
     header,
-    disputed,
+    mismatch,
     scale,
     sums,
     DTYPE: tl.constexpr,
@@ -64,7 +73,7 @@ def unpack_kernel(
             total += tl.where(tl.arange(0, WARPS * 32) == 0, tl.sum(tail * tail), 0.0)
     if SUMS:
         store_sums(sums, total, WARPS)
-    dispute(disputed, wire, tl.load(header) if HELD else header)
+    note_mismatch(mismatch, wire, tl.load(header) if HELD else header)
 
 
 @triton.jit

@@ -16,18 +16,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
 
-from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
 from commrt.kernels.device.meet import meet_kernel
 from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
+from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
 from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.tables import WIDEST_NBYTES
 from commrt.quantizer import STOCHASTIC, Quantizer
 
-__all__ = ["Variant", "add_codes", "compiled", "decode", "encode", "meet", "mix", "norm", "pack", "reduce", "unpack"]
+__all__ = [
+    "Variant",
+    "add_quantized",
+    "compiled",
+    "dequantize",
+    "meet",
+    "mix",
+    "norm",
+    "pack",
+    "quantize",
+    "reduce",
+    "unpack",
+]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -95,7 +107,7 @@ def unpack(
         | {
             "wire": POINTERS[wire],
             "header": HEADER_TYPES[held],
-            "disputed": "*i32",
+            "mismatch": "*i32",
             "scale": "*fp32",
             "sums": "*fp32",
         }
@@ -121,31 +133,33 @@ def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     return _variant(reduce_kernel, types, constants, sizes.warps)
 
 
-def encode(coding: Quantizer, *, feedback: bool) -> Variant:
+def quantize(quantizer: Quantizer, *, feedback: bool) -> Variant:
     """Return the variant that codes fp32 values; without `feedback`, `residual` may be any address."""
     types = {"values": "*fp32", "residual": "*fp32", "codes": "*u8", "numel": "i64", "key": "u64"}
-    constants = _codes(coding) | {"FEEDBACK": feedback, "STOCHASTIC": coding.rounding == STOCHASTIC}
-    return _variant(encode_kernel, types, constants, _warps(coding))
+    constants = _codes(quantizer) | {"FEEDBACK": feedback, "STOCHASTIC": quantizer.rounding == STOCHASTIC}
+    return _variant(quantize_kernel, types, constants, _warps(quantizer))
 
 
-def decode(coding: Quantizer) -> Variant:
-    """Return the variant that decodes to fp32 values."""
-    return _variant(decode_kernel, {"codes": "*u8", "values": "*fp32", "numel": "i64"}, _codes(coding), _warps(coding))
+def dequantize(quantizer: Quantizer) -> Variant:
+    """Return the variant that dequantizes to fp32 values."""
+    return _variant(
+        dequantize_kernel, {"codes": "*u8", "values": "*fp32", "numel": "i64"}, _codes(quantizer), _warps(quantizer)
+    )
 
 
-def add_codes(coding: Quantizer) -> Variant:
+def add_quantized(quantizer: Quantizer) -> Variant:
     """Return the variant that adds what any number of received buffers of codes stand for."""
     types = {"values": "*fp32", "received": "*u8", "stride": "i64", "rows": "i32", "numel": "i64"}
-    return _variant(add_codes_kernel, types, _codes(coding), _warps(coding))
+    return _variant(add_quantized_kernel, types, _codes(quantizer), _warps(quantizer))
 
 
-def _codes(coding: Quantizer) -> dict[str, Any]:
-    return {"BLOCK": coding.block, "BITS": coding.bits, "IS_FLOAT": coding.is_float}
+def _codes(quantizer: Quantizer) -> dict[str, Any]:
+    return {"BLOCK": quantizer.block, "BITS": quantizer.bits, "IS_FLOAT": quantizer.is_float}
 
 
-def _warps(coding: Quantizer) -> int:
+def _warps(quantizer: Quantizer) -> int:
     """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has 32 values."""
-    return max(1, coding.block // 128)
+    return max(1, quantizer.block // 128)
 
 
 def meet(peers: int) -> Variant:

@@ -43,7 +43,7 @@ def export(
     """Write a trace of a schedule for each rank. The cluster says how long adding takes, and how ranks fill nodes."""
     ExchangeOptions(ranks, cluster, nbytes).check_numbers()
     described = Cluster.named(cluster or CLUSTER)
-    described.require_room(ranks)
+    described.require_capacity(ranks)
     chosen = choose(algorithm, ShapeOptions(grid, both_ways, topology, within, rings), described)
     found = traces(chosen.schedule(0, ranks), round(nbytes), described)
     folder = prepare_folder("--out", out, "traces")

@@ -17,7 +17,7 @@ from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
+from commrt.pricing.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
@@ -92,7 +92,7 @@ def price_fsdp(
 
 
 def _checked(options: ExchangeOptions) -> tuple[Workload, Cluster]:
-    if options.wire in CODINGS:
+    if options.wire in QUANTIZERS:
         raise UsageError(f"--wire {options.wire}: codes would round the parameters; give fp32, bf16 or fp16")
     options.check()
     if options.ranks > MOST_RANKS:
@@ -100,7 +100,7 @@ def _checked(options: ExchangeOptions) -> tuple[Workload, Cluster]:
             f"--ranks {options.ranks}: FSDP is priced up to {MOST_RANKS:,} ranks, which takes half a minute"
         )
     cluster = Cluster.named(options.cluster or CLUSTER)
-    cluster.require_room(options.ranks)
+    cluster.require_capacity(options.ranks)
     return workload_of(str(options.model)), cluster
 
 

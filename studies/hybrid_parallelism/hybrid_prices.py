@@ -230,7 +230,7 @@ class _Exchanges:
     """The prices of exchanges within all groups at once, and between them; each is computed once."""
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
-        cluster.require_room(ranks)
+        cluster.require_capacity(ranks)
         self._cluster, self._ranks = cluster, ranks
         self._pricings: dict[tuple[str, int], list[Pricing]] = {}
         self._known: dict[tuple[str, int, float], float] = {}

@@ -18,7 +18,7 @@ from rich.table import Table
 from commrt.algorithms import summa
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import CODINGS, ITEMS, wire_nbytes
+from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.proof import matrix_products
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
@@ -63,7 +63,7 @@ def price_layers(
     """Prove and price the schedules of each layout and size, on each grid that divides the layer."""
     _require_possible(wire.value, ranks, tflops)
     described = Cluster.named(cluster or CLUSTER)
-    described.require_room(ranks)
+    described.require_capacity(ranks)
     sizes, itemsize = [_size(text) for text in size or SIZES], int(wire_nbytes(1, ITEMS[wire.value]))
     costs = {each: layer_costs(described, ranks, each, itemsize) for each in sizes}
     for cost in {(cost.layout, cost.by): cost for found in costs.values() for cost in found}.values():
@@ -79,7 +79,7 @@ def price_layers(
 
 
 def _require_possible(wire: str, ranks: int, tflops: float | None) -> None:
-    if wire in CODINGS:
+    if wire in QUANTIZERS:
         raise UsageError(f"--wire {wire}: activations travel as numbers; give fp32, bf16 or fp16")
     if not 2 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks {ranks}: a layer is split over 2 to {MOST_RANKS} ranks")

@@ -19,7 +19,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
-from commrt.pricing.wires import CODINGS, ITEMS, wire_nbytes
+from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
@@ -164,7 +164,7 @@ class Prices:
 
     def _step(self, curve: Curve, ranks: int) -> tuple[str, float]:
         """Return what exchanges, and the time of a step."""
-        self.cluster.require_room(ranks)
+        self.cluster.require_capacity(ranks)
         if ranks == 1:
             return ALONE, self.compute_s
         wire = self._wire(curve)
@@ -191,9 +191,9 @@ class Prices:
         if given.period is None:
             raise UsageError(f"curves of {curve.method} do not say a period: record them again with train --curve")
         local, nbytes = given.algorithm(wire), wire_nbytes(self.workload.numel, ITEMS[wire])
-        coded = wire if wire in CODINGS else None
-        best = exchange_plans(self.cluster, ranks, nbytes / local.fragments, coded)[0]
-        pricing = Pricing(best.algorithm.schedule(0, ranks), self.cluster, CODINGS.get(wire))
+        quantized = wire if wire in QUANTIZERS else None
+        best = exchange_plans(self.cluster, ranks, nbytes / local.fragments, quantized)[0]
+        pricing = Pricing(best.algorithm.schedule(0, ranks), self.cluster, QUANTIZERS.get(wire))
         steps = LocalSteps.priced(pricing, nbytes, self.compute_s, local.period, local.fragments)
         return best.name, steps.step_s(local.delay)
 

@@ -177,7 +177,7 @@ def forking(tell):
 
 
 def left_open():
-    """Rank 1 gets a Ctrl-C in a collective, with another one under way; rank 0 ends with a code of its own."""
+    """Rank 1 gets a Ctrl-C in a collective, with another one in flight; rank 0 ends with a code of its own."""
     rank, _ = begin(300)
     first, second = used_groups()
     if rank == LATE:

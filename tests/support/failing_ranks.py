@@ -159,7 +159,7 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
 
 
 def killed_in_local_sgd(tell, algorithm, victim, where):
-    """The victim dies in step STRIKE: in its backward pass, or while its weights are under way."""
+    """The victim dies in step STRIKE: in its backward pass, or while its weights are in flight."""
     model = model_of()
     replica, optimizer, world = joined(algorithm, 20, model)
 

@@ -72,14 +72,14 @@ def simulated(algorithm, ranks, steps=STEPS):
     """The same in one process: local steps, then messages, each applied when it is as late as it may be."""
     models = [model_of() for _ in range(ranks)]
     optimizers = [optimizer_of(model) for model in models]
-    under_way = []
+    in_flight = []
     for step in range(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             local_step(model, optimizer, step, rank)
-        under_way.append((sources(algorithm, step, ranks), [params(model) for model in models]))
-        if len(under_way) > algorithm.staleness:
-            mixed(models, algorithm.share, *under_way.pop(0))
-    for message in under_way:
+        in_flight.append((sources(algorithm, step, ranks), [params(model) for model in models]))
+        if len(in_flight) > algorithm.staleness:
+            mixed(models, algorithm.share, *in_flight.pop(0))
+    for message in in_flight:
         mixed(models, algorithm.share, *message)
     return [params(model) for model in models]
 

@@ -36,7 +36,7 @@ BUGS = {
     "unpack: accumulation forgotten in the tail": ("unpack", "            tail += tl.load(target + left, mask=there, other=0.0).to(tl.float32)\n", "            pass\n"),
     "unpack: absent tensor written": ("unpack", "tl.where(address != 0, count, 0)", "count"),
     "unpack: scale forgotten": ("unpack", "        values *= _factor(scale, count, SUMS)\n", "        pass\n"),
-    "unpack: header not looked at": ("unpack", "    dispute(disputed, wire, tl.load(header) if HELD else header)\n", ""),
+    "unpack: header not looked at": ("unpack", "    note_mismatch(mismatch, wire, tl.load(header) if HELD else header)\n", ""),
     "unpack: sums twice": ("unpack", "total = square_sums(values, VECTOR, WARPS)", "total = 2 * square_sums(values, VECTOR, WARPS)"),
     "mix: absent tensor mixed": ("mix", "tl.where(address != 0, count, 0)", "count"),
     "mix: sent and received swapped": ("mix", "(came - went)", "(went - came)"),

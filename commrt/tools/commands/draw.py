@@ -12,7 +12,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import CODINGS, ITEMS
+from commrt.pricing.wires import ITEMS, QUANTIZERS
 from commrt.schedule import Algorithm
 from commrt.tools.commands.options import CLUSTER, ExchangeOptions, ShapeOptions, compute_of, workload_of
 from commrt.tools.commands.simulate import ExchangeEstimate
@@ -89,7 +89,7 @@ def _scaling(options: ExchangeOptions) -> Figure:
     efficiencies = {}
     left_out = {DIRECT} if cluster.between.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
-    for name in [DIRECT] if options.wire in CODINGS else plain:
+    for name in [DIRECT] if options.wire in QUANTIZERS else plain:
         scaled = [replace(options, ranks=ranks) for ranks in counts]
         algorithm = choose(name, ShapeOptions(), cluster)
         exchange_s = [ExchangeEstimate(algorithm, each, cluster).price().seconds for each in scaled]

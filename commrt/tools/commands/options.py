@@ -18,7 +18,7 @@ from commrt.algorithms.local import LocalSGD
 from commrt.algorithms.outer import Nesterov
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, wire_nbytes
+from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = [
@@ -87,7 +87,8 @@ ClusterName = Annotated[
     str | None, option(metavar="NAME|FILE", show_default="abci", help="A cluster that commrt ships, or a TOML file.")
 ]
 Nbytes = Annotated[
-    float | None, option(min=0, help="Bytes that each rank contributes; before they are coded, if --wire names codes.")
+    float | None,
+    option(min=0, help="Bytes that each rank contributes; before they are quantized, if --wire names codes."),
 ]
 Model = Annotated[
     str | None,
@@ -211,10 +212,10 @@ class ExchangeOptions:
 
     @property
     def wire_nbytes(self) -> float:
-        """Return the bytes that --nbytes has on the wire: fewer if they are coded."""
-        coding = CODINGS.get(self.wire)
+        """Return the bytes that --nbytes has on the wire: fewer if they are quantized."""
+        quantizer = QUANTIZERS.get(self.wire)
         nbytes = self.nbytes or 0.0
-        return nbytes if coding is None else wire_nbytes(ceil(nbytes / GRADIENT_NBYTES), coding)
+        return nbytes if quantizer is None else wire_nbytes(ceil(nbytes / GRADIENT_NBYTES), quantizer)
 
     def check(self) -> None:
         """Raise `UsageError` for options that do not fit together."""
@@ -297,7 +298,7 @@ class LocalOptions(NamedTuple):
     def algorithm(self, wire: str = "fp32") -> LocalSGD:
         """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
         values = self._asdict() | {"outer": None if self.outer is None else _outer(self.outer)}
-        values |= {"inner": Direct()} if wire in CODINGS else {}
+        values |= {"inner": Direct()} if wire in QUANTIZERS else {}
         return LocalSGD(**{name: value for name, value in values.items() if value is not None})
 
 

@@ -21,12 +21,12 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing, all_reduce_bound_s
-from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, require_carried
+from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, require_carried
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, workload_of
-from commrt.tools.commands.simulate import coding_sentence, estimate_backups
+from commrt.tools.commands.simulate import estimate_backups, quantizer_sentence
 from commrt.tools.planning.local_steps import LocalSteps, hiding_period
 from commrt.tools.planning.planner import BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
@@ -95,12 +95,12 @@ def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings:
 def _plans(
     options: ExchangeOptions, cluster: Cluster, wires: Sequence[str], waitings: Sequence[BackupCost]
 ) -> list[Plan]:
-    cluster.require_room(options.ranks)
+    cluster.require_capacity(options.ranks)
     for backups, wire in product({cost.backups for cost in waitings} - {0}, wires):
         require_carried(BackupWorkers(backups, Direct()), options.ranks, wire)
     if options.model is None:
-        coded = options.wire if options.wire in CODINGS else None
-        return exchange_plans(cluster, options.ranks, options.wire_nbytes, coded)
+        quantized = options.wire if options.wire in QUANTIZERS else None
+        return exchange_plans(cluster, options.ranks, options.wire_nbytes, quantized)
     workload = workload_of(options.model)
     compute_s, _ = compute_of(options, workload, cluster)
     if waitings:
@@ -141,7 +141,7 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     alike = [plan for plan in plans[1:] if (plan.wire, plan.backups) == (best.wire, best.backups)]
     others = [plan for plan in alike if plan.algorithm != best.algorithm]
     if not others:
-        what = f"no other schedule carries {best.wire}" if best.wire in CODINGS else "nothing else was found"
+        what = f"no other schedule carries {best.wire}" if best.wire in QUANTIZERS else "nothing else was found"
         return f"{best.name}: {what} for {cluster.name}"
     other = next((plan for plan in others if isinstance(plan.algorithm, Ring | Rings)), others[0])
     sides = gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
@@ -161,15 +161,15 @@ def gains(seconds: float, latency_s: float, digits: int) -> str:
 
 
 def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterator[str]:
-    """Yield what a wire of codes gains over fp32, and what coding takes."""
-    if best.wire not in CODINGS:
+    """Yield what a quantized wire gains over fp32, and what quantizing takes."""
+    if best.wire not in QUANTIZERS:
         return
     nbytes = options.nbytes if options.model is None else workload_of(options.model).numel * GRADIENT_NBYTES
     plain = exchange_plans(cluster, options.ranks, float(nbytes or 0.0))[0]
     ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
     yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
     schedule = best.algorithm.schedule(0, options.ranks - best.backups)
-    yield coding_sentence(2 * Pricing(schedule, cluster, CODINGS[best.wire]).code_s(best.nbytes), cluster)
+    yield quantizer_sentence(2 * Pricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
@@ -177,7 +177,7 @@ def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, 
     """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
     if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
         return None
-    pricing = Pricing(best.algorithm.schedule(0, options.ranks), cluster, CODINGS.get(best.wire or ""))
+    pricing = Pricing(best.algorithm.schedule(0, options.ranks), cluster, QUANTIZERS.get(best.wire or ""))
     shortest, longest = LOCAL_PERIODS
     steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
     if steps is None or steps.hiding_delay is None:
@@ -194,7 +194,7 @@ def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, 
 
 def _python_wire(name: str | None) -> str | None:
     """Return a wire as Python code; None for that of the weights."""
-    if name is not None and name in CODINGS:
+    if name is not None and name in QUANTIZERS:
         return f"commrt.quantization.{name.capitalize()}()"
     return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(name or "")
 

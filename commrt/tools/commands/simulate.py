@@ -18,7 +18,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.pricing.wires import CODINGS, ITEMS, require_carried, wire_nbytes
+from commrt.pricing.wires import ITEMS, QUANTIZERS, require_carried, wire_nbytes
 from commrt.schedule import Algorithm
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import CLUSTER, JITTER_STEPS, BackupOptions, ExchangeOptions, compute_of, workload_of
@@ -43,8 +43,8 @@ from commrt.tools.planning.workload import FORWARD, Workload
 __all__ = [
     "BackupEstimate",
     "ExchangeEstimate",
-    "coding_sentence",
     "estimate_backups",
+    "quantizer_sentence",
     "run",
     "run_backups",
 ]
@@ -61,10 +61,10 @@ class ExchangeEstimate:
     @cached_property
     def pricing(self) -> Pricing:
         """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry the wire's codes."""
-        self.cluster.require_room(self.options.ranks)
+        self.cluster.require_capacity(self.options.ranks)
         require_carried(self.algorithm, self.options.ranks, self.options.wire)
         schedule = self.algorithm.schedule(0, self.options.ranks)
-        return Pricing(schedule, self.cluster, CODINGS.get(self.options.wire))
+        return Pricing(schedule, self.cluster, QUANTIZERS.get(self.options.wire))
 
     @cached_property
     def workload(self) -> Workload | None:
@@ -102,7 +102,7 @@ class ExchangeEstimate:
             "of_optimal": price.seconds / bound_s if bound_s else None,
             "steps": price.steps,
         }
-        if self.pricing.coding is not None:
+        if self.pricing.quantizer is not None:
             known |= {"wire": self.options.wire, "coding_seconds": 2 * self.pricing.code_s(self.nbytes)}
         return known if self.workload is None else known | self._step_record(self.workload, price.seconds)
 
@@ -164,16 +164,16 @@ def run(algorithm: Algorithm, options: ExchangeOptions, as_json: bool) -> None:
         f"{1e3 * record['lower_bound_seconds']:.3f} ms{optimal})"
     )
     if "coding_seconds" in record:
-        print(coding_sentence(record["coding_seconds"], cluster))
+        print(quantizer_sentence(record["coding_seconds"], cluster))
     if "exchanges" in record:
         _show_steps(record)
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
 
-def coding_sentence(seconds: float, cluster: Cluster) -> str:
+def quantizer_sentence(seconds: float, cluster: Cluster) -> str:
     """Return what of the price is for turning values into codes and back."""
     if cluster.code_gbytes_per_s is None:
-        return f"coding is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt probe measures it"
+        return f"quantizing is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt probe measures it"
     return f"{1e3 * seconds:.3f} ms of it is for turning values into codes and back"
 
 

@@ -14,7 +14,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.wires import ITEMS
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import CLUSTER, ExchangeOptions, LocalOptions, compute_of
-from commrt.tools.commands.simulate import ExchangeEstimate, coding_sentence
+from commrt.tools.commands.simulate import ExchangeEstimate, quantizer_sentence
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.workload import Workload
@@ -92,9 +92,9 @@ def _show(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: LocalSG
     parts = f", in {record['fragments']:,} fragments" * (record["fragments"] > 1)
     place = f"{record['ranks']:,} ranks of {cluster.name}"
     print(f"{algorithm.inner} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per period{parts}")
-    if exchange.pricing.coding is not None:
+    if exchange.pricing.quantizer is not None:
         coding_s = 2 * algorithm.fragments * exchange.pricing.code_s(exchange.nbytes / algorithm.fragments)
-        print(coding_sentence(coding_s, cluster))
+        print(quantizer_sentence(coding_s, cluster))
     Console().print(_table(record))
     hiding = record["hiding_delay"]
     print(f"smallest delay that hides the exchange: {NOT_HIDDEN if hiding is None else hiding}")

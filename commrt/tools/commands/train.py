@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from commrt.algorithms.catalogue import DIRECT
 from commrt.errors import CommrtError
-from commrt.pricing.wires import CODINGS
+from commrt.pricing.wires import QUANTIZERS
 from commrt.store.launcher import chosen_transport, launched
 from commrt.tools.commands import training_job
 from commrt.tools.commands.dataset import load, require_images
@@ -61,7 +61,7 @@ def run(job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
 
 def default_algorithm(wire: str) -> str:
     """Return the algorithm to train with if none is named, and say so if it is due to the wire."""
-    if wire not in CODINGS:
+    if wire not in QUANTIZERS:
         return TORUS
     launch = launched()
     if launch is None or launch.rank == 0:
@@ -76,7 +76,7 @@ def _warnings(jobs: Sequence[Job], workers: int) -> list[str]:
 
 def _compared(job: Job, algorithm: str) -> Job:
     """Return `job` with another algorithm; DDP has no codes, and takes fp32 instead of them."""
-    wire = PLAIN_WIRE if algorithm == DDP and job.wire in CODINGS else job.wire
+    wire = PLAIN_WIRE if algorithm == DDP and job.wire in QUANTIZERS else job.wire
     return replace(job, algorithm=algorithm, trace=None, curve=None, wire=wire)
 
 

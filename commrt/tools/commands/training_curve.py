@@ -12,7 +12,7 @@ from torch import nn
 
 from commrt.algorithms import catalogue
 from commrt.errors import UsageError
-from commrt.pricing.wires import CODINGS
+from commrt.pricing.wires import QUANTIZERS
 from commrt.runtime.world import World
 from commrt.tools.commands.dataset import RECIPES
 from commrt.tools.commands.options import LocalOptions
@@ -67,7 +67,7 @@ class RecordedRun(NamedTuple):
     @property
     def has_statistics(self) -> bool:
         """Return True if each step averages gradients; codes add noise of their own to the average."""
-        return self.training == SYNCHRONOUS and self.wire not in CODINGS
+        return self.training == SYNCHRONOUS and self.wire not in QUANTIZERS
 
 
 @contextmanager

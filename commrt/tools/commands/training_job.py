@@ -26,7 +26,7 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, BACKUP, GOSSIP, LOCAL, by_name
 from commrt.algorithms.direct import Direct
 from commrt.errors import UsageError
-from commrt.pricing.wires import CODINGS, require_carried
+from commrt.pricing.wires import QUANTIZERS, require_carried
 from commrt.quantizer import Quantizer
 from commrt.runtime.init import init
 from commrt.runtime.recording import within_range
@@ -54,7 +54,7 @@ WIRES: dict[str, torch.dtype | Quantizer | None] = {
     "fp32": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-} | CODINGS
+} | QUANTIZERS
 DDP_HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
 Progress = Callable[[int, float, Stats], None]
@@ -118,7 +118,7 @@ class Job:
     def _check_wire(self, workers: int) -> None:
         if self.algorithm != DDP:
             require_carried(self.chosen(), workers, self.wire)
-        elif self.wire in CODINGS:
+        elif self.wire in QUANTIZERS:
             raise UsageError(f"--wire {self.wire} is not for ddp: take fp32, bf16 or fp16, or --algorithm direct")
 
     def chosen(self) -> Algorithm:
@@ -127,7 +127,7 @@ class Job:
             return self.local.algorithm(self.wire)
         if self.algorithm != BACKUP:
             return by_name(self.algorithm)
-        return BackupWorkers(self.backups, Direct()) if self.wire in CODINGS else BackupWorkers(self.backups)
+        return BackupWorkers(self.backups, Direct()) if self.wire in QUANTIZERS else BackupWorkers(self.backups)
 
     def unwise(self, workers: int) -> list[str]:
         """Return what speaks against the settings, in sentences."""

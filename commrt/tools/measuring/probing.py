@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore
 from commrt.algorithms import direct, halving_doubling
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding
-from commrt.kernels.quantizing import adding_codes, decoding, encoding
+from commrt.kernels.quantize_dispatch import adding_quantized, dequantizing, quantizing
 from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.program import program
 from commrt.quantizer import Int4
@@ -42,7 +42,7 @@ ROUNDS = {1 << 10: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 6, 1 << 20: 3, 1 << 22
 SERIES = 5
 """Each series has all sizes, so that a passing disturbance affects all of them alike."""
 TIMED_NUMEL = 1 << 18
-"""Values that are added, and coded, to see how long that takes."""
+"""Values that are added, and quantized, to see how long that takes."""
 Rings = Sequence[Sequence[int]]
 
 
@@ -213,11 +213,11 @@ def _add_s_per_byte(device: torch.device) -> float:
 
 
 def _code_s_per_byte(device: torch.device) -> float:
-    """Return the mean time of coding, adding what codes stand for, and decoding, per byte of fp32 values."""
-    coding, values = Int4(), torch.randn(TIMED_NUMEL, device=device)
-    codes = torch.zeros(coding.nbytes(TIMED_NUMEL), dtype=torch.uint8, device=device)
-    encode = encoding(values, codes, coding, torch.zeros_like(values))
-    passes = (lambda: encode(0)), adding_codes(values, [codes], coding), decoding(codes, values, coding)
+    """Return the mean time of quantizing, adding what codes stand for, and dequantizing, per byte of fp32 values."""
+    quantizer, values = Int4(), torch.randn(TIMED_NUMEL, device=device)
+    codes = torch.zeros(quantizer.nbytes(TIMED_NUMEL), dtype=torch.uint8, device=device)
+    quantize = quantizing(values, codes, quantizer, torch.zeros_like(values))
+    passes = (lambda: quantize(0)), adding_quantized(values, [codes], quantizer), dequantizing(codes, values, quantizer)
     return sum(_typical_s(each, values) for each in passes) / len(passes) / values.nbytes
 
 

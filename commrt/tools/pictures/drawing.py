@@ -149,8 +149,8 @@ def _draw_slowest_rank(axes: Axes, top: float, step: StepTime, phases: Sequence[
         for place, part in enumerate(parts or [(packed_ms, exchanged_ms)], start=number):
             _draw_bar(axes, top + 0.95, *part, (COLOURS["hop"], NEXT_HOP)[place % 2])
     axes.plot([computed_ms, end_ms], [top + 1.72] * 2, color=COLOURS["wait"], lw=3, solid_capstyle="butt")
-    told = f"{end_ms - computed_ms:.2f} ms not hidden, efficiency {step.efficiency:.1%}"
-    axes.text(end_ms, top - 0.08, told, ha="right", va="bottom", fontsize=9, color=COLOURS["wait"])
+    label = f"{end_ms - computed_ms:.2f} ms not hidden, efficiency {step.efficiency:.1%}"
+    axes.text(end_ms, top - 0.08, label, ha="right", va="bottom", fontsize=9, color=COLOURS["wait"])
     if phases:
         axes.text(end_ms, top + 1.85, f"steps: {_named(phases)}", ha="right", va="top", fontsize=9)
 

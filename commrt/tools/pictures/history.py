@@ -141,7 +141,7 @@ class HistoryRecorder:
             return
         self._last_report = report
         comm_s, nbytes_sent = (round(report.comm_s, 7), report.nbytes_sent) if report.spans else (None, None)
-        heard, exposed_s = tuple(sorted(report.heard)), round(report.exposed_s, 7)
+        heard, exposed_s = tuple(sorted(report.received_from)), round(report.exposed_s, 7)
         self.history.averaged_steps.append(
             AveragedStep(report.step, report.members, heard, report.counted, exposed_s, comm_s, nbytes_sent)
         )

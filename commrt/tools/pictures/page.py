@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import BACKUP, DIRECT, GOSSIP, LOCAL, by_name
 from commrt.errors import UsageError
-from commrt.pricing.wires import CODINGS
+from commrt.pricing.wires import QUANTIZERS
 from commrt.tools.pictures.charts import data_url, draw_curves, draw_members, steps_per_column
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_schedule
 from commrt.tools.pictures.files import GENERATOR
@@ -130,7 +130,7 @@ def _schedule(result: Result, backups: int) -> _Picture | str:
         schedule = backup.inner.schedule(0, needed)
         caption = f"The schedule of {needed} of the ranks, by their places among those that count in a step"
     else:
-        is_coded = result.algorithm == LOCAL and result.wire in CODINGS
+        is_coded = result.algorithm == LOCAL and result.wire in QUANTIZERS
         carrier = DIRECT if is_coded else result.algorithm
         schedule = by_name(carrier).schedule(0, result.workers)
         caption = f"The schedule of {SCHEDULED.get(result.algorithm, 'each step')}"

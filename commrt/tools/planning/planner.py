@@ -19,7 +19,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing, all_reduce_bound_s
-from commrt.pricing.wires import CODINGS, GRADIENT_NBYTES, ITEMS, wire_nbytes
+from commrt.pricing.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
 from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
 from commrt.tools.planning.timeline import overlapped_step
@@ -57,7 +57,7 @@ send to one host at once share its card, which no price here knows."""
 TREE_SLICES = 4, 32
 """Slices of a double tree: few for short buffers, many for long ones."""
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in CODINGS}
+PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Candidate(NamedTuple):
 
 
 def priced_candidates(
-    cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, coding: Quantizer | None = None
+    cluster: Cluster, ranks: int, nbytes: float, backups: int = 0, quantizer: Quantizer | None = None
 ) -> list[Candidate]:
     """Return what may run on `ranks` ranks without `backups` random ones; those that are left seldom fill nodes.
 
@@ -217,9 +217,9 @@ def priced_candidates(
 
     def candidate(algorithm: Algorithm) -> Candidate:
         schedule = algorithm.schedule(0, needed)
-        return Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, coding))
+        return Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, quantizer))
 
-    if coding is not None:
+    if quantizer is not None:
         return [candidate(each) for each in coded_candidates(needed, per_node)]
     halving = candidate(HalvingDoubling())
     limit_s = halving.plan(nbytes).exchange_s
@@ -250,8 +250,8 @@ def _is_promising(algorithm: Algorithm, ranks: int, cluster: Cluster, bound_s: f
 
 def exchange_plans(cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None) -> list[Plan]:
     """Return the plans to exchange `nbytes` on the wire at once, the best first; `wire` names codes, if it is any."""
-    coding = CODINGS.get(wire or "")
-    plans = (each.plan(nbytes) for each in priced_candidates(cluster, ranks, nbytes, coding=coding))
+    quantizer = QUANTIZERS.get(wire or "")
+    plans = (each.plan(nbytes) for each in priced_candidates(cluster, ranks, nbytes, quantizer=quantizer))
     return sorted((replace(plan, wire=wire) for plan in plans), key=lambda plan: plan.sort_key)
 
 
@@ -273,10 +273,12 @@ def step_plans(
     found = list[Plan]()
     for cost in costs:
         largest = float(workload.numel * GRADIENT_NBYTES)
-        codings = dict.fromkeys(CODINGS.get(wire) for wire in wires)
-        priced = {coding: priced_candidates(cluster, ranks, largest, cost.backups, coding) for coding in codings}
+        quantizers = dict.fromkeys(QUANTIZERS.get(wire) for wire in wires)
+        priced = {
+            quantizer: priced_candidates(cluster, ranks, largest, cost.backups, quantizer) for quantizer in quantizers
+        }
         for wire in wires:
-            for candidate in tried_in_steps(priced[CODINGS.get(wire)], wire_nbytes(workload.numel, ITEMS[wire])):
+            for candidate in tried_in_steps(priced[QUANTIZERS.get(wire)], wire_nbytes(workload.numel, ITEMS[wire])):
                 plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
                 slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
                 found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))

@@ -108,7 +108,7 @@ def gossip_efficiency(times_s: Times, algorithm: Gossip, message_s: float = 0.0)
     if algorithm.within > 1:
         raise UsageError(f"{algorithm} exchanges in groups too: take one without `within`")
     clock_s = np.zeros(ranks)
-    sent_s = [clock_s] * algorithm.staleness  # ends of the steps whose messages are still under way
+    sent_s = [clock_s] * algorithm.staleness  # ends of the steps whose messages are still in flight
     for step in range(steps):
         done_s = clock_s + times_s[step]
         sent_s.append(done_s)

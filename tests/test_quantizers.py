@@ -92,16 +92,16 @@ def test_settings_that_make_no_sense_are_refused():
 
 def test_bits_follow_the_norm_and_the_step():
     wire = Adaptive(dq(target=10.0, steps=100, decay=0.99))
-    early, late = (wire.coding(commrt.quantization.Progress(step, 1.0)).bits for step in (0, 99))
+    early, late = (wire.quantizer(commrt.quantization.Progress(step, 1.0)).bits for step in (0, 99))
     assert early < late
-    assert wire.coding(commrt.quantization.Progress(99, 1e-9)).bits == 2
-    assert wire.coding(commrt.quantization.Progress(99, float("nan"))).bits == 8
+    assert wire.quantizer(commrt.quantization.Progress(99, 1e-9)).bits == 2
+    assert wire.quantizer(commrt.quantization.Progress(99, float("nan"))).bits == 8
 
 
 def test_bits_follow_the_loss():
     losses = iter([4.0, 1.0, 0.0])
     wire = Adaptive(commrt.quantization.adaquant(1.0, lambda: next(losses)))
-    assert [wire.coding(commrt.quantization.Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
+    assert [wire.quantizer(commrt.quantization.Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
 
 
 def test_the_first_loss_of_a_rule_can_be_given():

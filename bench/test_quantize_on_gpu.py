@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check on a GPU that the kernels of coding give what their definitions say, bit by bit.
+"""Check on a GPU that the kernels of quantization give what their definitions say, bit by bit.
 
 Without a GPU the definitions are compared with themselves, which shows that this file runs.
 """
@@ -14,7 +14,7 @@ from kernel_variants import DEVICE
 from test_on_gpu import random, same, there
 from torch import Tensor
 
-from commrt.kernels import codes, quantizing
+from commrt.kernels import quantize, quantize_dispatch
 from commrt.quantizer import NEAREST, STOCHASTIC, Float8, Quantizer
 
 NUMELS = (1, 255, 2048, 5000, 1_000_003)
@@ -39,37 +39,37 @@ def values(numel: int, seed: int) -> Tensor:
     return x
 
 
-def coded(coding: Quantizer, numel: int, count: int) -> Tensor:
+def quantized(quantizer: Quantizer, numel: int, count: int) -> Tensor:
     """Return `count` rows of codes, [count, nbytes]."""
-    rows = torch.zeros(count, coding.nbytes(numel), dtype=torch.uint8)
+    rows = torch.zeros(count, quantizer.nbytes(numel), dtype=torch.uint8)
     for seed, row in enumerate(rows):
-        codes.encode(values(numel, 50 + seed), row, coding)
+        quantize.quantize(values(numel, 50 + seed), row, quantizer)
     return rows
 
 
-@pytest.mark.parametrize("coding", ENCODED, ids=lambda c: f"{c}, {c.rounding}" if c.rounding != NEAREST else str(c))
-def test_codes_and_what_they_lose_are_their_definition(coding: Quantizer):
+@pytest.mark.parametrize("quantizer", ENCODED, ids=lambda c: f"{c}, {c.rounding}" if c.rounding != NEAREST else str(c))
+def test_codes_and_what_they_lose_are_their_definition(quantizer: Quantizer):
     for numel in NUMELS:
         here, left = values(numel, 0), values(numel, 1) * 0.01
-        want = torch.full((coding.nbytes(numel),), 0xEE, dtype=torch.uint8)
+        want = torch.full((quantizer.nbytes(numel),), 0xEE, dtype=torch.uint8)
         away, away_left, got = there(here), there(left), there(want)
-        codes.encode(here, want, coding, left if coding.feedback else None, KEY)
-        quantizing.encoding(away, got, coding, away_left if coding.feedback else None)(KEY)
+        quantize.quantize(here, want, quantizer, left if quantizer.feedback else None, KEY)
+        quantize_dispatch.quantizing(away, got, quantizer, away_left if quantizer.feedback else None)(KEY)
         assert torch.equal(got.cpu(), want)
         assert same(away_left, left)
 
 
-@pytest.mark.parametrize("coding", KINDS, ids=str)
-def test_decoding_and_adding_codes_are_their_definitions(coding: Quantizer):
+@pytest.mark.parametrize("quantizer", KINDS, ids=str)
+def test_decoding_and_adding_codes_are_their_definitions(quantizer: Quantizer):
     for numel, count in zip(NUMELS, (1, 2, 7, 3, 2), strict=True):
-        rows, total = coded(coding, numel, count), values(numel, 9).nan_to_num(3.0, 3.0, 3.0)
-        away, decoded, away_total = there_rows(rows), torch.empty(numel, device=DEVICE), there(total)
+        rows, total = quantized(quantizer, numel, count), values(numel, 9).nan_to_num(3.0, 3.0, 3.0)
+        away, dequantized, away_total = there_rows(rows), torch.empty(numel, device=DEVICE), there(total)
         want = torch.empty(numel)
-        codes.decode(rows[0], want, coding)
-        quantizing.decoding(away[0], decoded, coding)()
-        codes.add_codes(total, list(rows), coding)
-        quantizing.adding_codes(away_total, list(away), coding)()
-        assert same(decoded, want)
+        quantize.dequantize(rows[0], want, quantizer)
+        quantize_dispatch.dequantizing(away[0], dequantized, quantizer)()
+        quantize.add_quantized(total, list(rows), quantizer)
+        quantize_dispatch.adding_quantized(away_total, list(away), quantizer)()
+        assert same(dequantized, want)
         assert same(away_total, total)
 
 

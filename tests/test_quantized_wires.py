@@ -7,8 +7,8 @@ import copy
 from functools import partial
 from itertools import cycle
 
-import coded_ddp
 import pytest
+import quantized_ddp
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,16 +78,18 @@ def alike(rows):
 def test_all_ranks_get_the_same_bits_near_the_sum(wire):
     def body(world):
         x = torch.randn(30_001, generator=torch.Generator().manual_seed(world.rank))
-        exact, coded = x.clone(), x.clone()
+        exact, quantized = x.clone(), x.clone()
         world.all_reduce(exact, algorithm=Direct())
         residual = torch.zeros(len(x)) if wire.feedback else None
-        world.all_reduce(coded, algorithm=Direct(), wire=wire, residual=residual)
-        return exact, coded
+        world.all_reduce(quantized, algorithm=Direct(), wire=wire, residual=residual)
+        return exact, quantized
 
     pairs = run_ranks(5, body)
-    assert alike([coded for _, coded in pairs])
-    exact, coded = pairs[0]
-    assert 0 < (coded - exact).square().sum() / exact.square().sum() < LOSS[wire.bits] * (10 if wire.is_float else 1)
+    assert alike([quantized for _, quantized in pairs])
+    exact, quantized = pairs[0]
+    assert (
+        0 < (quantized - exact).square().sum() / exact.square().sum() < LOSS[wire.bits] * (10 if wire.is_float else 1)
+    )
 
 
 def bytes_of_a_step(world):
@@ -110,7 +112,7 @@ def test_a_step_of_a_million_parameters_sends_so_many_times_fewer_bytes():
     sent, *_ = run_ranks(4, bytes_of_a_step)
     plain = sent.pop(None)
     assert plain == pytest.approx(2 * 3 / 4 * 4_004_000, rel=1e-3)
-    assert {wire: plain / coded for wire, coded in sent.items() if plain <= FEWER[wire] * coded} == {}
+    assert {wire: plain / quantized for wire, quantized in sent.items() if plain <= FEWER[wire] * quantized} == {}
 
 
 def trained(world, wire, steps, algorithm=Direct()):  # noqa: B008  # a frozen value
@@ -269,7 +271,9 @@ def test_hosts_sum_among_themselves_first(x, y):
 
 @pytest.mark.processes
 def test_the_hook_of_ddp_keeps_replicas_equal_and_still_owes_after_ddp_has_made_other_buckets():
-    first, second = (outcome.value for outcome in run_processes(2, coded_ddp.trained_and_accounts, (Int4(), Int2())))
+    first, second = (
+        outcome.value for outcome in run_processes(2, quantized_ddp.trained_and_accounts, (Int4(), Int2()))
+    )
     assert first[0] == second[0] != []
     (true, told, owed), (others_true, _, others_owed) = torch.tensor(first[1]), torch.tensor(second[1])
     torch.testing.assert_close((true + others_true) / 2, told + owed + others_owed, rtol=1e-4, atol=1e-3)
@@ -403,9 +407,9 @@ def test_stochastic_rounding_is_right_in_the_mean_of_many_calls():
         exact, total = x.clone(), torch.zeros(3000)
         world.all_reduce(exact, algorithm=Direct())
         for _ in range(100):
-            coded = x.clone()
-            world.all_reduce(coded, algorithm=Direct(), wire=Int2(feedback=False, rounding="stochastic"))
-            total += coded / 100
+            quantized = x.clone()
+            world.all_reduce(quantized, algorithm=Direct(), wire=Int2(feedback=False, rounding="stochastic"))
+            total += quantized / 100
         return (total - exact).norm() / exact.norm()
 
     assert max(run_ranks(2, body)) < 0.25  # one call: 1.4

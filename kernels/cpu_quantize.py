@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes on CPUs, compiled by Numba: the same bits as `commrt.kernels.codes`, in one pass over memory.
+"""Codes on CPUs, compiled by Numba: the same bits as `commrt.kernels.quantize`, in one pass over memory.
 
 A tile fits a core's nearest cache, so it is loaded, scaled, rounded and packed there. Functions run without Python's
 lock. The compiler may not fuse or reorder operations on floats here, so each is rounded as the definition says. It can
@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, uint32, uint64
 from torch import Tensor
 
-from commrt.kernels.codes import (
+from commrt.kernels.quantize import (
     HUGE_BITS,
     INFINITY_BITS,
     LEAST_BITS,
@@ -28,7 +28,7 @@ from commrt.kernels.codes import (
 )
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
-__all__ = ["add_codes_call", "decode_call", "encode_call"]
+__all__ = ["add_quantized_call", "dequantize_call", "quantize_call"]
 
 Array = Any
 """What Numba compiles has no useful annotations."""
@@ -46,42 +46,46 @@ EXPONENTS = np.int32(120 << 23)
 """What exponents of fp32 count more than those of e4m3."""
 
 
-def encode_call(values: Tensor, codes: Tensor, coding: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
-    """Return a function of a key that codes `values`; see `codes.encode`."""
-    tiles, x, is_stochastic = _tiles(codes, coding), values.numpy(), coding.rounding == STOCHASTIC
+def quantize_call(
+    values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
+) -> Callable[[int], None]:
+    """Return a function of a key that codes `values`; see `quantize.encode`."""
+    tiles, x, is_stochastic = _tiles(codes, quantizer), values.numpy(), quantizer.rounding == STOCHASTIC
     left = np.empty(0, np.float32) if residual is None else residual.numpy()
-    kind = coding.block, coding.bits, np.float32(coding.largest), coding.is_float, is_stochastic
+    kind = quantizer.block, quantizer.bits, np.float32(quantizer.largest), quantizer.is_float, is_stochastic
     _encode(x[:0], left[:0], tiles[:0], np.uint64(0), *kind)  # compiles it, before anybody waits for this rank
     return lambda key: _encode(x, left, tiles, np.uint64(key), *kind)
 
 
-def decode_call(codes: Tensor, values: Tensor, coding: Quantizer) -> Callable[[], None]:
-    """Return a function that decodes to `values`; see `codes.decode`."""
-    return _sum_call([codes], values, coding, is_added=False)
+def dequantize_call(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Callable[[], None]:
+    """Return a function that dequantizes to `values`; see `quantize.decode`."""
+    return _sum_call([codes], values, quantizer, is_added=False)
 
 
-def add_codes_call(values: Tensor, received: Sequence[Tensor], coding: Quantizer) -> Callable[[], None]:
-    """Return a function that adds what `received` codes stand for; see `codes.add_codes`."""
-    return _sum_call(received, values, coding, is_added=True)
+def add_quantized_call(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> Callable[[], None]:
+    """Return a function that adds what `received` codes stand for; see `quantize.add_quantized`."""
+    return _sum_call(received, values, quantizer, is_added=True)
 
 
-def _sum_call(received: Sequence[Tensor], values: Tensor, coding: Quantizer, *, is_added: bool) -> Callable[[], None]:
-    out, kind = values.numpy(), (coding.block, coding.bits, coding.is_float, is_added)
-    _sum(out[:0], _tiles(received[0], coding)[:0], *kind)
-    at_once = PIECE_NUMEL // coding.tile_numel
+def _sum_call(
+    received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool
+) -> Callable[[], None]:
+    out, kind = values.numpy(), (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
+    _sum(out[:0], _tiles(received[0], quantizer)[:0], *kind)
+    at_once = PIECE_NUMEL // quantizer.tile_numel
 
     def run() -> None:
-        rows = [_tiles(each, coding) for each in received]  # not kept: a transport may lend the senders' memory
+        rows = [_tiles(each, quantizer) for each in received]  # not kept: a transport may lend the senders' memory
         for first in range(0, len(rows[0]), at_once):
-            piece = out[first * coding.tile_numel : (first + at_once) * coding.tile_numel]
+            piece = out[first * quantizer.tile_numel : (first + at_once) * quantizer.tile_numel]
             for tiles in rows:
                 _sum(piece, tiles[first : first + at_once], *kind)
 
     return run
 
 
-def _tiles(codes: Tensor, coding: Quantizer) -> Array:
-    return codes.view(-1, coding.tile_nbytes).numpy()
+def _tiles(codes: Tensor, quantizer: Quantizer) -> Array:
+    return codes.view(-1, quantizer.tile_nbytes).numpy()
 
 
 @compiled
@@ -108,7 +112,7 @@ def _encode(values, residual, tiles, key, block, bits, largest, is_float, is_sto
                 q[part] = np.uint8(0x38) if is_float else np.uint8(1)  # 1 times a scale that is not finite
         _pack(tiles[tile], q, bits)
         if len(residual):
-            _owe(residual[begin:end], x, y, steps, most, block)
+            _keep_residual(residual[begin:end], x, y, steps, most, block)
 
 
 @compiled
@@ -193,8 +197,8 @@ def _floats(q, y):
 
 
 @compiled
-def _owe(residual, x, y, steps, most, block):
-    """Write what coding lost; a block that is not finite leaves nothing."""
+def _keep_residual(residual, x, y, steps, most, block):
+    """Write what rounding lost; a block that is not finite leaves nothing."""
     for each in range(TILE_BLOCKS):
         part = slice(each * block, min((each + 1) * block, len(residual)))
         if most[each] >= HUGE_BITS:
@@ -295,7 +299,7 @@ def _move(source, target, width, down, up):
 
 @compiled
 def _uniform(numbers, key, tile):
-    """Write numbers from [0, 1); see `codes.uniform`."""
+    """Write numbers from [0, 1); see `quantize.uniform`."""
     quarter = len(numbers) // 4
     for k in range(quarter):
         w0, w1, w2, w3 = _philox(uint32(uint64(tile) * uint64(quarter) + uint64(k)), key)

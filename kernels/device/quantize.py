@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes: values to codes of few bits and back, as `commrt.kernels.codes` defines them; one program per tile.
+"""Codes: values to codes of few bits and back, as `commrt.kernels.quantize` defines them; one program per tile.
 
 A thread takes the same 4 columns of all 8 blocks of a tile. Bits that share a byte lie whole blocks apart, and so do
 values that share a counter of random numbers, so threads exchange nothing but the largest value of each block.
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.codes import HUGE_BITS, INFINITY_BITS, LEAST_BITS, SCALES_NBYTES
 from commrt.kernels.layout import GRANULE
+from commrt.kernels.quantize import HUGE_BITS, INFINITY_BITS, LEAST_BITS, SCALES_NBYTES
 from commrt.quantizer import TILE_BLOCKS
 
 BLOCKS = tl.constexpr(TILE_BLOCKS)
@@ -34,7 +34,7 @@ EXPONENTS = tl.constexpr(120 << 23)
 
 
 @triton.jit
-def encode_kernel(
+def quantize_kernel(
     values,
     residual,
     codes,
@@ -74,14 +74,14 @@ def encode_kernel(
 
 
 @triton.jit
-def decode_kernel(codes, values, numel, BLOCK: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr):
-    """A tile of ``values = decoded(codes)``."""
+def dequantize_kernel(codes, values, numel, BLOCK: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """A tile of ``values = dequantized(codes)``."""
     first, count = _place(numel, BLOCK)
     _write(values + first, _decoded(_tile(codes, BLOCK, BITS), BLOCK, BITS, IS_FLOAT), count, BLOCK)
 
 
 @triton.jit
-def add_codes_kernel(
+def add_quantized_kernel(
     values,
     received,
     stride,
@@ -91,7 +91,7 @@ def add_codes_kernel(
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
 ):
-    """A tile of ``values += decoded(received[0]) + ...``; the `rows` received lie `stride` granules of bytes apart."""
+    """A tile of ``values += dequantized(received[0]) + ...``; the `rows` received lie `stride` granules apart."""
     first, count = _place(numel, BLOCK)
     total = _read(values + first, count, BLOCK)
     source = _tile(received, BLOCK, BITS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect the compiled code of the kernels of coding, as `inspect_kernels` does for the others. Needs no GPU.
+"""Inspect the compiled code of the kernels of quantization, as `inspect_kernels` does for the others. Needs no GPU.
 
-``python bench/inspect_coding.py`` prints a table. ``--golden FOLDER`` compares the results with the file of this Triton
-version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that file. All kernels take 2 to
-4 minutes. ``--every N`` inspects every Nth kernel, each on the next architecture.
+``python bench/inspect_quantize.py`` prints a table. ``--golden FOLDER`` compares the results with the file of this
+Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that file. All kernels
+take 2 to 4 minutes. ``--every N`` inspects every Nth kernel, each on the next architecture.
 """
 
 from __future__ import annotations
@@ -52,32 +52,35 @@ class CodingFinding:
     instructions: int
 
 
-def codings() -> Iterator[Quantizer]:
-    """Yield every coding that commrt offers, for the usual block."""
+def quantizers() -> Iterator[Quantizer]:
+    """Yield every quantizer that commrt offers, for the usual block."""
     for kind, feedback, rounding in product(KINDS, (False, True), (NEAREST, STOCHASTIC)):
         if rounding == NEAREST or not (kind.is_float or (feedback and kind.bits == 2)):
             yield replace(kind, feedback=feedback, rounding=rounding)
 
 
 def cases() -> dict[str, tuple[Quantizer, Variant]]:
-    """Return the coding and the kernel of every case by its name."""
+    """Return the quantizer and the kernel of every case by its name."""
     usual = KINDS[0].block
-    inspected = [*codings(), *(replace(each, block=block) for each in OF_ALL_BLOCKS for block in BLOCKS)]
+    inspected = [*quantizers(), *(replace(each, block=block) for each in OF_ALL_BLOCKS for block in BLOCKS)]
     found = {}
-    for coding in inspected:
-        found[f"encode {coding} block {coding.block}"] = coding, variants.encode(coding, feedback=coding.feedback)
-        if coding.block != usual or not coding.feedback:
-            kind = replace(coding, feedback=False, rounding=NEAREST)
-            found[f"decode {kind} block {kind.block}"] = kind, variants.decode(kind)
-            found[f"add_codes {kind} block {kind.block}"] = kind, variants.add_codes(kind)
+    for quantizer in inspected:
+        found[f"quantize {quantizer} block {quantizer.block}"] = (
+            quantizer,
+            variants.quantize(quantizer, feedback=quantizer.feedback),
+        )
+        if quantizer.block != usual or not quantizer.feedback:
+            kind = replace(quantizer, feedback=False, rounding=NEAREST)
+            found[f"dequantize {kind} block {kind.block}"] = kind, variants.dequantize(kind)
+            found[f"add {kind} block {kind.block}"] = kind, variants.add_quantized(kind)
     return found
 
 
 def inspect(name: str, arch: int) -> CodingFinding:
     """Inspect one case on one architecture."""
-    coding, variant = cases()[name]
+    quantizer, variant = cases()[name]
     code, usage = disassembled(variant, arch)
-    operations, values = Counter(code), coding.tile_numel // (32 * variant.warps)
+    operations, values = Counter(code), quantizer.tile_numel // (32 * variant.warps)
     return CodingFinding(
         kernel=name,
         arch=ARCHS[arch],

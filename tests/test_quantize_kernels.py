@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of coding against their definition bit by bit, in Triton's interpreter; and that definition."""
+"""The Triton kernels of quantization against their definition bit by bit, in Triton's interpreter; and the latter."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from coding_bugs import BUGS
-from codings import ENCODINGS, KINDS, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import complaint, interpret, interpreted_gpu, watched
+from quantize_bugs import BUGS
+from quantizers import KINDS, QUANTIZERS, same
 
 import commrt
-from commrt.kernels import codes, quantizing
-from commrt.kernels.device import coding as device
+from commrt.kernels import quantize, quantize_dispatch
+from commrt.kernels.device import quantize as device
 from commrt.kernels.device import variants
-from commrt.kernels.device.coding import add_codes_kernel, decode_kernel, encode_kernel
+from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
 from commrt.quantizer import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Float8, Int2, Int4, Int8, Quantizer
 from commrt.testing.ranks import run_ranks
 
@@ -47,70 +47,70 @@ def values(numel, seed=0):
     return x
 
 
-def ties(coding):
+def ties(quantizer):
     """A block of values between two codes, whose scale is `STEP`."""
-    if coding.is_float:
+    if quantizer.is_float:
         every = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         between = (every[1:] + every[:-1]) / 2
         between = torch.cat([between, -between])
     else:
-        between = torch.arange(-coding.most, coding.most) + 0.5
-    block = between.repeat(-(-coding.block // len(between)))[: coding.block] * STEP
-    block[0] = coding.largest * 0.9995 * STEP
+        between = torch.arange(-quantizer.most, quantizer.most) + 0.5
+    block = between.repeat(-(-quantizer.block // len(between)))[: quantizer.block] * STEP
+    block[0] = quantizer.largest * 0.9995 * STEP
     return block
 
 
-def rows_of(coding, numel, count):
+def rows_of(quantizer, numel, count):
     """`count` rows of codes, [count, nbytes]."""
-    rows = torch.zeros(count, coding.nbytes(numel), dtype=torch.uint8)
+    rows = torch.zeros(count, quantizer.nbytes(numel), dtype=torch.uint8)
     for seed, row in enumerate(rows):
-        codes.encode(values(numel, 50 + seed), row, coding)
+        quantize.quantize(values(numel, 50 + seed), row, quantizer)
     return rows
 
 
-def options(coding):
-    return {"BLOCK": coding.block, "BITS": coding.bits, "IS_FLOAT": coding.is_float}
+def options(quantizer):
+    return {"BLOCK": quantizer.block, "BITS": quantizer.bits, "IS_FLOAT": quantizer.is_float}
 
 
-def tiles(coding, numel):
-    return -(-numel // coding.tile_numel)
+def tiles(quantizer, numel):
+    return -(-numel // quantizer.tile_numel)
 
 
-def encode_alike(coding, numel):
+def quantize_alike(quantizer, numel):
     """True if the kernel's codes and residual are those of the definition."""
     x, left = values(numel), values(numel, 1) * 0.01
-    if numel > coding.block:
-        x[: coding.block], left[: coding.block] = ties(coding), 0.0
-    return encoded_alike(coding, x, left, KEY)
+    if numel > quantizer.block:
+        x[: quantizer.block], left[: quantizer.block] = ties(quantizer), 0.0
+    return quantized_alike(quantizer, x, left, KEY)
 
 
-def encoded_alike(coding, x, left, key):
+def quantized_alike(quantizer, x, left, key):
     numel = len(x)
-    want_left, got = left.clone(), torch.full((2, coding.nbytes(numel)), 0xEE, dtype=torch.uint8)
-    codes.encode(x, got[0], coding, want_left if coding.feedback else None, key)
-    more = {"FEEDBACK": coding.feedback, "STOCHASTIC": coding.rounding == STOCHASTIC}
+    want_left, got = left.clone(), torch.full((2, quantizer.nbytes(numel)), 0xEE, dtype=torch.uint8)
+    quantize.quantize(x, got[0], quantizer, want_left if quantizer.feedback else None, key)
+    more = {"FEEDBACK": quantizer.feedback, "STOCHASTIC": quantizer.rounding == STOCHASTIC}
     with watched([x, left, got[1]]):
-        encode_kernel[(tiles(coding, numel),)](x, left, got[1], numel, key, **options(coding), **more)
+        quantize_kernel[(tiles(quantizer, numel),)](x, left, got[1], numel, key, **options(quantizer), **more)
     return torch.equal(got[0], got[1]) and same(left, want_left)
 
 
-def decode_alike(coding, numel, source=None):
-    source = rows_of(coding, numel, 1)[0] if source is None else source
+def dequantize_alike(quantizer, numel, source=None):
+    source = rows_of(quantizer, numel, 1)[0] if source is None else source
     want, got = torch.full((2, numel), -1.0)
-    codes.decode(source, want, coding)
+    quantize.dequantize(source, want, quantizer)
     with watched([source, got]):
-        decode_kernel[(tiles(coding, numel),)](source, got, numel, **options(coding))
+        dequantize_kernel[(tiles(quantizer, numel),)](source, got, numel, **options(quantizer))
     return same(got, want)
 
 
-def add_alike(coding, numel, count):
-    rows = rows_of(coding, numel, count)
+def add_alike(quantizer, numel, count):
+    rows = rows_of(quantizer, numel, count)
     want = values(numel).nan_to_num(3.0, 3.0, 3.0)
     got = want.clone()
-    codes.add_codes(want, list(rows), coding)
+    quantize.add_quantized(want, list(rows), quantizer)
     with watched([got, rows]):
-        grid, stride = (tiles(coding, numel),), rows.stride(0) // 16
-        add_codes_kernel[grid](got, rows, stride, count, numel, **options(coding))
+        grid, stride = (tiles(quantizer, numel),), rows.stride(0) // 16
+        add_quantized_kernel[grid](got, rows, stride, count, numel, **options(quantizer))
     return same(got, want)
 
 
@@ -121,13 +121,15 @@ def require(check, rows):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_encode_is_its_definition_bit_by_bit_and_touches_nothing_else(kind):
-    codings = [coding for coding in ENCODINGS if (coding.bits, coding.is_float) == (kind.bits, kind.is_float)]
-    require(encode_alike, [(coding, numel) for coding in codings for numel in NUMELS[coding.block]])
+    quantizers = [
+        quantizer for quantizer in QUANTIZERS if (quantizer.bits, quantizer.is_float) == (kind.bits, kind.is_float)
+    ]
+    require(quantize_alike, [(quantizer, numel) for quantizer in quantizers for numel in NUMELS[quantizer.block]])
 
 
 def test_decode_is_its_definition_bit_by_bit():
-    codings = [replace(kind, block=block) for kind, block in product(KINDS, NUMELS)]
-    require(decode_alike, [(coding, numel) for coding in codings for numel in NUMELS[coding.block]])
+    quantizers = [replace(kind, block=block) for kind, block in product(KINDS, NUMELS)]
+    require(dequantize_alike, [(quantizer, numel) for quantizer in quantizers for numel in NUMELS[quantizer.block]])
 
 
 @pytest.mark.parametrize(("block", "sizes"), [(64, ((1, 7), (255, 2), (2701, 3))), (256, ((255, 1), (5000, 2)))])
@@ -136,17 +138,17 @@ def test_add_codes_is_its_definition_bit_by_bit(block, sizes):
 
 
 def test_blocks_of_all_sizes_are_coded_alike():
-    codings = [
-        replace(ENCODINGS[place], block=block) for place, block in zip((0, 10, -1), (128, 512, 1024), strict=True)
+    quantizers = [
+        replace(QUANTIZERS[place], block=block) for place, block in zip((0, 10, -1), (128, 512, 1024), strict=True)
     ]
-    require(encode_alike, [(coding, 8 * coding.block + 777) for coding in codings])
-    require(decode_alike, [(coding, 8 * coding.block + 777) for coding in codings])
-    require(add_alike, [(coding, 8 * coding.block + 777, 2) for coding in codings])
+    require(quantize_alike, [(quantizer, 8 * quantizer.block + 777) for quantizer in quantizers])
+    require(dequantize_alike, [(quantizer, 8 * quantizer.block + 777) for quantizer in quantizers])
+    require(add_alike, [(quantizer, 8 * quantizer.block + 777, 2) for quantizer in quantizers])
 
 
 def any_bytes_decode_alike(kind):
-    coding = replace(kind, block=64)
-    return decode_alike(coding, 700, torch.arange(coding.nbytes(700)).mul(37).to(torch.uint8))
+    quantizer = replace(kind, block=64)
+    return dequantize_alike(quantizer, 700, torch.arange(quantizer.nbytes(700)).mul(37).to(torch.uint8))
 
 
 def test_any_bytes_decode_alike():
@@ -155,10 +157,10 @@ def test_any_bytes_decode_alike():
 
 def is_far_program_alike():
     """True if a program finds its tile where no int32 counts: values, codes and random numbers."""
-    coding, far, numel = Int8(64, rounding=STOCHASTIC), 2**31 // 512 + 3, 500
-    x, want, got = values(numel), *torch.zeros(2, coding.tile_nbytes, dtype=torch.uint8)
-    y = coded(x, coding, far)
-    variant = replace(variants.encode(coding, feedback=False), kernel=encode_kernel)
+    quantizer, far, numel = Int8(64, rounding=STOCHASTIC), 2**31 // 512 + 3, 500
+    x, want, got = values(numel), *torch.zeros(2, quantizer.tile_nbytes, dtype=torch.uint8)
+    y = quantized(x, quantizer, far)
+    variant = replace(variants.quantize(quantizer, feedback=False), kernel=quantize_kernel)
     bases = [
         (buffer.data_ptr() - far * nbytes) % 2**64 for buffer, nbytes in ((x, 4 * 512), (x, 4 * 512), (got, len(got)))
     ]
@@ -168,13 +170,15 @@ def is_far_program_alike():
     return torch.equal(got, want)
 
 
-def coded(x, coding, number):
+def quantized(x, quantizer, number):
     """The codes of a tile's values, if it is tile `number` of a buffer."""
-    tile = torch.zeros(coding.tile_nbytes, dtype=torch.uint8)
+    tile = torch.zeros(quantizer.tile_nbytes, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        uniform = codes.uniform
-        patch.setattr(codes, "uniform", lambda key, first, count, coding: uniform(key, first + number, count, coding))
-        codes.encode(x, tile, coding, key=KEY)
+        uniform = quantize.uniform
+        patch.setattr(
+            quantize, "uniform", lambda key, first, count, quantizer: uniform(key, first + number, count, quantizer)
+        )
+        quantize.quantize(x, tile, quantizer, key=KEY)
     return tile
 
 
@@ -184,21 +188,21 @@ def test_a_program_finds_what_no_int32_can_count():
 
 def is_every_random_bit_alike():
     """True if values that the random numbers just lift to 1 become 1, by the kernel too."""
-    coding = Int2(64, feedback=False, rounding=STOCHASTIC)
-    x = 1 - codes.uniform(KEY, 0, 2, coding).flatten()
-    x[:: coding.block] = 1.0
-    assert torch.equal(coded_and_decoded(x, coding)[0], torch.ones_like(x))
-    return encoded_alike(coding, x, x, KEY)
+    quantizer = Int2(64, feedback=False, rounding=STOCHASTIC)
+    x = 1 - quantize.uniform(KEY, 0, 2, quantizer).flatten()
+    x[:: quantizer.block] = 1.0
+    assert torch.equal(quantized_and_back(x, quantizer)[0], torch.ones_like(x))
+    return quantized_alike(quantizer, x, x, KEY)
 
 
 def is_largest_code_alike():
     """True if the largest value of a block keeps its code where rounding lifts the sum with a number close to 1."""
-    coding = Int8(64, rounding=STOCHASTIC)
+    quantizer = Int8(64, rounding=STOCHASTIC)
     rounded_to_128 = 1 - 2.0**-19
-    key = next(key for key in range(5000) if codes.uniform(key, 0, 1, coding).max() > rounded_to_128)
-    x = torch.where(codes.uniform(key, 0, 1, coding).flatten() > rounded_to_128, 127.0, 1.0)
-    x[:: coding.block] = 127.0
-    return encoded_alike(coding, x, x, key)
+    key = next(key for key in range(5000) if quantize.uniform(key, 0, 1, quantizer).max() > rounded_to_128)
+    x = torch.where(quantize.uniform(key, 0, 1, quantizer).flatten() > rounded_to_128, 127.0, 1.0)
+    x[:: quantizer.block] = 127.0
+    return quantized_alike(quantizer, x, x, key)
 
 
 def test_every_bit_of_a_random_number_counts_and_no_number_makes_a_code_too_large():
@@ -217,12 +221,12 @@ def randint4x_kernel(out, key, first, COUNT: tl.constexpr):  # noqa: N803
 
 
 def is_random_alike(key):
-    coding, first = Int8(64), 5
-    quarter = coding.tile_numel // 4
+    quantizer, first = Int8(64), 5
+    quarter = quantizer.tile_numel // 4
     words = torch.zeros(4, quarter, dtype=torch.int32)
     randint4x_kernel[(1,)](words, key, first * quarter, COUNT=quarter)
     want = (words.long() & 0xFFFFFFFF) >> 8
-    return torch.equal(codes.uniform(key, first, 1, coding), want.float().mul(2.0**-24).view(1, -1))
+    return torch.equal(quantize.uniform(key, first, 1, quantizer), want.float().mul(2.0**-24).view(1, -1))
 
 
 def test_random_numbers_are_those_of_triton():
@@ -231,30 +235,30 @@ def test_random_numbers_are_those_of_triton():
 
 def test_random_numbers_are_philox():
     known = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # of Random123 for key 0 and counter 0
-    numbers = codes.uniform(0, 0, 1, Int8(64))[0, ::128]
+    numbers = quantize.uniform(0, 0, 1, Int8(64))[0, ::128]
     assert numbers.tolist() == [(word >> 8) * 2.0**-24 for word in known]
 
 
 def test_launches_on_a_gpu_give_what_a_cpu_gives():
-    coding, numel = Int4(64, rounding=STOCHASTIC), 1500
-    x, left, wire = values(numel), values(numel, 1), torch.zeros(coding.nbytes(numel), dtype=torch.uint8)
+    quantizer, numel = Int4(64, rounding=STOCHASTIC), 1500
+    x, left, wire = values(numel), values(numel, 1), torch.zeros(quantizer.nbytes(numel), dtype=torch.uint8)
     out, before = torch.zeros(numel), left.clone()
-    rows = rows_of(coding, numel, 3)
+    rows = rows_of(quantizer, numel, 3)
     total = torch.ones(numel)
     wanted = [tensor.clone() for tensor in (x, left, wire, out, total)]
-    run_all(coding, rows, *wanted)
+    run_all(quantizer, rows, *wanted)
     with interpreted_gpu() as launches:
-        run_all(coding, rows, x, left, wire, out, total)
-    assert launches.names == ["encode_kernel", "decode_kernel", "add_codes_kernel"]
+        run_all(quantizer, rows, x, left, wire, out, total)
+    assert launches.names == ["quantize_kernel", "dequantize_kernel", "add_quantized_kernel"]
     assert all(map(same, (left, out, total), (wanted[1], wanted[3], wanted[4])))
     assert torch.equal(wire, wanted[2])
     assert not same(left, before)
 
 
-def run_all(coding, rows, x, left, wire, out, total):
-    quantizing.encoding(x, wire, coding, left)(KEY)
-    quantizing.decoding(wire, out, coding)()
-    quantizing.adding_codes(total, list(rows), coding)()
+def run_all(quantizer, rows, x, left, wire, out, total):
+    quantize_dispatch.quantizing(x, wire, quantizer, left)(KEY)
+    quantize_dispatch.dequantizing(wire, out, quantizer)()
+    quantize_dispatch.adding_quantized(total, list(rows), quantizer)()
 
 
 def trained(world, wire):
@@ -278,39 +282,39 @@ def test_training_with_the_kernels_gives_the_bits_of_plain_torch(wire):
     want = run_ranks(3, lambda world: trained(world, wire))
     with interpreted_gpu() as launches:
         got = run_ranks(3, lambda world: trained(world, wire))
-    assert {"encode_kernel", "decode_kernel", "add_codes_kernel"} <= set(launches.names)
+    assert {"quantize_kernel", "dequantize_kernel", "add_quantized_kernel"} <= set(launches.names)
     assert all(map(torch.equal, got, want))
 
 
 def test_buffers_that_begin_elsewhere_are_coded_in_plain_torch():
-    coding, x = Int8(64), values(513)[1:]
-    wire = torch.zeros(coding.nbytes(512), dtype=torch.uint8)
+    quantizer, x = Int8(64), values(513)[1:]
+    wire = torch.zeros(quantizer.nbytes(512), dtype=torch.uint8)
     with interpreted_gpu() as launches:
-        quantizing.encoding(x, wire, coding, None)(KEY)
-        quantizing.decoding(wire, x, coding)()
-        quantizing.adding_codes(x, [wire], coding)()
+        quantize_dispatch.quantizing(x, wire, quantizer, None)(KEY)
+        quantize_dispatch.dequantizing(wire, x, quantizer)()
+        quantize_dispatch.adding_quantized(x, [wire], quantizer)()
     assert launches.names == []
 
 
 def test_rows_that_lie_unevenly_are_refused():
-    coding, rows = Int8(64), torch.zeros(5, Int8(64).tile_nbytes, dtype=torch.uint8)
+    quantizer, rows = Int8(64), torch.zeros(5, Int8(64).tile_nbytes, dtype=torch.uint8)
     with interpreted_gpu(), pytest.raises(ValueError, match="must lie evenly"):
-        quantizing.adding_codes(torch.zeros(512), [rows[0], rows[1], rows[4]], coding)
+        quantize_dispatch.adding_quantized(torch.zeros(512), [rows[0], rows[1], rows[4]], quantizer)
 
 
 CHECKS = [
     is_far_program_alike,
-    lambda: encode_alike(Int8(64), 512),
+    lambda: quantize_alike(Int8(64), 512),
     lambda: any_bytes_decode_alike(Float8()),
     is_every_random_bit_alike,
     lambda: add_alike(Quantizer(5, 64), 702, 3),
-    lambda: encode_alike(Float8(64, feedback=True), 2503),
+    lambda: quantize_alike(Float8(64, feedback=True), 2503),
     is_largest_code_alike,
-    lambda: encode_alike(Quantizer(3, 64, feedback=True), 1501),
-    lambda: encode_alike(Quantizer(7, 64, feedback=True, rounding=STOCHASTIC), 2503),
+    lambda: quantize_alike(Quantizer(3, 64, feedback=True), 1501),
+    lambda: quantize_alike(Quantizer(7, 64, feedback=True, rounding=STOCHASTIC), 2503),
 ]
 """The quick ones first."""
-KERNELS = ("encode_kernel", "decode_kernel", "add_codes_kernel")
+KERNELS = ("quantize_kernel", "dequantize_kernel", "add_quantized_kernel")
 
 
 def planted(bug, folder):
@@ -343,41 +347,43 @@ def test_what_looks_for_planted_bugs_passes_without_them():
     assert [*map(complaint, CHECKS)] == [None] * len(CHECKS)
 
 
-def coded_and_decoded(x, coding, key=KEY, residual=None):
+def quantized_and_back(x, quantizer, key=KEY, residual=None):
     """Returns (what x became, its codes' scales [blocks], each block's largest distance from x)."""
-    wire, out = torch.zeros(coding.nbytes(len(x)), dtype=torch.uint8), torch.zeros(len(x))
-    codes.encode(x, wire, coding, residual, key)
-    codes.decode(wire, out, coding)
-    scales = wire.view(-1, coding.tile_nbytes)[:, : 2 * TILE_BLOCKS].contiguous().view(torch.bfloat16).flatten().float()
-    return out, scales.repeat_interleave(coding.block)[: len(x)]
+    wire, out = torch.zeros(quantizer.nbytes(len(x)), dtype=torch.uint8), torch.zeros(len(x))
+    quantize.quantize(x, wire, quantizer, residual, key)
+    quantize.dequantize(wire, out, quantizer)
+    scales = (
+        wire.view(-1, quantizer.tile_nbytes)[:, : 2 * TILE_BLOCKS].contiguous().view(torch.bfloat16).flatten().float()
+    )
+    return out, scales.repeat_interleave(quantizer.block)[: len(x)]
 
 
 FINITE = st.floats(-(2.0**125), 2.0**125, width=32)
-CODINGS = st.sampled_from([replace(coding, block=64) for coding in ENCODINGS])
+SMALL_BLOCKS = st.sampled_from([replace(quantizer, block=64) for quantizer in QUANTIZERS])
 
 
-@given(coding=CODINGS, x=st.lists(FINITE, min_size=1, max_size=130), key=st.integers(0, 2**64 - 1))
+@given(quantizer=SMALL_BLOCKS, x=st.lists(FINITE, min_size=1, max_size=130), key=st.integers(0, 2**64 - 1))
 @settings(max_examples=200)
-def test_a_code_is_at_most_half_a_step_away_and_the_residual_is_the_rest(coding, x, key):
+def test_a_code_is_at_most_half_a_step_away_and_the_residual_is_the_rest(quantizer, x, key):
     x = torch.tensor(x)
     left = torch.zeros_like(x)
-    out, steps = coded_and_decoded(x, coding, key, left)
+    out, steps = quantized_and_back(x, quantizer, key, left)
     lost = x.double() - out.double()
     assert torch.equal(left, x - out)
-    if coding.rounding == NEAREST:
+    if quantizer.rounding == NEAREST:
         assert torch.equal(left.double(), lost)  # nothing is lost from the loss
-    most = 1.0 if coding.rounding == STOCHASTIC else 0.5
-    allowed = steps * most if not coding.is_float else torch.maximum(x.abs() / 16, steps / 1024)
+    most = 1.0 if quantizer.rounding == STOCHASTIC else 0.5
+    allowed = steps * most if not quantizer.is_float else torch.maximum(x.abs() / 16, steps / 1024)
     assert torch.all((lost.abs() <= allowed * 1.0001) | (x.abs() < 2.0**-99))
 
 
-def bias(coding):
-    """The mean error of coding in units of its standard error, by estimate."""
+def bias(quantizer):
+    """The mean error of quantizing in units of its standard error, by estimate."""
     x = torch.full((65536,), 0.3)
-    x[:: coding.block] = 1.0
+    x[:: quantizer.block] = 1.0
     total = torch.zeros_like(x)
     for key in range(4):
-        out, steps = coded_and_decoded(x, coding, key)
+        out, steps = quantized_and_back(x, quantizer, key)
         total += out
     error = ((total / 4 - x) / steps)[x != 1.0]
     return abs(error.mean()) / (0.5 / (4 * len(error)) ** 0.5)
@@ -389,14 +395,14 @@ def test_stochastic_rounding_is_unbiased():
 
 def unpacked(bits):
     """Random codes of so many bits, and what they are after packing and unpacking."""
-    coding = Quantizer(bits, 64)
+    quantizer = Quantizer(bits, 64)
     generator = torch.Generator().manual_seed(bits)
-    q = torch.randint(-coding.most, coding.most + 1, (1024,), generator=generator).float()
-    wire = torch.zeros(coding.nbytes(1024), dtype=torch.uint8)
-    (piece,) = codes._pieces(q.clone(), wire, coding)
+    q = torch.randint(-quantizer.most, quantizer.most + 1, (1024,), generator=generator).float()
+    wire = torch.zeros(quantizer.nbytes(1024), dtype=torch.uint8)
+    (piece,) = quantize._pieces(q.clone(), wire, quantizer)
     piece.floats.copy_(q.view_as(piece.floats))
-    codes._pack(piece, coding)
-    codes._unpack(piece, coding)
+    quantize._pack(piece, quantizer)
+    quantize._unpack(piece, quantizer)
     return q, piece.floats.flatten()
 
 
@@ -404,10 +410,10 @@ def test_what_is_packed_is_unpacked():
     assert [bits for bits in BITS if not torch.equal(*unpacked(bits))] == []
 
 
-def spoils_its_block_only(coding, value):
+def spoils_its_block_only(quantizer, value):
     x, left = torch.ones(512), torch.zeros(512)
     x[100] = value
-    out, _ = coded_and_decoded(x, coding, residual=left)
+    out, _ = quantized_and_back(x, quantizer, residual=left)
     spoilt = not out[64:128].isfinite().any() and bool(out[64:128].isnan().all()) == (value != value)  # noqa: PLR0124  # NaN
     return spoilt and bool(((out[:64] - 1).abs() <= 0.01).all()) and not left[64:128].any()
 

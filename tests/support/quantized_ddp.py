@@ -40,7 +40,7 @@ def accounts(wire):
         alone.load_state_dict(layer.state_dict())
         alone(x).square().sum().backward()
         true += torch.cat([param.grad.flatten() for param in alone.parameters()])
-    owed = torch.cat([state._debts[id(param)] for param in layer.parameters()])
+    owed = torch.cat([state._residual_of[id(param)] for param in layer.parameters()])
     return [row.tolist() for row in (true, told, owed)]
 
 

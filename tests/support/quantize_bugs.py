@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that the tests of the kernels of coding must notice: (text, what is put in its place)."""
+"""Bugs that the tests of the kernels of quantization must notice: (text, what is put in its place)."""
 
 __all__ = ["BUGS"]
 
@@ -75,6 +75,6 @@ BUGS = {
         "small = (0.0 * y + SUBNORMAL)",
     ),
     "float: no sign": ("normal) | ((signed >> 24) & 0x80)", "normal)"),
-    "float: sign lost in decoding": ("((code & 0x7F) << 20) | ((code & 0x80) << 24)", "(code & 0x7F) << 20"),
+    "float: sign lost in dequantizing": ("((code & 0x7F) << 20) | ((code & 0x80) << 24)", "(code & 0x7F) << 20"),
     "float: code of a block that is not finite": ("_to_float8(y), 0x38)", "_to_float8(y), 0)"),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codings that tests of kernels go through, and how they compare values."""
+"""The quantizers that tests of kernels go through, and how they compare values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from commrt.quantizer import BITS, NEAREST, STOCHASTIC, Float8, Quantizer
 
-__all__ = ["ENCODINGS", "KINDS", "same"]
+__all__ = ["KINDS", "QUANTIZERS", "same"]
 
 KINDS = [*(Quantizer(bits) for bits in BITS), Float8()]
-ENCODINGS = [
+QUANTIZERS = [
     replace(kind, feedback=feedback, rounding=rounding, block=64 if feedback == (rounding == STOCHASTIC) else 256)
     for kind, feedback, rounding in product(KINDS, (False, True), (NEAREST, STOCHASTIC))
     if rounding == NEAREST or not (kind.is_float or (feedback and kind.bits == 2))
