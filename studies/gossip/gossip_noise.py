@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how far apart gossip leaves ranks under random noise: ``python bench/gossip_distance.py`` prints a table.
+"""Measure how far apart gossip leaves ranks under random noise: ``python studies/gossip/gossip_noise.py``.
 
 Each step adds independent noise to every rank, then mixes messages, as late as they are. Partners are those of the real
 schedules. Late messages with too large a weight oscillate, or grow without end.
@@ -12,9 +12,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.algorithms.gossip import Gossip
+from commrt import Gossip
 
-__all__ = ["CASES", "RANKS", "apart"]
+__all__ = ["CASES", "RANKS", "distance"]
 
 RANKS = (2, 8, 32, 64)
 CASES = ((0, 0.5), (1, 0.5), (1, 0.375), (1, 0.25), (1, 0.125), (2, 0.375), (2, 0.25), (2, 0.125))
@@ -31,16 +31,16 @@ def sources(step: int, ranks: int) -> NDArray[np.int64]:
     return source
 
 
-def apart(ranks: int, late: int, weight: float, dimensions: int = 400, seed: int = 0) -> float:
+def distance(ranks: int, late: int, weight: float, dimensions: int = 400, seed: int = 0) -> float:
     """Return the root mean square distance from the mean of all ranks, over the last steps."""
     rng, values = np.random.default_rng(seed), np.zeros((ranks, dimensions))
-    under_way: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+    in_flight: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
     found = []
     for step in range(STEPS):
         values += NOISE * rng.standard_normal(values.shape)
-        under_way.append((sources(step, ranks), values.copy()))
-        if len(under_way) > late:
-            source, sent = under_way.pop(0)
+        in_flight.append((sources(step, ranks), values.copy()))
+        if len(in_flight) > late:
+            source, sent = in_flight.pop(0)
             values += weight * (sent[source] - sent)
         if step >= STEPS - MEASURED:
             found.append(float(np.sqrt(np.mean((values - values.mean(0)) ** 2))))
@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command."""
     print("ranks", *(f"late {late}, {weight:g}" for late, weight in CASES), sep="\t")
     for ranks in RANKS:
-        print(ranks, *(f"{apart(ranks, late, weight):.4f}" for late, weight in CASES), sep="\t")
+        print(ranks, *(f"{distance(ranks, late, weight):.4f}" for late, weight in CASES), sep="\t")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a dead worker costs gossip: ``python bench/gossip_deaths.py`` trains on MNIST and kills one process.
+"""Train by gossip on MNIST, and kill one process: ``python studies/gossip/gossip_deaths.py``.
 
 Each rank has its own shard, random or sorted by class. A rank gets SIGKILL, and its shard is lost. The others go on,
 and end equal. The pause is the longest step of a survivor: from the death to the first exchange of the survivors.
@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from learning import LR, MOMENTUM, Network, rate, shards, spread
+from gossip_learning import LR, MOMENTUM, Network, rate, spread
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.testing.processes import run_processes
-from commrt.tools.commands.dataset import load
 
-__all__ = ["Outcome", "trained", "work"]
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
 
-RANKS, VICTIM, BATCH, STEPS = 4, 3, 16, 1120
+from mnist_images import BATCH, load, shards
+
+__all__ = ["RANKS", "Outcome", "trained", "work"]
+
+RANKS, VICTIM, STEPS = 4, 3, 1120
 CASES = {
     "gossip": commrt.Gossip(),
     "gossip, one step late": commrt.Gossip(staleness=1),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what local SGD does to learning: ``python bench/local_learning.py``.
+"""Measure what local SGD does to learning: ``python studies/local_sgd/local_accuracy.py``.
 
-Network, images and rate are those of ``bench/coded_training.py``: 8 ranks, 480 steps. By default each pass deals all
-images anew to the ranks, as torch's `DistributedSampler` does; with ``--feed kept`` each rank keeps its eighth of them.
+`small_cnn` has the network and the rate: 8 ranks, 480 steps. By default each pass deals all images anew to the ranks,
+as torch's `DistributedSampler` does; with ``--feed kept`` each rank keeps its eighth of them.
 Each setting is trained with the real runtime, one thread per rank, and ends with `Replica.consolidate`. The column
 `simulation` is not measured by this script: an earlier simulation had these accuracies, whose feed is not recorded.
 """
@@ -12,36 +12,27 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from time import perf_counter
 from typing import Literal
 
 import torch
-from coded_learning import columns
-from coded_training import (
-    LR,
-    MOMENTUM,
-    RANKS,
-    SIDE,
-    STEPS,
-    Outcome,
-    assessed,
-    network,
-    rate,
-    require_equal,
-    small_images,
-)
-from learning import BATCH, batches, shards
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt import Direct, Gossip, HeavyBall, Int4, LocalSGD, Mix, Nesterov
-from commrt.runtime.world import World
+from commrt import Direct, Gossip, HeavyBall, Int4, LocalSGD, Mix, Nesterov, World
 from commrt.testing.ranks import run_ranks
+
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+
+from mnist_images import FEEDS
+from small_cnn import LR, MOMENTUM, RANKS, STEPS, Outcome, assessed, columns, network, rate, require_equal
 
 __all__ = ["Case", "cases", "trained"]
 
@@ -97,36 +88,13 @@ def cases() -> list[Case]:
 def streams() -> list[Case]:
     """Return Streaming DiLoCo with four fragments; the simulation had floats of 4 bits where these are integers."""
     fragments = partial(LocalSGD, 16, 3, outer=SLOWER, fragments=4)
-    coded = fragments(Mix(0.5), inner=Direct(), wire=Int4())
+    narrow = fragments(Mix(0.5), inner=Direct(), wire=Int4())
     adamw: Literal["adamw"] = "adamw"
     return [
         Case("4 fragments, d 3, mix 0.5", fragments(Mix(0.5)), "97.4", adamw, 0.01),
         Case("4 fragments, d 3, correct", fragments(), "97.4", adamw, 0.01),
-        Case("as mix 0.5, int4", coded, "97.3", adamw, 0.01),
+        Case("as mix 0.5, int4", narrow, "97.3", adamw, 0.01),
     ]
-
-
-def dealt(seed: int, steps: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of all ranks, [ranks, BATCH, ...]: each pass deals all images anew, as a `DistributedSampler`."""
-    pixels, digits = small_images()[0].pixels, small_images()[0].digits
-    generator = torch.Generator().manual_seed(seed)
-    each = len(digits) // ranks // BATCH * BATCH
-    while steps > 0:
-        order = torch.randperm(len(digits), generator=generator)[: ranks * each].view(ranks, -1)
-        for rows in order.split(BATCH, dim=1)[:steps]:
-            yield pixels[rows], digits[rows]
-        steps -= each // BATCH
-
-
-def kept(seed: int, steps: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of all ranks, [ranks, BATCH, ...]: each rank has its own images for the whole run."""
-    x, y = shards(small_images()[0], ranks, seed)
-    every = torch.arange(ranks)[:, None]
-    for rows in batches(x.shape[1], ranks, seed, steps):
-        yield x[every, rows].view(ranks, BATCH, 1, SIDE, SIDE), y[every, rows]
-
-
-FEEDS = {"dealt": dealt, "kept": kept}
 
 
 def trained(case: Case, seed: int, feed: str = "dealt", steps: int = STEPS, ranks: int = RANKS) -> Outcome:

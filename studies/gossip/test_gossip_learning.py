@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gossip does to learning on real images, and how far it lets ranks drift: short forms of docs/evidence.md."""
+"""What gossip does to learning on real images, and how far it lets ranks drift: short forms of README.md."""
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
+import gossip_learning
+import gossip_noise
 import pytest
 from cases import for_each
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
-import gossip_distance
-import learning
+from mnist_images import load
 
 RANKS, STEPS = 8, 280
 
 
 @pytest.fixture(scope="module")
 def data():
-    return learning.load()
+    return load()
 
 
 @pytest.fixture(scope="module")
 def found(data):
     """Return what a rule leads to; each rule is simulated once, when a test asks for it."""
-    return cache(lambda rule: learning.simulated(rule, RANKS, 0, data, STEPS))
+    return cache(lambda rule: gossip_learning.simulated(rule, RANKS, 0, data, STEPS))
 
 
 @pytest.mark.slow
@@ -44,9 +40,9 @@ def test_gossip_of_gradients_alone_lets_replicas_drift_apart_and_is_clearly_wors
     assert outcome.accuracy > found("no communication").accuracy
 
 
-@for_each("rule", learning.RULES)
+@for_each("rule", gossip_learning.RULES)
 def test_the_runtime_learns_what_the_simulation_says(data, rule):
-    real, simulated = (run(rule, 3, 1, data, 30) for run in (learning.trained, learning.simulated))
+    real, simulated = (run(rule, 3, 1, data, 30) for run in (gossip_learning.trained, gossip_learning.simulated))
     assert real.accuracy == pytest.approx(simulated.accuracy, abs=0.003)
     assert real.disagreement == pytest.approx(simulated.disagreement, rel=0.02, abs=1e-5)
 
@@ -62,8 +58,8 @@ SETTLED = {
 
 @for_each("ranks", SETTLED)
 def test_ranks_settle_as_far_apart_as_theory_says(ranks):
-    for (late, weight), expected in zip(gossip_distance.CASES, SETTLED[ranks], strict=True):
-        found = gossip_distance.apart(ranks, late, weight, dimensions=100)
+    for (late, weight), expected in zip(gossip_noise.CASES, SETTLED[ranks], strict=True):
+        found = gossip_noise.distance(ranks, late, weight, dimensions=100)
         if expected is None:
             assert found > 0.03
         else:
@@ -71,10 +67,10 @@ def test_ranks_settle_as_far_apart_as_theory_says(ranks):
 
 
 def test_two_ranks_with_messages_two_steps_late_fly_apart():
-    assert gossip_distance.apart(2, 2, 0.375, dimensions=20) > 1e6
+    assert gossip_noise.distance(2, 2, 0.375, dimensions=20) > 1e6
 
 
 @pytest.mark.slow
 def test_samples_passed_round_let_a_rank_of_one_class_see_the_others(data):
-    outcome = learning.trained("gossip, weights", 4, 0, data, 100, sorted_by_class=True, ring=True)
+    outcome = gossip_learning.trained("gossip, weights", 4, 0, data, 100, sorted_by_class=True, ring=True)
     assert outcome.accuracy > 0.8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare growing batches with constant ones: ``python bench/growing_batches.py --out growing.png``.
+"""Compare growing batches with constant ones: ``python studies/large_batches/growing_batches.py``.
 
 LeNet trains on MNIST at one learning rate: with a small batch, with a large one, and with the small one for a third of
 the training and then the large one. The output is the accuracy of each, and its number of updates.
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean, stdev
 
 import torch
@@ -18,8 +20,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import commrt
-from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.training.large_batch import BatchSizeControl, Rate
+
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+
+from mnist_images import Images, lenet, load
 
 EPOCHS, SMALL, LARGE, LR, MOST = 12, 32, 512, 0.05, 128
 WAYS: Mapping[str, Mapping[int, int]] = {

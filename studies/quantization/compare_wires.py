@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what wires of few bits do to sums and to learning: ``python bench/coded_learning.py accuracy error bits``.
+"""Measure what quantized wires do to sums and to learning: ``python studies/quantization/compare_wires.py``.
 
-- `accuracy` trains a small CNN over each wire with the real runtime (see ``bench/coded_training.py``). The column
-  `simulation` is not measured by this script: an earlier simulation of the same set-up, with scales in fp32, had these
-  accuracies. That simulation may have had other layers of the same number of parameters.
-- `error` replays one sum over 4 to 64 ranks by several schedules (see ``bench/coded_sums.py``).
+- `accuracy` trains a small CNN over each wire with the real runtime (see `quantized_training`). The column `simulation`
+  is not measured by this script: an earlier simulation of the same set-up, with scales in fp32, had these accuracies.
+  That simulation may have had other layers of the same number of parameters.
+- `error` replays one sum over 4 to 64 ranks by several schedules (see `quantized_sums`).
 - `bits` compares DQ-SGD's rule with fixed bits at equal bytes.
 """
 
@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
 
 import torch
-from coded_sums import print_errors
-from coded_training import STEPS, LatestLoss, Outcome, Wire, WireFor, small_images, trained
+from quantized_sums import print_errors
+from quantized_training import LatestLoss, Wire, WireFor, trained
 
 import commrt
+
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+
+from mnist_images import small_images
+from small_cnn import STEPS, Outcome, columns
 
 __all__ = ["Recorded", "mean_bits", "target_for"]
 
@@ -134,17 +141,6 @@ def print_accuracies(seeds: Sequence[int], named: str) -> None:
         found = [trained(case.wire_for, seed) for seed in seeds]
         lasted_s = perf_counter() - begin_s
         print(f"{case.name:<24}{columns(found)}{'yes':>7}{case.simulated:>12}{lasted_s:>6.0f}", flush=True)
-
-
-def columns(found: Sequence[Outcome]) -> str:
-    """Return accuracy, loss and bytes as columns."""
-    accuracy, loss = spread([each.accuracy for each in found], 2), spread([each.loss for each in found], 4)
-    return f"{accuracy:>16}{loss:>18}{mean(each.nbytes for each in found):>10.0f}"
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Format mean and standard deviation."""
-    return f"{mean(values):.{digits}f} +- {stdev(values) if len(values) > 1 else 0:.{digits}f}"
 
 
 def print_bits(seeds: Sequence[int]) -> None:

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench/curves.py records: its methods, each trained for a few steps."""
+"""What record_curves.py records: its methods, each trained for a few steps."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
+import record_curves
 from cases import for_each
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
-import curves
-
-
-@for_each("name", curves.METHODS)
+@for_each("name", record_curves.METHODS)
 def test_each_method_can_be_repeated_and_is_what_its_curve_says(name):
-    method = curves.METHODS[name]
-    first, again = (curves.recorded(method, 2, seed=1, steps=9) for _ in range(2))
+    method = record_curves.METHODS[name]
+    first, again = (record_curves.recorded(method, 2, seed=1, steps=9) for _ in range(2))
     assert (first.ranks, first.batch, first.seed, len(first.losses)) == (2, 32, 1, 9)
     assert first.method == {"local": "local, period 8"}.get(name, name)
     assert (first.signal is not None) == (name == "synchronous")
@@ -25,5 +19,5 @@ def test_each_method_can_be_repeated_and_is_what_its_curve_says(name):
 
 
 def test_all_methods_begin_with_the_same_weights_and_images():
-    losses = [curves.recorded(method, 2, seed=0, steps=1).losses for method in curves.METHODS.values()]
+    losses = [record_curves.recorded(method, 2, seed=0, steps=1).losses for method in record_curves.METHODS.values()]
     assert losses[0] == losses[1] == losses[2]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure local SGD on the network of ``bench/netlab.py``: ``sudo python bench/netlab_local.py``.
+"""Measure how much of an exchange local SGD hides: ``sudo python studies/local_sgd/local_on_slow_links.py``.
 
-Needs Linux, iproute2 and root. Hosts are namespaces whose links carry 200 Mbit/s each way (`network_hosts`). It prints
+Needs Linux, iproute2 and root. The network is that of ``bench/netlab.py``: hosts are namespaces whose links carry
+200 Mbit/s each way. It prints
 
 * steps that compute by sleeping, and how much of a step each rank waits for others (the mean of the ranks, and the
   rank that waits most); a step that computes for longer hides more of an exchange,
@@ -15,16 +16,20 @@ import argparse
 import json
 import sys
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from network_hosts import Cabling, cluster, missing, output_of_first
-from sleeping_steps import Training
 
 import commrt
-from commrt.schedule import Algorithm
+from commrt import Algorithm
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))  # the lab of namespaces
+
+from network_hosts import Cabling, cluster, missing, output_of_first
+from sleeping_steps import Training
 
 __all__ = ["exposed", "main", "trained"]
 
@@ -65,7 +70,7 @@ def exposed(options: argparse.Namespace) -> None:
 
 
 def _steady(training: Training, steps: int) -> tuple[float, float]:
-    """Return the seconds of a step and those exposed, from a step on in which an average is under way."""
+    """Return the seconds of a step and those exposed, from a step on in which an average is in flight."""
     training.train(PERIOD + 1)
     before = training.replica.stats().exposed_s
     step_s = training.train(steps)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how exchanges change learning: ``python bench/learning.py`` trains on MNIST by several rules, prints a table.
+"""Train on MNIST by gossip, all-reduce or alone, and compare: ``python studies/gossip/gossip_learning.py``.
 
-It trains a small network with momentum, and each rank has its own shard. One batched network simulates all ranks of a
-run; partners are those of the real schedules. With ``--real`` the runtime trains instead, one thread per rank.
+A small network trains with momentum, and each rank has its own shard. One batched network simulates all ranks of a run;
+partners are those of the real schedules. With ``--real`` the runtime trains instead, one thread per rank.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from statistics import mean, stdev
 
 import torch
@@ -21,12 +23,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.runtime.world import World
-from commrt.schedule import Algorithm
+from commrt import Algorithm, World
 from commrt.testing.ranks import run_ranks
-from commrt.tools.commands.dataset import Images, load
 
-__all__ = ["RULES", "Outcome", "simulated", "trained"]
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+
+from mnist_images import BATCH, Images, batches, load, shards
+
+__all__ = ["LR", "MOMENTUM", "RULES", "Network", "Outcome", "rate", "simulated", "spread", "trained"]
 
 RULES: dict[str, Algorithm | None] = {
     "all-reduce": commrt.Ring(),
@@ -35,7 +39,7 @@ RULES: dict[str, Algorithm | None] = {
     "gossip, gradients only": commrt.Gossip(payload="gradients"),
     "no communication": None,
 }
-HIDDEN, BATCH, MOMENTUM, LR, STEPS = 64, 16, 0.9, 0.05, 560
+HIDDEN, MOMENTUM, LR, STEPS = 64, 0.9, 0.05, 560
 
 
 def rate(step: int, steps: int) -> float:
@@ -55,25 +59,7 @@ class Outcome:
     """Relative distance of the farthest rank from the mean."""
 
 
-def shards(images: Images, ranks: int, seed: int, sorted_by_class: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the shards: [ranks, n, 784] pixels and [ranks, n] digits, with one n for all ranks."""
-    order = torch.randperm(len(images.digits), generator=torch.Generator().manual_seed(seed))
-    if sorted_by_class:
-        order = order[images.digits[order].argsort(stable=True)]
-    order = order[: len(order) // ranks * ranks].view(ranks, -1)
-    return images.pixels.flatten(1)[order], images.digits[order]
-
-
-def batches(rows: int, ranks: int, seed: int, steps: int) -> Iterator[Tensor]:
-    """Yield batches: [ranks, BATCH] places in each rank's shard, pass after pass."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed)
-    while steps > 0:
-        order = torch.stack([torch.randperm(rows, generator=generator) for _ in range(ranks)])
-        yield from order[:, : rows // BATCH * BATCH].split(BATCH, dim=1)[:steps]
-        steps -= rows // BATCH
-
-
-def begun(seed: int) -> list[Tensor]:
+def initial_params(seed: int) -> list[Tensor]:
     """Return the initial weights and biases of both layers."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(784, HIDDEN), (HIDDEN, 10)]
@@ -99,26 +85,26 @@ def simulated(rule: str, ranks: int, seed: int, data: tuple[Images, Images], ste
     """Train all ranks at once, as one batched network."""
     algorithm = RULES[rule]
     x, y = shards(data[0], ranks, seed)
-    params = [tensor.expand(ranks, *tensor.shape).clone().requires_grad_() for tensor in begun(seed)]
-    momentum, under_way = [torch.zeros_like(param) for param in params], []
+    params = [tensor.expand(ranks, *tensor.shape).clone().requires_grad_() for tensor in initial_params(seed)]
+    momentum, in_flight = [torch.zeros_like(param) for param in params], []
     rows = torch.arange(ranks).unsqueeze(1)
     for step, places in enumerate(batches(x.shape[1], ranks, seed, steps)):
         scores = outputs(params, x[rows, places])
         loss = cross_entropy(scores.flatten(0, 1), y[rows, places].flatten(), reduction="sum") / BATCH
         grads = torch.autograd.grad(loss, params)
         with torch.no_grad():
-            learn(params, momentum, averaged(algorithm, step, grads), rate(step, steps))
+            sgd_step(params, momentum, shared_gradients(algorithm, step, grads), rate(step, steps))
             if isinstance(algorithm, commrt.Gossip) and algorithm.payload == "weights":
-                under_way.append((partners(algorithm, step, ranks), [param.clone() for param in params]))
-                if len(under_way) > algorithm.staleness:
-                    mix(params, *under_way.pop(0), algorithm.share)
+                in_flight.append((partners(algorithm, step, ranks), [param.clone() for param in params]))
+                if len(in_flight) > algorithm.staleness:
+                    mix(params, *in_flight.pop(0), algorithm.share)
     params = [param.detach() for param in params]
-    for source, sent in under_way:
+    for source, sent in in_flight:
         mix(params, source, sent, algorithm.share)
     return assessed(params, data[1])
 
 
-def averaged(algorithm: Algorithm | None, step: int, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def shared_gradients(algorithm: Algorithm | None, step: int, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the gradients that each rank uses."""
     if isinstance(algorithm, commrt.Ring):
         return [grad.mean(0, keepdim=True).expand_as(grad) for grad in grads]
@@ -128,7 +114,7 @@ def averaged(algorithm: Algorithm | None, step: int, grads: Sequence[Tensor]) ->
     return grads
 
 
-def learn(params: list[Tensor], momentum: list[Tensor], grads: Sequence[Tensor], lr: float) -> None:
+def sgd_step(params: list[Tensor], momentum: list[Tensor], grads: Sequence[Tensor], lr: float) -> None:
     """Take a step of SGD."""
     for param, memory, grad in zip(params, momentum, grads, strict=True):
         memory.mul_(MOMENTUM).add_(grad)
@@ -156,22 +142,22 @@ class Network(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.params = nn.ParameterList(begun(seed))
+        self.params = nn.ParameterList(initial_params(seed))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, 784] to [n, 10]."""
         return outputs([param.unsqueeze(0) for param in self.params], x.unsqueeze(0))[0]
 
 
-def passed_round(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of samples that move on by one rank in each pass."""
+def shuffled_batches(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of samples that the ring shuffle moves on by one rank in each pass."""
     ring = commrt.RingShuffle((x[world.rank], y[world.rank]), BATCH, world=world, seed=seed)
     passes = (batch for _ in range(steps) for batch in ring)
     yield from islice(passes, steps)
     ring.drain()
 
 
-def stay(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def own_batches(world: World, x: Tensor, y: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of a rank's own shard."""
     for places in batches(x.shape[1], len(x), seed, steps):
         yield x[world.rank][places[world.rank]], y[world.rank][places[world.rank]]
@@ -195,7 +181,7 @@ def trained(
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
         algorithm = RULES[rule]
         replica = None if algorithm is None else commrt.attach(model, optimizer, algorithm, world=world)
-        for step, (pixels, digits) in enumerate((passed_round if ring else stay)(world, x, y, seed, steps)):
+        for step, (pixels, digits) in enumerate((shuffled_batches if ring else own_batches)(world, x, y, seed, steps)):
             optimizer.param_groups[0]["lr"] = rate(step, steps)
             optimizer.zero_grad()
             cross_entropy(model(pixels), digits).backward()

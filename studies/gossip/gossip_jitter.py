@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of jitter: ``python bench/jitter.py`` trains with workers that sleep instead of computing.
+"""Measure the cost of jitter: ``python studies/gossip/gossip_jitter.py``.
 
-Each worker sleeps a random time in each step, log-normal around a mean. Efficiency is that mean over the time of a
-step. An all-reduce waits for the slowest rank, gossip for one partner, and late gossip for almost no rank.
+Each worker sleeps instead of computing: a random time in each step, log-normal around a mean. Efficiency is that mean
+over the time of a step. An all-reduce waits for the slowest rank, gossip for one partner, and late gossip for almost no
+rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 import commrt
-from commrt.schedule import Algorithm
+from commrt import Algorithm
 from commrt.testing.processes import run_processes
 
 __all__ = ["MODES", "efficiency"]

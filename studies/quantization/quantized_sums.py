@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay sums of codes in one process, and compare their errors by schedule: for ``bench/coded_learning.py``.
+"""Replay quantized sums in one process, and compare their errors by schedule: for `compare_wires`.
 
-Each schedule is replayed as the runtime would run it. A rank codes a chunk again whenever the chunk has changed since
-it was coded last. What is copied is passed on as the same codes. At the end each rank decodes the codes that it holds.
+Each schedule is replayed as the runtime would run it. A rank quantizes a chunk again whenever the chunk has changed
+since it was quantized last. Copies pass on the same bytes. At the end each rank dequantizes the bytes that it holds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 import commrt
 from commrt.algorithms.carrying import require_short_sums
 from commrt.errors import UsageError
-from commrt.kernels.codes import add_codes, encode
-from commrt.kernels.codes import decode as decode_codes
+from commrt.kernels.codes import add_codes, decode, encode
 from commrt.proof.symbols import select
 from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
 
@@ -36,43 +35,43 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 class _Cells:
-    """Values and codes of all (rank, chunk) pairs, numbered ``rank * chunks + chunk``."""
+    """Values and quantized bytes of all (rank, chunk) pairs, numbered ``rank * chunks + chunk``."""
 
     def __init__(self, values: Tensor, coding: commrt.Coding) -> None:
         ranks, self.chunks, numel = values.shape
         self.values, self.coding = values.reshape(-1, numel).clone(), coding
-        self.codes = torch.zeros(ranks * self.chunks, coding.nbytes(numel), dtype=torch.uint8)
-        self.is_coded = np.zeros(ranks * self.chunks, dtype=bool)
+        self.quantized = torch.zeros(ranks * self.chunks, coding.nbytes(numel), dtype=torch.uint8)
+        self.is_quantized = np.zeros(ranks * self.chunks, dtype=bool)
 
     def play(self, step: Step) -> None:
-        """Play one step; all transfers read the codes from before it."""
+        """Play one step; all transfers read the bytes from before it."""
         cells = select(step, 0, self.chunks)
-        self._code(np.unique(cells.src))
-        received, adds = self.codes[cells.src], cells.combine == ADD
+        self._quantize(np.unique(cells.src))
+        received, adds = self.quantized[cells.src], cells.combine == ADD
         for wave in _waves(cells.dst, adds):
             self._add(cells.dst[wave], received[wave])
-        self.codes[cells.dst[~adds]] = received[~adds]
-        self.is_coded[cells.dst] = ~adds
+        self.quantized[cells.dst[~adds]] = received[~adds]
+        self.is_quantized[cells.dst] = ~adds
 
-    def _code(self, sent: IntArray) -> None:
-        """Code those of the cells `sent` that have changed."""
-        stale = sent[~self.is_coded[sent]]
+    def _quantize(self, sent: IntArray) -> None:
+        """Quantize those of the cells `sent` that have changed."""
+        stale = sent[~self.is_quantized[sent]]
         if len(stale):
-            codes = torch.empty_like(self.codes[stale])
-            encode(self.values[stale].flatten(), codes.view(-1), self.coding)
-            self.codes[stale], self.is_coded[stale] = codes, True
+            fresh = torch.empty_like(self.quantized[stale])
+            encode(self.values[stale].flatten(), fresh.view(-1), self.coding)
+            self.quantized[stale], self.is_quantized[stale] = fresh, True
 
     def _add(self, cells: IntArray, received: Tensor) -> None:
         sums = self.values[cells].flatten()
         add_codes(sums, [received.contiguous().view(-1)], self.coding)
         self.values[cells] = sums.view(len(cells), -1)
 
-    def decoded(self) -> Tensor:
-        """Return what the codes stand for, as all ranks must end with codes in each chunk."""
-        if not self.is_coded.all():
-            raise RuntimeError("a rank ends with a chunk that it has never coded")
+    def dequantized(self) -> Tensor:
+        """Return the values of all bytes; all ranks must end with bytes in each chunk."""
+        if not self.is_quantized.all():
+            raise RuntimeError("a rank ends with a chunk that it has never quantized")
         found = torch.empty_like(self.values)
-        decode_codes(self.codes.view(-1), found.view(-1), self.coding)
+        decode(self.quantized.view(-1), found.view(-1), self.coding)
         return found
 
 
@@ -92,7 +91,7 @@ def replayed(schedule: Schedule, values: Tensor, coding: commrt.Coding) -> Tenso
     cells = _Cells(values, coding)
     for step in schedule.checked_steps():
         cells.play(step)
-    return cells.decoded().view(values.shape)
+    return cells.dequantized().view(values.shape)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
@@ -112,7 +111,7 @@ def replayed_error(algorithm: Algorithm, ranks: int, coding: commrt.Coding, seed
 
 
 def is_refused(algorithm: Algorithm, ranks: int, coding: commrt.Coding) -> bool:
-    """Return True if attach refuses this schedule for codes."""
+    """Return True if attach refuses this schedule for quantized wires."""
     try:
         require_short_sums(algorithm.schedule(0, ranks), coding)
     except UsageError:
@@ -123,7 +122,7 @@ def is_refused(algorithm: Algorithm, ranks: int, coding: commrt.Coding) -> bool:
 def print_errors() -> None:
     """Print a table for each wire."""
     print(f"relative squared error of one sum of independent normal gradients, mean of {DRAWS} draws, replayed")
-    print("in brackets: the ratio to 4 ranks; * attach refuses this schedule for codes, so it is only replayed here")
+    print("in brackets: the ratio to 4 ranks; * attach refuses to quantize this schedule, so it is only replayed here")
     for coding in WIRES:
         spreads: list[float] = []
         print(f"\n{coding!s:<8}", *(f"{name:>22}" for name in ALGORITHMS), flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what backup workers save: ``python bench/backup_savings.py`` trains LeNet with randomly slow workers.
+"""Train LeNet with randomly slow workers and with backups: ``python studies/backup_workers/slow_workers.py``.
 
 Each of 8 workers sleeps instead of computing: a base time, and 5 to 20 times as long in 3 % of its steps. A late worker
 sleeps to the end. The first 8, 7 or 6 gradients make a step. Step times are compared with a prediction: the k-th of the
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
+from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter, sleep
 from typing import Any
@@ -26,8 +28,11 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.testing.processes import run_processes
-from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.tools.planning.stragglers import SlowSteps, step_time_s
+
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+
+from mnist_images import Images, lenet, load
 
 __all__ = ["Run", "trained", "work"]
 

@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare local SGD with synchronous training over many seeds, without the runtime: ``python bench/local_plain.py``.
+"""Compare local SGD with synchronous training over many seeds, without commrt's runtime.
 
-The set-up is that of ``bench/local_learning.py``, in plain torch: one batched network holds all ranks of several seeds.
-So it is an independent check of the runtime (``tests/test_local_learning.py`` compares the weights), and it affords
-more seeds. A seed has the same first weights and batches in all settings, so the table shows the mean difference to
-synchronous training, seed by seed, with its standard error.
+``python studies/local_sgd/plain_local_sgd.py`` has the set-up of `local_accuracy`, in plain torch: one batched network
+holds all ranks of several seeds. So it is an independent check of the runtime (`test_local_accuracy` compares the
+weights), and it affords more seeds. A seed has the same first weights and batches in all settings, so the table shows
+the mean difference to synchronous training, seed by seed, with its standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
 
 import torch
-from coded_learning import spread
-from coded_training import LR, MOMENTUM, RANKS, STEPS, Outcome, assessed, network, rate
-from local_learning import FEEDS
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from commrt import LocalSGD, Mix
+
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+
+from mnist_images import FEEDS
+from small_cnn import LR, MOMENTUM, RANKS, STEPS, Outcome, assessed, network, rate, spread
 
 __all__ = ["PlainRanks", "trained"]
 
@@ -84,7 +88,7 @@ class PlainRanks:
         return each.mean(1, keepdim=True).expand_as(each).flatten(0, 1)
 
     def consolidated(self) -> list[nn.Module]:
-        """Merge what is under way, and return a model of the mean weights for each seed."""
+        """Merge what is in flight, and return a model of the mean weights for each seed."""
         if self._algorithm is not None and self._sent is not None:
             self._merge(self._algorithm, self._sent)
         means = {name: self._mean(tensor) for name, tensor in self.weights.items()}
@@ -128,7 +132,7 @@ def main() -> None:
     """Print a row for each setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="local settings whose name contains this")
-    parser.add_argument("--feed", choices=FEEDS, default="dealt", help="as in local_learning.py")
+    parser.add_argument("--feed", choices=FEEDS, default="dealt", help="as in local_accuracy.py")
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each setting")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare predicted with measured time to a loss: ``sudo python bench/netlab_target.py CURVES``.
+"""Compare predicted and measured times to a loss: ``sudo python studies/time_to_loss/target_on_slow_links.py CURVES``.
 
-Needs Linux, iproute2 and root. CURVES is a folder of ``bench/curves.py``. The script predicts with the commands of a
-user: ``commrt probe`` measures the links of four hosts with two ranks each (`network_hosts`), and the study
-``time_to_loss`` takes the curves of 1, 2 and 4 ranks. Then all 8 ranks train, and the script takes the time in which
-their loss reaches the target. A step computes a small network, and sleeps to stand for a larger one.
+Needs Linux, iproute2 and root. CURVES is a folder of `record_curves`. The script predicts with the commands of a user:
+``commrt probe`` measures the links of four hosts with two ranks each (`network_hosts`), and `plan_target` takes the
+curves of 1, 2 and 4 ranks. Then all 8 ranks train, and the script takes the time in which their loss reaches the
+target. A step computes a small network, and sleeps to stand for a larger one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from coded_training import MOMENTUM, network
-from curves import METHODS, RATE, WARMUP
-from learning import BATCH
-from local_learning import dealt
-from network_hosts import Cabling, cluster, missing, output_of_first
+from convergence import steps_to
+from record_curves import METHODS, RATE, WARMUP
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.tools.pictures.curve_recorder import CurveRecorder
-from commrt.tools.planning.curve import Curve
+from commrt import Curve, CurveRecorder
 from commrt.tools.planning.planner import all_reduce_candidates, short_name
 from commrt.tools.planning.workload import FORWARD
 
-STUDY = Path(__file__).parent.parent / "studies" / "time_to_loss"
-sys.path.insert(0, str(STUDY))
-from convergence import steps_to  # noqa: E402  # of that folder
+sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
+sys.path.append(str(Path(__file__).parents[2] / "bench"))  # the lab of namespaces
+
+from mnist_images import BATCH, dealt
+from network_hosts import Cabling, cluster, missing, output_of_first
+from small_cnn import MOMENTUM, network
 
 __all__ = ["main", "predicted", "trained"]
 
@@ -87,16 +86,17 @@ def _algorithm(method: str, name: str) -> commrt.Algorithm:
 
 
 def predicted(options: argparse.Namespace, folder: Path, compute_s: float) -> dict[str, dict[str, Any]]:
-    """Return what the study says of 8 ranks, by method."""
+    """Return the plans for 8 ranks, by method."""
     links = folder / "links.toml"
     output_of_first(["-m", "commrt", "probe", "--out", str(links)], HOSTS, PER_HOST)
     files = [str(path) for path in sorted(options.curves.glob("*.jsonl")) if int(path.stem.split("-")[1]) in FITTED]
     numel = sum(parameter.numel() for parameter in network(0).parameters())
-    command = [sys.executable, str(STUDY / "plan_target.py"), *files, "--target-loss", str(options.target)]
-    command += ["--ranks", str(RANKS), "--cluster", str(links), "--model", str(numel), "--wire", "fp32"]
+    planner = str(Path(__file__).parent / "plan_target.py")
+    command = [sys.executable, planner, *files, "--target-loss", str(options.target), "--ranks", str(RANKS)]
+    command += ["--cluster", str(links), "--model", str(numel), "--wire", "fp32"]
     command += ["--compute-ms", str(1e3 * compute_s), "--json"]
     env = {**os.environ, "PYTHONSAFEPATH": ""}  # it finds its folder
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout  # noqa: S603  # our own program
     print(links.read_text(encoding="utf-8"))
     return {row["method"].split(",")[0]: row for row in json.loads(said)["plans"] if row["ranks"] == RANKS}
 
@@ -104,7 +104,7 @@ def predicted(options: argparse.Namespace, folder: Path, compute_s: float) -> di
 def main() -> None:
     """Print a row for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("curves", type=Path, help="folder with curves of bench/curves.py")
+    parser.add_argument("curves", type=Path, help="folder with curves of record_curves.py")
     parser.add_argument("--rate", type=float, default=50.0, help="rate of each link, in Mbit/s each way")
     parser.add_argument("--compute-s", type=float, default=0.06, help="seconds that a step sleeps")
     parser.add_argument("--target", type=float, default=0.3, help="loss to reach")
