@@ -4,7 +4,7 @@ unexport PYTHONDONTWRITEBYTECODE# the tests start hundreds of processes, and eac
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab gpu clean
+.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
 
 venv: .venv/ready
 
@@ -51,6 +51,11 @@ conformance: BACKEND = commrt
 conformance: RANKS = 4
 conformance: venv
 	$(BIN)/python -m torch_conformance --backend $(BACKEND) --ranks $(RANKS) --out build/conformance.json
+
+# Published systems rebuilt on commrt: tests of studies, slow ones too, and the commands of their pages, in 4 minutes.
+studies: export OMP_NUM_THREADS = 1
+studies: venv
+	$(PYTEST) studies tests/test_docs.py -k studies
 
 # All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv

@@ -156,6 +156,8 @@ def site(tmp_path_factory):
 def test_the_site_builds_without_a_warning_and_has_every_page(site):
     pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
     elsewhere = {"contributing.html", "changelog.html", "kernels.html", "findings.html", "api/command.html"}
+    elsewhere |= {"bench.html", "studies.html"}
+    elsewhere |= {f"studies/{page.parent.name}.html" for page in (ROOT / "studies").glob("*/README.md")}
     assert pages | elsewhere <= {str(page.relative_to(site)) for page in site.rglob("*.html")}
     assert not (site / "site").exists()
 

@@ -25,7 +25,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: (\S+)", re.MULTILINE)
-OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|docs|examples|kernels|tests)/[\w./*-]+)")
+OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|docs|examples|kernels|studies|tests)/[\w./*-]+)")
 BUILT = {"docs/launchers.md", "docs/doors.md", "docs/limits.md"}
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
@@ -126,6 +126,22 @@ def test_every_file_of_ours_that_is_named_exists():
                     yield f"{name} in `{span}`"
 
     assert_none(wrong(absent, [page for page in PAGES if "decisions" not in page.parts]))
+
+
+def test_each_program_of_bench_has_a_row_in_its_table():
+    """Add the question, the command and where the answer stands to bench/README.md."""
+    table = (ROOT / "bench/README.md").read_text()
+    modules = (ROOT / "bench").glob("*.py")
+    programs = (path for path in modules if path.stem.startswith("test_") or "__main__" in path.read_text())
+    assert_none(path.name for path in programs if f"bench/{path.name}" not in table)
+
+
+def test_each_study_has_a_page_tests_and_a_row_in_the_table():
+    table = (ROOT / "studies/README.md").read_text()
+    folders = [path for path in (ROOT / "studies").iterdir() if any(path.glob("*.py"))]
+    assert_none(path.name for path in folders if f"]({path.name}/README.md)" not in table)
+    assert_none(path.name for path in folders if not (path / "README.md").exists())
+    assert_none(path.name for path in folders if path.name != "mnist" and not any(path.glob("test_*.py")))
 
 
 def test_commands_that_are_named_in_a_line_take_these_options():

@@ -102,7 +102,7 @@ def work(
 
 def trained(needed: int, seed: int, steps: int, base_s: float, prob: float) -> dict[int, tuple[float, Any]]:
     """Train; return, by number of updates, the time a worker first had them, and the weights if kept."""
-    ends = run_processes(WORKERS, work, needed, seed, steps, base_s, prob, limit_s=900.0)
+    ends = run_processes(WORKERS, work, needed, seed, steps, base_s, prob, limit_s=900.0, holds_store=True)
     if broken := [end.error for end in ends if end.value is None]:
         raise RuntimeError(str(broken[0]))
     found: dict[int, tuple[float, Any]] = {}
@@ -160,13 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--steps", type=int, default=500, help="training steps")
+    parser.add_argument("--needed", type=int, nargs="+", default=[8, 7, 6], help="gradients per step")
     parser.add_argument("--base-s", type=float, default=0.08, help="seconds of a step that is not slow")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     _, test = load()
     plain_s = trained(WORKERS, 0, 60, options.base_s, 0.0)[60][0] / 60
     rows = []
-    for needed in (8, 7, 6):
+    for needed in options.needed:
         rows.append([run(needed, seed, options.steps, options.base_s, plain_s, test) for seed in range(options.seeds)])
         if not options.json:
             _print(rows[-1], plain_s)

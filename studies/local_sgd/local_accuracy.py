@@ -136,6 +136,7 @@ def main() -> None:
         "--feed", choices=FEEDS, default="dealt", help="images dealt anew in each pass, or kept by a rank"
     )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each setting")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("commrt").setLevel(logging.ERROR)  # all ranks would warn of settings that are here on purpose
@@ -143,7 +144,7 @@ def main() -> None:
     synchronous = trained(cases()[0], 0, steps=1).nbytes
     for case in (case for case in cases() if options.only in case.name):
         begin_s = perf_counter()
-        found = [trained(case, seed, options.feed) for seed in range(options.seeds)]
+        found = [trained(case, seed, options.feed, options.steps) for seed in range(options.seeds)]
         print(f"{row(case, found, synchronous)}{perf_counter() - begin_s:>6.0f}", flush=True)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="local settings whose name contains this")
     parser.add_argument("--feed", choices=FEEDS, default="dealt", help="as in local_accuracy.py")
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each setting")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"plain torch, images {options.feed}, peak rate {LR}, mean +- deviation of {options.seeds} seeds")
@@ -142,7 +144,8 @@ def main() -> None:
     for name, algorithm in settings().items():
         if algorithm is None or options.only in name:
             begin_s = perf_counter()
-            found = [outcome for seeds in groups(options.seeds) for outcome in trained(algorithm, seeds, options.feed)]
+            runs = (trained(algorithm, seeds, options.feed, options.steps) for seeds in groups(options.seeds))
+            found = [*chain.from_iterable(runs)]
             synchronous = synchronous or found
             print_row(name, found, synchronous, perf_counter() - begin_s)
 

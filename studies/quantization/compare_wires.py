@@ -53,14 +53,14 @@ class Recorded:
         return commrt.Adaptive(self, least=self.bits, most=self.bits)
 
 
-def dq_wire(target: float) -> commrt.Adaptive:
+def dq_wire(target: float, steps: int = STEPS) -> commrt.Adaptive:
     """Return a wire of DQ-SGD's rule."""
-    return commrt.Adaptive(commrt.dq(target, steps=STEPS, decay=DECAY))
+    return commrt.Adaptive(commrt.dq(target, steps=steps, decay=DECAY))
 
 
 def mean_bits(target: float, norms: Mapping[int, float], steps: int = STEPS) -> float:
     """Return the mean bits that DQ-SGD's rule has on recorded norms; steps without a norm have most bits."""
-    wire = dq_wire(target)
+    wire = dq_wire(target, steps)
     seen = (commrt.Progress(step, norms[step]) if step in norms else None for step in range(steps))
     return mean(wire.coding(progress).bits for progress in seen)
 
@@ -112,14 +112,14 @@ def stochastic(bits: int, seed: int) -> commrt.Coding:
     return commrt.Coding(bits, rounding="stochastic", seed=seed)
 
 
-def adaptive_cases() -> list[Case]:
+def adaptive_cases(steps: int) -> list[Case]:
     """Return the wires whose bits change; trains once to find the target."""
     recorded = Recorded(4)
-    trained(lambda *_: recorded.wire(), 0)
-    target = target_for(DQ_BITS, recorded.norms)
+    trained(lambda *_: recorded.wire(), 0, steps)
+    target = target_for(DQ_BITS, recorded.norms, steps)
     print(f"# dq: target {target:.5g}, decay {DECAY}: {DQ_BITS} bits on the norms of int4, seed 0", flush=True)
     return [
-        fixed(f"dq, {DQ_BITS} bits", lambda _: dq_wire(target), "97.1"),
+        fixed(f"dq, {DQ_BITS} bits", lambda _: dq_wire(target, steps), "97.1"),
         Case("adaquant, from 1 level", adaquant_wire, "96.9"),
     ]
 
@@ -129,21 +129,21 @@ def adaquant_wire(_: int, latest: LatestLoss) -> commrt.Adaptive:
     return commrt.Adaptive(commrt.adaquant(1.0, latest.wanted()))
 
 
-def print_accuracies(seeds: Sequence[int], named: str) -> None:
+def print_accuracies(seeds: Sequence[int], steps: int, named: str) -> None:
     """Print a row for each wire whose name contains `named`."""
     print(f"accuracy on 1,000 test images and loss on 4,000 training images, mean +- deviation of {len(seeds)} seeds")
     print("equal: all replicas were bitwise equal after the last step; the run would fail otherwise")
     head = f"{'wire':<24}{'accuracy %':>16}{'loss':>18}{'B/step':>10}{'equal':>7}{'simulation':>12}{'s':>6}"
     print(head, flush=True)
-    cases = [*plain_cases(), *(adaptive_cases() if not named else [])]
+    cases = [*plain_cases(), *(adaptive_cases(steps) if not named else [])]
     for case in (case for case in cases if named in case.name):
         begin_s = perf_counter()
-        found = [trained(case.wire_for, seed) for seed in seeds]
+        found = [trained(case.wire_for, seed, steps) for seed in seeds]
         lasted_s = perf_counter() - begin_s
         print(f"{case.name:<24}{columns(found)}{'yes':>7}{case.simulated:>12}{lasted_s:>6.0f}", flush=True)
 
 
-def print_bits(seeds: Sequence[int]) -> None:
+def print_bits(seeds: Sequence[int], steps: int) -> None:
     """Print fixed bits, DQ-SGD's rule at as many bytes, and their difference."""
     print(
         f"fixed bits and DQ-SGD's rule (decay {DECAY}), nearest, no feedback, mean +- deviation of {len(seeds)} seeds"
@@ -151,12 +151,14 @@ def print_bits(seeds: Sequence[int]) -> None:
     print(f"{'wire':<24}{'accuracy %':>16}{'loss':>18}{'B/step':>10}", flush=True)
     for bits in FIXED_BITS:
         rules = [Recorded(bits) for _ in seeds]
-        plain = [trained(lambda *_, rule=rule: rule.wire(), seed) for seed, rule in zip(seeds, rules, strict=True)]
+        plain = [
+            trained(lambda *_, rule=rule: rule.wire(), seed, steps) for seed, rule in zip(seeds, rules, strict=True)
+        ]
         print(f"{f'int{bits}':<24}{columns(plain)}", flush=True)
-        target = target_for(bits, rules[0].norms)
-        ruled = [trained(lambda *_, target=target: dq_wire(target), seed) for seed in seeds]
+        target = target_for(bits, rules[0].norms, steps)
+        ruled = [trained(lambda *_, target=target: dq_wire(target, steps), seed, steps) for seed in seeds]
         print(f"{f'dq, target {target:.5g}':<24}{columns(ruled)}")
-        expected = mean_bits(target, rules[0].norms)
+        expected = mean_bits(target, rules[0].norms, steps)
         print(f"  {expected:.3f} bits on the norms of int{bits}, seed 0; {paired(plain, ruled)}", flush=True)
 
 
@@ -173,12 +175,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help="accuracy, error or bits; all by default")
     parser.add_argument("--seeds", type=int, help="seeds of accuracy (3 by default) and of bits (5 by default)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps")
     parser.add_argument("--wire", default="", help="accuracy: only fixed wires whose name contains this")
     options = parser.parse_args()
     parts = {
-        "accuracy": lambda: print_accuracies(range(options.seeds or 3), options.wire),
+        "accuracy": lambda: print_accuracies(range(options.seeds or 3), options.steps, options.wire),
         "error": print_errors,
-        "bits": lambda: print_bits(range(options.seeds or 5)),
+        "bits": lambda: print_bits(range(options.seeds or 5), options.steps),
     }
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}: name {', '.join(parts)}")

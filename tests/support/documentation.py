@@ -39,7 +39,10 @@ from commrt.testing import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/FINDINGS.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/README.md", "bench/FINDINGS.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "studies").rglob("*.md")),
 ]
@@ -402,7 +405,8 @@ def _require_extras(words):
 
 
 def _require_files(words):
-    files = [word.partition("::")[0] for word in words if re.fullmatch(r"(bench|tests|examples|docs)/[\w./:]+", word)]
+    ours = re.compile(r"(bench|tests|examples|studies|docs)/[\w./:]+")
+    files = [word.partition("::")[0] for word in words if ours.fullmatch(word)]
     files += [word for word in words if re.fullmatch(r"[\w]+\.py", word) and word not in YOURS]
     _require_all(files, {name for name in files if (ROOT / name).exists()}, "no file here")
 
