@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt import Curve, CurveRecorder, World
+from commrt import World
 from commrt.testing.ranks import run_ranks
-from commrt.tools.planning.curve import GOSSIP, LOCAL, SYNCHRONOUS
+from commrt.tools.pictures.curve_recorder import CurveRecorder
+from commrt.tools.planning.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 
 sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
 

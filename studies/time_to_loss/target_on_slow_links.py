@@ -28,7 +28,8 @@ from record_curves import METHODS, RATE, WARMUP
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt import Curve, CurveRecorder
+from commrt.tools.pictures.curve_recorder import CurveRecorder
+from commrt.tools.planning.curve import Curve
 from commrt.tools.planning.planner import all_reduce_candidates, short_name
 from commrt.tools.planning.workload import FORWARD
 
