@@ -18,7 +18,7 @@ from documentation import PAGES, ROOT, Block, blocks, is_like, ranks, run_comman
 import commrt
 from commrt.testing.processes import run_processes
 
-FIRST = {"README.md", "docs/index.md", "docs/concepts.md", "docs/doors.md"}
+FIRST = {"README.md", "docs/index.md", "docs/concepts.md", "docs/integrations.md"}
 """Pages that run in `make test`: those that newcomers read. All run in `make docs` and `make test-slow`."""
 
 

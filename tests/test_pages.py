@@ -26,7 +26,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: (\S+)", re.MULTILINE)
 OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|docs|examples|kernels|tests)/[\w./*-]+)")
-BUILT = {"docs/launchers.md", "docs/doors.md", "docs/limits.md"}
+BUILT = {"docs/launchers.md", "docs/integrations.md", "docs/limits.md"}
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 
