@@ -216,6 +216,17 @@ def test_what_is_quoted_of_messages_is_said():
     assert_none(each.pattern for each in quoted if not any(map(each.search, strings)))
 
 
+NOT_FOR_USERS = {"architecture.md", "benchmarks.md", "evidence.md", "torch_conformance.md"}
+
+
+def test_pages_for_users_have_at_most_30000_words():
+    """How-to, concepts and reference; evidence and decisions are not counted. Shorten before you add."""
+    folders = [ROOT / "docs" / name for name in ("", "algorithms", "api")]
+    docs = [page for folder in folders for page in folder.glob("*.md") if page.name not in NOT_FOR_USERS]
+    words = {page: len(page.read_text().split()) for page in (ROOT / "README.md", ROOT / "examples/README.md", *docs)}
+    assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda item: -item[1])
+
+
 def test_pictures_of_pages_are_small():
     measured = {"bench_netlab.svg"}  # made by bench/report.py
     sizes = {path.name: path.stat().st_size for path in Path(ROOT / "docs/pictures").iterdir()}
