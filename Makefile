@@ -16,8 +16,9 @@ venv: .venv/ready
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
+demo: export PYTHONSAFEPATH =# the program finds the modules beside it
 demo: venv
-	$(BIN)/commrt train --workers 4 --algorithm torus2d --compare ddp
+	$(BIN)/python examples/mnist/train.py --workers 4 --algorithm torus2d --compare ddp
 
 .PHONY: lint types fast-tests
 check: lint types
@@ -54,7 +55,7 @@ conformance: venv
 
 # All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv
-	$(BIN)/pytest tests/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
+	$(BIN)/pytest tests/test_fuzz_*.py examples/mnist/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
 
 docs: venv  # the site, in build/site (python3 -m http.server -d build/site shows it, with its search); runs all pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

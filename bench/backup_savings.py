@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from digits import Images, lenet, load
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.testing.processes import run_processes
-from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.tools.planning.stragglers import SlowSteps, step_time_s
 
 __all__ = ["Run", "trained", "work"]

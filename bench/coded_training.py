@@ -16,6 +16,7 @@ from functools import cache
 from statistics import mean
 
 import torch
+from digits import Images, load
 from learning import batches, shards
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
@@ -23,7 +24,6 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 import commrt
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
-from commrt.tools.commands.dataset import Images, load
 
 __all__ = ["LR", "RANKS", "SIDE", "STEPS", "Outcome", "Wire", "WireFor", "network", "rate", "small_images", "trained"]
 

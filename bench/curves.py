@@ -18,6 +18,7 @@ from time import perf_counter
 
 import torch
 from coded_training import MOMENTUM, network
+from curve_files import GOSSIP, LOCAL, SYNCHRONOUS, Curve, CurveRecorder
 from learning import BATCH
 from local_learning import dealt
 from torch import Tensor, nn
@@ -26,8 +27,6 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
-from commrt.tools.pictures.curve_recorder import CurveRecorder
-from commrt.tools.planning.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 
 __all__ = ["METHODS", "STEPS", "Method", "recorded"]
 
@@ -52,16 +51,16 @@ METHODS = {
 }
 
 
-def recorded(method: Method, ranks: int, seed: int, steps: int) -> Curve:
-    """Return what a run of `method` records."""
+def recorded(method: Method, ranks: int, seed: int, steps: int) -> str:
+    """Return what a run of `method` records, as the lines of a file."""
     first, parts = network(seed), list(dealt(seed, steps, ranks))
 
-    def body(world: World) -> Curve | None:
+    def body(world: World) -> str | None:
         own = [(pixels[world.rank], digits[world.rank]) for pixels, digits in parts]
         recorder = _train_rank(world, copy.deepcopy(first), method, own)
-        return recorder.curve(world, method.training, BATCH * ranks, method.settings, seed)
+        return recorder.lines(world, method.training, BATCH * ranks, method.settings, seed)
 
-    return next(curve for curve in run_ranks(ranks, body) if curve is not None)
+    return next(lines for lines in run_ranks(ranks, body) if lines is not None)
 
 
 def _train_rank(world: World, model: nn.Module, method: Method, feed: Sequence[tuple[Tensor, Tensor]]) -> CurveRecorder:
@@ -91,10 +90,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name, ranks, seed in ((a, b, c) for b in options.ranks for a in METHODS for c in range(options.seeds)):
         begin_s = perf_counter()
-        curve = recorded(METHODS[name], ranks, seed, STEPS[ranks])
+        lines = recorded(METHODS[name], ranks, seed, STEPS[ranks])
         file = options.out / f"{name}-{ranks}-{seed}.jsonl"
-        curve.save(file)
-        print(f"{file}: loss {curve.losses[-50:].mean():.3f} at the end, {perf_counter() - begin_s:.1f} s", flush=True)
+        file.write_text(lines, encoding="utf-8")
+        loss = Curve.parsed(lines).losses[-50:].mean()
+        print(f"{file}: loss {loss:.3f} at the end, {perf_counter() - begin_s:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from digits import load
 from learning import LR, MOMENTUM, Network, rate, shards, spread
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.testing.processes import run_processes
-from commrt.tools.commands.dataset import load
 
 __all__ = ["Outcome", "trained", "work"]
 

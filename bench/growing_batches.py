@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from statistics import mean, stdev
 
 import torch
+from digits import Images, lenet, load
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import commrt
-from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.training.large_batch import BatchSizeControl, Rate
 
 EPOCHS, SMALL, LARGE, LR, MOST = 12, 32, 512, 0.05, 128

@@ -17,6 +17,7 @@ from itertools import islice
 from statistics import mean, stdev
 
 import torch
+from digits import Images, load
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,7 +25,6 @@ import commrt
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.testing.ranks import run_ranks
-from commrt.tools.commands.dataset import Images, load
 
 __all__ = ["RULES", "Outcome", "simulated", "trained"]
 

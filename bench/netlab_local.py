@@ -5,16 +5,18 @@ Needs Linux, iproute2 and root. Hosts are namespaces whose links carry 200 Mbit/
 
 * steps that compute by sleeping, and how much of a step each rank waits for others (the mean of the ranks, and the
   rank that waits most); a step that computes for longer hides more of an exchange,
-* steps of ``commrt train``, beside those of DDP with the same batches. Processes share this machine's cores: the
-  variant without an exchange shows what computing takes.
+* steps of ``examples/mnist/train.py``, beside those of DDP with the same batches. Processes share this machine's
+  cores: the variant without an exchange shows what computing takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -28,6 +30,7 @@ from commrt.schedule import Algorithm
 
 __all__ = ["exposed", "main", "trained"]
 
+DEMO = Path(__file__).parent.parent / "examples" / "mnist" / "train.py"
 PERIOD, DELAY = 16, 2
 TRAINED = {
     "ddp": ["--algorithm", "ddp"],
@@ -76,11 +79,12 @@ def _steady(training: Training, steps: int) -> tuple[float, float]:
 
 
 def trained(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the seconds of a step of ``commrt train``, for each round of each variant, interleaved."""
+    """Return the seconds of a step of ``examples/mnist``, for each round of each variant, interleaved."""
+    os.environ["PYTHONSAFEPATH"] = ""  # the program finds the modules beside it
     found: dict[str, list[float]] = {name: [] for name in TRAINED}
     for _ in range(options.rounds):
         for name, arguments in TRAINED.items():
-            command = ["-m", "commrt", "train", *arguments, "--epochs", "2", "--batch-size", "64", "--json"]
+            command = [str(DEMO), *arguments, "--epochs", "2", "--batch-size", "64", "--json"]
             found[name].append(json.loads(output_of_first(command, options.hosts, options.per_host))["step_seconds"])
     return found
 
@@ -94,7 +98,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=3_200_000, help="parameters of the model that sleeps")
     parser.add_argument("--compute-s", type=float, nargs="+", default=[0.3, 0.5], help="seconds of computing in a step")
     parser.add_argument("--periods", type=int, default=3, help="periods to measure")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of `commrt train`")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of examples/mnist")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -119,7 +123,7 @@ def _show_trained(times: dict[str, list[float]]) -> None:
     for name, found in times.items():
         ratios = sorted(own / peer for own, peer in zip(found, times["ddp"], strict=True))
         spread = f"{median(ratios):.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}) of ddp"
-        print(f"commrt train, {name:16} step {median(found):.3f} s, {spread}", flush=True)
+        print(f"examples/mnist, {name:16} step {median(found):.3f} s, {spread}", flush=True)
 
 
 if __name__ == "__main__":

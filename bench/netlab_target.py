@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from coded_training import MOMENTUM, network
+from curve_files import STUDY, Curve, CurveRecorder, steps_to
 from curves import METHODS, RATE, WARMUP
 from learning import BATCH
 from local_learning import dealt
@@ -31,14 +32,8 @@ from network_hosts import Cabling, cluster, missing, output_of_first
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.tools.pictures.curve_recorder import CurveRecorder
-from commrt.tools.planning.curve import Curve
 from commrt.tools.planning.planner import all_reduce_candidates, short_name
 from commrt.tools.planning.workload import FORWARD
-
-STUDY = Path(__file__).parent.parent / "studies" / "time_to_loss"
-sys.path.insert(0, str(STUDY))
-from convergence import steps_to  # noqa: E402  # of that folder
 
 __all__ = ["main", "predicted", "trained"]
 
@@ -56,7 +51,7 @@ def trained(options: argparse.Namespace) -> None:
         model = network(options.seed)
         optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
         replica = commrt.attach(model, optimizer, _algorithm(options.work, options.algorithm), world=world)
-        recorder, ends_s = CurveRecorder(None), []
+        recorder, ends_s = CurveRecorder(), []
         feed = [(x[world.rank], y[world.rank]) for x, y in dealt(options.seed, options.steps, RANKS)]
         world.agree("begin")
         begin_s = perf_counter()
@@ -71,9 +66,9 @@ def trained(options: argparse.Namespace) -> None:
             recorder.record(loss.item())
             ends_s.append(perf_counter() - begin_s)
         replica.drain()
-        curve = recorder.curve(world, options.work, BATCH * RANKS, {}, options.seed)
-    if curve is not None:
-        print(json.dumps([curve.losses.tolist(), ends_s]), flush=True)
+        lines = recorder.lines(world, options.work, BATCH * RANKS, {}, options.seed)
+    if lines is not None:
+        print(json.dumps([Curve.parsed(lines).losses.tolist(), ends_s]), flush=True)
 
 
 def _algorithm(method: str, name: str) -> commrt.Algorithm:

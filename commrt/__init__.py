@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from commrt.runtime.world import World
     from commrt.schedule import ADD, COPY, MIX, Algorithm, Schedule, Step, beside
     from commrt.tools.measuring.workload_of import workload_of
-    from commrt.tools.pictures.curve_recorder import CurveRecorder
-    from commrt.tools.planning.curve import Curve
     from commrt.tools.planning.workload import Workload
     from commrt.training.attach import attach
     from commrt.training.backup_workers import reissued
@@ -74,9 +72,7 @@ _HOMES = {
     "commrt.algorithms.sliced": ("Sliced",),
     "commrt.algorithms.torus": ("Torus2D",),
     "commrt.adaptive": ("Adaptive", "Progress", "adaquant", "dq"),
-    "commrt.tools.planning.curve": ("Curve",),
     "commrt.tools.planning.workload": ("Workload",),
-    "commrt.tools.pictures.curve_recorder": ("CurveRecorder",),
     "commrt.coding": ("Coding", "Float8", "Int2", "Int4", "Int8"),
     "commrt.errors": (
         "CommrtError",
@@ -114,8 +110,6 @@ __all__ = [
     "BackupWorkers",
     "Coding",
     "CommrtError",
-    "Curve",
-    "CurveRecorder",
     "DDPState",
     "DeadlineExceeded",
     "Direct",

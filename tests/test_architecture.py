@@ -127,7 +127,7 @@ ALLOWED = {
     "commrt/training/replica_state.py": "the name of what torch.load raises",
 }
 PIPES = {
-    "commrt/tools/commands/workers.py": "pipes between a process and the workers that it has forked",
+    "commrt/testing/workers.py": "pipes between a process and the workers that it has forked",
     "commrt/testing/processes.py": "the same, for tests",
 }
 

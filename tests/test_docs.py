@@ -106,7 +106,8 @@ def test_a_command_that_names_what_does_not_exist_is_refused():
         "pip install '.[nonsense]'": "no extra",
         "sudo python bench/nonsense.py": "no file",
         "torchrun nonsense.py": "no file",
-        "torchrun --no-python commrt train --nonsense": "[Nn]o such option",
+        "torchrun --no-python commrt verify ring --nonsense": "[Nn]o such option",
+        "torchrun examples/mnist/train.py --nonsense": "[Nn]o such option",
         "commrt verify nonsense": "no algorithm",
         "ls && make test": "no command",
     }

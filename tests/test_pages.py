@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from documentation import PAGES, ROOT, commands, parsed
+from documentation import DEMO, PAGES, ROOT, commands, parsed
 from sources import assert_none, sources
 
 import commrt
@@ -131,9 +131,11 @@ def test_every_file_of_ours_that_is_named_exists():
 def test_commands_that_are_named_in_a_line_take_these_options():
     def refused(page):
         for span in spans(page):
-            if span.startswith("commrt ") and not re.search(r"[A-Z]{2,}|\.\.\.| p\b", span):
+            is_ours = span.startswith(("commrt ", f"python {DEMO} "))
+            if is_ours and not re.search(r"[A-Z]{2,}|\.\.\.| p\b", span):
                 try:
-                    [parsed(words[1:], whole=False) for words in commands(span)]
+                    for first, *rest in commands(span):
+                        parsed(first, rest, whole=False) if first == "commrt" else parsed(DEMO, rest[1:], whole=False)
                 except Exception as error:
                     yield f"`{span}`: {error}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt train --inject FAULT``: slow, stopped and killed workers, to see how an algorithm copes.
+"""``--inject FAULT``: slow, stopped and killed workers, to see how an algorithm copes.
 
 Faults depend only on the seed, the rank and its step, so each run meets the same ones.
 """

@@ -24,8 +24,8 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
-from commrt.tools.commands.doctor_environment import Finding, cpus, guarded
-from commrt.tools.commands.workers import run_workers
+from commrt.testing.workers import run_workers
+from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
 from commrt.transport.channel import host_identity
 
 __all__ = ["Exchanged", "examine", "exchange", "files", "gpus", "measure", "nccl", "needed_files", "processors"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt train --curve``: the file that it writes, what the file says about the run, and runs that have no curve."""
+"""``--curve``: the file that it writes, what the file says about the run, and runs that have no curve."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 from cases import for_each
 from commands import refused
+from curve import Curve  # of studies/time_to_loss, which reads what is written here
 from forked_commands import command
-
-from commrt.tools.commands.options import LocalOptions
-from commrt.tools.commands.training_curve import RecordedRun
-from commrt.tools.planning.curve import Curve
+from job import Job, LocalSettings
+from train import app
+from training_curve import has_statistics, settings_of, training_of
 
 
 def trained(file, *options):
     """Return the curve of two workers, in two steps of 999 images each."""
-    args = ["train", "--workers", "2", "--epochs", "1", "--batch-size", "1999", "--curve", file, *options]
-    result = command(*args)
+    args = ["--workers", "2", "--epochs", "1", "--batch-size", "1999", "--curve", file, *options]
+    result = command(*args, program="train")
     assert result.returncode == 0, result.stderr
     return Curve.read(file)
 
 
 def run_of(algorithm, wire="fp32", local=None):
-    return RecordedRun("curve.jsonl", algorithm, wire, "plain", local or LocalOptions(), 64, 0, 0.1, 1)
+    return Job(algorithm, 1, 64, 0.1, 0, wire, 25.0, 60.0, 120.0, local=local or LocalSettings())
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +65,15 @@ def test_a_curve_says_what_else_decides_how_training_converges():
         (run_of("ddp", "bf16"), "synchronous", {"wire": "bf16"}),
         (run_of("gossip"), "gossip", {}),
         (run_of("local"), "local", {"period": 16}),
-        (run_of("local", "int4", LocalOptions(8, 2, 4, "0.7,0.5")), "local", every),
+        (run_of("local", "int4", LocalSettings(8, 2, 4, "0.7,0.5")), "local", every),
     ]
     for run, training, settings in cases:
-        assert (run.training, run.settings) == (training, settings), run
+        assert (training_of(run), settings_of(run)) == (training, settings), run
 
 
 def test_statistics_are_recorded_where_each_step_averages_gradients_and_not_codes():
     runs = [("ring", "bf16"), ("ddp", "fp32"), ("direct", "int8"), ("gossip", "fp32")]
-    assert [run_of(*each).has_statistics for each in runs] == [True, True, False, False]
+    assert [has_statistics(run_of(*each)) for each in runs] == [True, True, False, False]
 
 
 @for_each(
@@ -87,11 +87,11 @@ def test_statistics_are_recorded_where_each_step_averages_gradients_and_not_code
 )
 def test_what_has_no_curve_is_refused_before_anything_starts(options, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert said in refused("train", "--curve", "a.jsonl", *options)
+    assert said in refused("--curve", "a.jsonl", *options, program=app)
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_run_that_is_compared_may_have_no_curve(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = refused("train", "--curve", "a.jsonl", "--compare", "backup", "--batch-size", "5000")
+    said = refused("--curve", "a.jsonl", "--compare", "backup", "--batch-size", "5000", program=app)
     assert said.startswith("--batch-size 5000")

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, thread_time
 
+import inject_faults
 import pytest
 from cases import for_each
 from forked_commands import command
+from inject_faults import Fault, Injection, check, extra_s, parse
 
 from commrt.errors import UsageError
-from commrt.tools.commands import inject_faults
-from commrt.tools.commands.inject_faults import Fault, Injection, check, extra_s, parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 WORKERS, STEPS = 4, 62
@@ -173,7 +173,7 @@ def test_killing_a_stopped_process_ends_its_waiting_child():
 
 
 def trained(*args):
-    return command("train", "--epochs", "1", "--batch-size", "400", "--json", *args)
+    return command("--epochs", "1", "--batch-size", "400", "--json", *args, program="train")
 
 
 @pytest.mark.slow

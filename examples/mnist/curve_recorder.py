@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records a curve in any training loop: the loss of each step, and how noisy the gradients were."""
+"""Records a curve in any training loop: the loss of each step, and how noisy the gradients were.
+
+To use it in a program of your own, copy this file and ``gather.py`` beside it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,24 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
+from gather import gather_on_first
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from commrt.runtime.world import World
-from commrt.tools.pictures.history import gather
-from commrt.tools.planning.curve import Curve, Losses
-from commrt.training.hooks import on_gradient
+import commrt
 
-__all__ = ["CurveRecorder", "gradient_statistics"]
+__all__ = ["CurveRecorder", "Settings", "gradient_statistics"]
+
+Settings = Mapping[str, int | float | str]
+Steps = NDArray[np.float64]
+"""[steps]"""
 
 
 class CurveRecorder:
     """Records the loss of each step of one rank, and with `model` also the squared norms of its gradients.
 
     Make it before `attach`: its hooks must see a gradient before that is averaged. Give it the `model` only where ranks
-    average gradients in each step. Nothing travels until `curve` is called::
+    average gradients in each step. Nothing travels until `lines` is called::
 
         recorder = CurveRecorder(model)
         replica = commrt.attach(model, optimizer, world=world)
@@ -32,7 +38,9 @@ class CurveRecorder:
             loss.backward()
             optimizer.step()
             recorder.record(loss.item())
-        curve = recorder.curve(world, SYNCHRONOUS, batch=16 * world.size)
+        text = recorder.lines(world, "synchronous", batch=16 * world.size)
+        if text is not None:
+            Path("curve.jsonl").write_text(text)
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -41,7 +49,9 @@ class CurveRecorder:
         self._own: list[float] = []
         self._mean: list[float] = []
         self._squares = dict[int, Tensor]()  # of this step, by parameter: those of an accumulation replace each other
-        self._handles = [on_gradient(param, _keep(self._squares, i)) for i, param in enumerate(self._params)]
+        self._handles = [
+            param.register_post_accumulate_grad_hook(_keep(self._squares, i)) for i, param in enumerate(self._params)
+        ]
 
     def record(self, loss: float) -> None:
         """Record a step; call it after ``backward()``, and before gradients are zeroed, clipped or unscaled."""
@@ -51,31 +61,46 @@ class CurveRecorder:
             self._mean.append(_total(_square(param.grad) for param in self._params if param.grad is not None))
             self._squares.clear()
 
-    def curve(
-        self, world: World, training: str, batch: int, settings: Mapping[str, int | float | str] | None = None,
+    def lines(
+        self,
+        world: commrt.World,
+        training: str,
+        batch: int,
+        settings: Settings | None = None,
         seed: int = 0,
-    ) -> Curve | None:  # fmt: skip
-        """Return the curve on the first rank that is left, None on the others; collective, and ends the recording.
+        recipe: Settings | None = None,
+    ) -> str | None:
+        """Return the curve as JSON lines on the first rank that is left, None on the others.
 
-        The arguments are those of `Curve`. It has the steps that all ranks have made. Lost ranks are
-        counted in its settings: the others had smaller batches.
+        Collective, and ends the recording. ``studies/time_to_loss/README.md`` describes the lines and the arguments.
+        The curve has the steps that all ranks have made. Lost ranks are counted in its settings: the others had smaller
+        batches.
         """
         for handle in self._handles:
             handle.remove()
-        texts = gather(world, "curve", json.dumps([self._losses, self._own]))
+        texts = gather_on_first(world, "curve", json.dumps([self._losses, self._own]))
         if texts is None:
             return None
-        of_ranks = [json.loads(text) for text in texts]
+        lost = {"lost": len(world.lost)} if world.lost else {}
+        head = {"commrt_curve": 1, "training": training, "ranks": world.size, "batch": batch}
+        head |= {"settings": {**(settings or {}), **lost}, "seed": seed} | ({"recipe": recipe} if recipe else {})
+        columns = self._columns([json.loads(text) for text in texts], world.size)
+        rows = zip(*columns.values(), strict=True)
+        steps = ({"step": i, **dict(zip(columns, row, strict=True))} for i, row in enumerate(rows))
+        return "".join(f"{json.dumps(line)}\n" for line in (head, *steps))
+
+    def _columns(self, of_ranks: list[tuple[list[float], list[float]]], size: int) -> dict[str, list[float]]:
+        """Return what is known of each step, given losses and squared norms of each rank that is left."""
         steps = min(len(losses) for losses, _ in of_ranks)
         losses, own = (np.mean([row[:steps] for row in rows], axis=0) for rows in zip(*of_ranks, strict=True))
-        lost = {"lost": len(world.lost)} if world.lost else {}
-        signal, noise = None, None
-        if self._params and world.size > 1:
-            signal, noise = gradient_statistics(own, np.array(self._mean[:steps]), len(texts))
-        return Curve(training, world.size, batch, losses, {**(settings or {}), **lost}, seed, signal, noise)
+        columns = {"loss": losses}
+        if self._params and size > 1:
+            signal, noise = gradient_statistics(own, np.array(self._mean[:steps]), len(of_ranks))
+            columns |= {"signal": signal, "noise": noise}
+        return {name: values.tolist() for name, values in columns.items()}
 
 
-def gradient_statistics(own: Losses, mean: Losses, ranks: int) -> tuple[Losses, Losses]:
+def gradient_statistics(own: Steps, mean: Steps, ranks: int) -> tuple[Steps, Steps]:
     """Return the squared norm of the true gradient and the variance of a rank's, [steps], both estimated.
 
     `own` is the mean over `ranks` ranks of the squared norm of their gradient, `mean` that of the mean gradient.

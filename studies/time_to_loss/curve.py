@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded training run as the planner sees it: the loss of each step, and how noisy the gradients were."""
+"""A recorded training run: the loss of each step, and how noisy the gradients were. README.md has the format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.errors import CommrtError, UsageError
+from commrt.errors import UsageError
 
 __all__ = ["GOSSIP", "LOCAL", "SYNCHRONOUS", "Curve", "Losses"]
 
 Losses = NDArray[np.float64]
 """[steps]"""
 
-MOST = 1 << 31
+MOST = 1 << 32
 """Largest number of a curve."""
 SYNCHRONOUS, GOSSIP, LOCAL = "synchronous", "gossip", "local"
 """How ranks train. All all-reduces train alike, so they share a name."""
@@ -31,8 +31,6 @@ HEAD = ("training", "ranks", "batch", "settings", "seed")
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
     """What one run recorded; raises `UsageError` for a run without steps.
-
-    `save` writes it as JSON lines, one about the run and one for each step, for ``studies/time_to_loss``.
 
     >>> Curve("local", 4, 64, np.ones(10), settings={"period": 8}).method
     'local, period 8'
@@ -95,14 +93,23 @@ class Curve:
 
     @classmethod
     def read(cls, file: str | Path) -> Self:
-        """Return the curve in `file`, which `save` wrote; raise `UsageError` that names the malformed line."""
+        """Return the curve in `file`; raise `UsageError` that names the malformed line."""
         try:
-            lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+            text = Path(file).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} cannot be read: {error}") from error
+        return cls.parsed(text, file)
+
+    @classmethod
+    def parsed(cls, text: str, file: str | Path = "a curve") -> Self:
+        """Return the curve that `text` describes; `file` is where it comes from, for errors."""
+        lines = [line for line in text.splitlines() if line.strip()]
         head, *steps = [_parsed(file, number, line) for number, line in enumerate(lines, 1)] or [{}]
         if head.get("commrt_curve") != VERSION:
-            raise UsageError(f"{file} is no curve: its first line must say commrt_curve {VERSION}; use train --curve")
+            raise UsageError(
+                f"{file} is no curve: its first line must say commrt_curve {VERSION}; record one with "
+                "examples/mnist/train.py --curve"
+            )
         if (gap := next((i for i, step in enumerate(steps) if step.get("step", i) != i), None)) is not None:
             raise UsageError(f"{file}: step {gap} comes as {steps[gap]['step']!r:.20}: a curve has all steps in order")
         losses, signal, noise = (_column(file, steps, name) for name in ("loss", "signal", "noise"))
@@ -113,19 +120,6 @@ class Curve:
             raise UsageError(f"{file}: {error}") from None
         except (KeyError, TypeError) as error:
             raise UsageError(f"{file}: its first line lacks something: {error!r:.200}") from error
-
-    def save(self, file: str | Path) -> None:
-        """Write the curve to `file`; raises `CommrtError` if that fails."""
-        head = {"commrt_curve": VERSION} | {name: getattr(self, name) for name in HEAD}
-        head |= {"recipe": self.recipe} if self.recipe else {}
-        columns = {"loss": self.losses, "signal": self.signal, "noise": self.noise}
-        known = {name: values for name, values in columns.items() if values is not None}
-        rows = ({name: float(values[step]) for name, values in known.items()} for step in range(len(self.losses)))
-        text = "".join(f"{json.dumps(each)}\n" for each in (head, *({"step": i} | row for i, row in enumerate(rows))))
-        try:
-            Path(file).write_text(text, encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CommrtError(f"{str(file)!r:.200} could not be written: {error}; give another file") from error
 
 
 def _parsed(file: str | Path, number: int, line: str) -> dict[str, Any]:

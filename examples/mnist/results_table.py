@@ -1,52 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a training run, and the table that compares runs, on the terminal and on the page."""
+"""The table that compares runs, on the terminal and on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
+from result import Result
 from rich.table import Table
 
-from commrt.tools.pictures.history import RunRecord
-
-__all__ = ["Result", "heading", "results_table", "rows", "title"]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Figures of one run of ``commrt train``; times are means over the steps of the first rank that is left."""
-
-    algorithm: str
-    recipe: str
-    workers: int
-    wire: str
-    epochs: int
-    steps: int
-    test_accuracy: float
-    disagreement: float
-    """Relative distance of the farthest replica from the mean at the end, before they were made equal."""
-    replicas_equal: bool
-    images_per_second: float
-    step_seconds: float
-    exposed_comm_seconds: float
-    comm_seconds: float | None
-    bytes_sent_per_step: int | None
-    fingerprint: str
-    lost: tuple[int, ...]
-    """Ranks that the others went on without."""
-    late: dict[int, int]
-    """By rank, gradients that came too late and were dropped."""
-    saved_seconds: float
-    """Seconds that all would have waited for late gradients; two late ones in one step count twice."""
-    record: RunRecord | None = field(default=None, repr=False, compare=False)
-    """For --report: what the ranks recorded, on the first rank that is left."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return everything but the record, for JSON."""
-        return {name: value for name, value in asdict(replace(self, record=None)).items() if name != "record"}
-
+__all__ = ["heading", "results_table", "rows", "title"]
 
 Row = tuple[str, Callable[[Result], str]]
 ROWS: tuple[Row, ...] = (

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks record while ``commrt train`` runs, for ``--report`` and ``--trace``, gathered on one rank."""
+"""What the ranks record while they train, for ``--report`` and ``--trace``, gathered on one rank."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from gather import gather_on_first
 from torch import Tensor
 
-from commrt.membership.generations import Loss
-from commrt.runtime.recording import Event, Timeline, chrome_trace
-from commrt.runtime.world import World
+import commrt
+from commrt.runtime.recording import Timeline, chrome_trace
 from commrt.tools.pictures.files import write
-from commrt.training.replica import StepReport
 
 __all__ = [
     "MAX_ITERATIONS", "TIMELINE_ITERATIONS", "AveragedStep", "HistoryRecorder", "Iteration", "RankHistory", "RunRecord",
-    "gather", "gather_record", "recording_timeline",
+    "gather_record", "write_timeline",
 ]  # fmt: skip
+
+Event = dict[str, Any]
+"""A range of time in Chrome's trace format."""
 
 MAX_ITERATIONS = 20_000
 """Iterations that a rank keeps: about 3 MB."""
@@ -41,7 +41,7 @@ class Iteration(NamedTuple):
 
 
 class AveragedStep(NamedTuple):
-    """How one step was averaged, as one rank reports it; see `StepReport`."""
+    """How one step was averaged, as one rank reports it; see `commrt.StepReport`."""
 
     step: int
     members: tuple[int, ...]
@@ -70,7 +70,7 @@ class RankHistory:
         return json.dumps([self.rank, self.iterations, self.averaged_steps, self.events, self.left_out])
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> RankHistory:
+    def from_json(cls, text: str) -> RankHistory:
         """Return the history that `to_json` wrote."""
         rank, iterations, averaged, events, left_out = json.loads(text)
         averaged = [AveragedStep(step, tuple(members), tuple(heard), *rest) for step, members, heard, *rest in averaged]
@@ -83,7 +83,7 @@ class RunRecord:
 
     transport: str
     histories: tuple[RankHistory, ...]
-    lost: tuple[Loss, ...] = ()
+    lost: tuple[commrt.Loss, ...] = ()
     """Ranks that the others went on without."""
 
     def members_by_step(self) -> dict[int, frozenset[int]]:
@@ -111,17 +111,17 @@ class HistoryRecorder:
     Replaces the recorder of `world` by a timeline during the first iterations, unless it is one already (--trace).
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: commrt.World) -> None:
         self.history = RankHistory(world.rank)
         self._world, self._recorder_before = world, world.recorder
         self._timeline = world.recorder if isinstance(world.recorder, Timeline) else Timeline(world.rank)
         self._records_timeline = True
         world.recorder = self._timeline
-        self._last_report: StepReport | None = None
+        self._last_report: commrt.StepReport | None = None
         self._begin_s = perf_counter()
 
     def record_iteration(
-        self, step: int, loss: float, outputs: Tensor, digits: Tensor, report: StepReport | None
+        self, step: int, loss: float, outputs: Tensor, digits: Tensor, report: commrt.StepReport | None
     ) -> None:
         """Record the iteration that ends now, and `report`, how the latest known step was averaged."""
         history, now_s = self.history, perf_counter()
@@ -135,7 +135,7 @@ class HistoryRecorder:
         if len(history.iterations) == TIMELINE_ITERATIONS:
             self.stop_timeline()
 
-    def record_averaged_step(self, report: StepReport | None) -> None:
+    def record_averaged_step(self, report: commrt.StepReport | None) -> None:
         """Record `report` once; gossip reports a step during the next one."""
         if report is None or report is self._last_report:
             return
@@ -154,35 +154,18 @@ class HistoryRecorder:
             self._world.recorder = self._recorder_before
 
 
-def gather_record(world: World, recorder: HistoryRecorder) -> RunRecord | None:
+def gather_record(world: commrt.World, recorder: HistoryRecorder) -> RunRecord | None:
     """Return what all ranks recorded, on the first rank that is left; collective."""
     recorder.stop_timeline()
-    texts = gather(world, "history", recorder.history.to_json())
+    texts = gather_on_first(world, "history", recorder.history.to_json())
     if texts is None:
         return None
     return RunRecord(world.transport.kind, tuple(map(RankHistory.from_json, texts)), world.lost)
 
 
-@contextmanager
-def recording_timeline(world: World, path: str | None) -> Iterator[None]:
-    """Record what all ranks do in the body; the first rank writes it to `path`. Collective; no-op without `path`."""
-    if path is None:
-        yield
-        return
-    world.recorder = timeline = Timeline(world.rank)
-    yield
-    world.recorder = None
-    texts = gather(world, "trace", json.dumps(timeline.events))
+def write_timeline(world: commrt.World, timeline: Timeline, path: str) -> None:
+    """Let the first rank that is left write the timelines of all ranks to `path`; collective."""
+    texts = gather_on_first(world, "trace", json.dumps(timeline.events))
     if texts is not None:
         text = json.dumps(chrome_trace(event for each in texts for event in json.loads(each)))
         write("--trace", path, lambda: Path(path).write_text(text, encoding="utf-8"))
-
-
-def gather(world: World, topic: str, text: str) -> list[bytes] | None:
-    """Return the texts of all ranks on the first rank that is left, None on the others; collective."""
-    world.store.set(f"{topic}/{world.rank}", text)
-    world.agree(topic)
-    is_first = world.rank == world.members[0]
-    texts = [world.store.get(f"{topic}/{rank}") for rank in world.members] if is_first else None
-    world.agree(f"{topic} read")  # rank 0 may hold the store
-    return texts

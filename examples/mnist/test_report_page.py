@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt train --report``: the page of made-up runs, that of a real one, and what is refused before a run."""
+"""``--report``: the page of made-up runs, that of a real one, and what is refused before a run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import history
 import pytest
+import run_jobs
 import torch
 from commands import invoke
+from dataset import Images
+from history import AveragedStep, HistoryRecorder, Iteration, RankHistory, RunRecord
+from job import Job
+from report_page import page, prepare_report
+from result import Result
+from results_table import rows
+from train import app, train_rank
 
+from commrt import Loss, StepReport
 from commrt.buckets.engine import Span
 from commrt.errors import CommrtError, UsageError
-from commrt.membership.generations import Loss
 from commrt.runtime.recording import Timeline
-from commrt.tools.commands import train
-from commrt.tools.commands.dataset import Images
-from commrt.tools.commands.training_job import Job
-from commrt.tools.pictures import history
-from commrt.tools.pictures.files import prepare_report
-from commrt.tools.pictures.history import AveragedStep, HistoryRecorder, Iteration, RankHistory, RunRecord
-from commrt.tools.pictures.page import page
-from commrt.tools.pictures.tables import Result, rows
-from commrt.training.replica import StepReport
 
 CHROMIUM = shutil.which("chromium")
 VOID = {"meta", "br", "img"}
@@ -143,7 +143,7 @@ RUNS = {
     "backup": with_backups,
     "ddp": with_ddp,
 }
-FACTS = [("command", "commrt train '<script>alert(1)</script>' \"&\""), ("torch", "2.13.0")]
+FACTS = [("command", "train.py '<script>alert(1)</script>' \"&\""), ("torch", "2.13.0")]
 
 
 @pytest.fixture(scope="module")
@@ -261,15 +261,15 @@ def a_file(path):
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_trained(make, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "_start", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr(run_jobs, "_start", lambda *_: pytest.fail("it trained"))
     job = replace(JOB, report=str(make(tmp_path / "out")))
     with pytest.raises(UsageError, match=f"^--report .*{says}"):
-        train.run(job, [], 4, as_json=False)
+        run_jobs.run(train_rank, job, [], 4, as_json=False)
 
 
 def test_the_missing_extra_is_named_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"matplotlib: pip install 'commrt\[draw\]'"):
+    with pytest.raises(UsageError, match=r"matplotlib: pip install 'commrt\[demo\]'"):
         prepare_report(str(tmp_path))
 
 
@@ -285,10 +285,10 @@ def test_a_page_that_fails_does_not_cost_the_table(tmp_path, monkeypatch, capsys
         raise OSError("the disk is full")
 
     run = synchronous()
-    monkeypatch.setattr(train, "page", fail)
-    monkeypatch.setattr(train, "_start", lambda *_: [run])
+    monkeypatch.setattr(run_jobs, "page", fail)
+    monkeypatch.setattr(run_jobs, "_start", lambda *_: [run])
     with pytest.raises(CommrtError, match="the run is over, but its page failed: OSError: the disk is full"):
-        train.run(replace(JOB, report=str(tmp_path)), [], 4, as_json=False)
+        run_jobs.run(train_rank, replace(JOB, report=str(tmp_path)), [], 4, as_json=False)
     assert "91.3%" in capsys.readouterr().out
 
 
@@ -357,9 +357,9 @@ def test_a_history_ends_where_memory_would(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 def test_a_run_that_loses_a_worker_ends_with_its_page(tmp_path, monkeypatch):
     noise = Images(torch.randn(4000, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(4000) % 10)
-    monkeypatch.setattr(train, "load", lambda: (noise, Images(noise.pixels[:100], noise.digits[:100])))
+    monkeypatch.setattr(run_jobs, "load", lambda: (noise, Images(noise.pixels[:100], noise.digits[:100])))
     options = ["--algorithm", "gossip", "--inject", "kill:rank=2,step=9", "--batch-size", "198", "--report", tmp_path]
-    result = invoke("train", "--workers", "3", "--epochs", "1", *options)
+    result = invoke("--workers", "3", "--epochs", "1", *options, program=app)
     assert result.exit_code == 0, result.output
     said = Parsed((tmp_path / "report.html").read_text()).text()
     rows_told = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in result.stdout.splitlines()]

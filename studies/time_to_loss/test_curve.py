@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import for_each
+from curve import GOSSIP, LOCAL, Curve
+from made_curves import save
 
 from commrt.errors import UsageError
-from commrt.tools.planning.curve import GOSSIP, LOCAL, Curve
 
 
 def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
     losses, noise = np.array([2.3, 1.25]), np.array([0.5, float("nan")])
     curve = Curve(LOCAL, 4, 64, losses, {"period": 8}, seed=2, signal=losses / 7, noise=noise)
-    curve.save(tmp_path / "a.jsonl")
+    save(curve, tmp_path / "a.jsonl")
     found = Curve.read(tmp_path / "a.jsonl")
     assert (found.method, found.ranks, found.batch, found.seed) == ("local, period 8", 4, 64, 2)
     for name in ("losses", "signal", "noise"):
@@ -25,7 +26,7 @@ def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_curve_without_statistics_of_gradients_is_read(tmp_path: Path) -> None:
-    Curve(GOSSIP, 2, 2, np.array([1.0])).save(tmp_path / "a.jsonl")
+    save(Curve(GOSSIP, 2, 2, np.array([1.0])), tmp_path / "a.jsonl")
     assert Curve.read(tmp_path / "a.jsonl").noise is None
 
 
@@ -98,7 +99,7 @@ def test_a_period_far_beyond_the_run_needs_no_memory() -> None:
 @for_each("order", [slice(None, None, 10), slice(None, None, -1)])
 def test_a_curve_without_all_steps_in_order_is_refused(tmp_path, order):
     file = tmp_path / "a.jsonl"
-    Curve("synchronous", 1, 16, np.ones(40)).save(file)
+    save(Curve("synchronous", 1, 16, np.ones(40)), file)
     head, *steps = file.read_text().splitlines()
     file.write_text("\n".join([head, *steps[order]]))
     with pytest.raises(UsageError, match=r"step [01] comes as (10|39): a curve has all steps in order"):
