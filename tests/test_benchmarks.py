@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import rc_context
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -302,7 +303,8 @@ def test_a_stage_leaves_a_daemon_that_was_there_before_alone(served, monkeypatch
 @pytest.fixture
 def step_picture(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH.parent / "docs" / "site"))
-    return import_module("step_picture")
+    with rc_context():  # it lets pictures hold text, which other tests would see
+        yield import_module("step_picture")
 
 
 def test_a_profile_becomes_a_picture(step_picture, bench_folder, tmp_path, monkeypatch):
