@@ -4,7 +4,7 @@ unexport PYTHONDONTWRITEBYTECODE# the tests start hundreds of processes, and eac
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab gpu clean
+.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
 
 venv: .venv/ready
 
@@ -16,8 +16,9 @@ venv: .venv/ready
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
+demo: export PYTHONSAFEPATH =# the program finds the modules beside it
 demo: venv
-	$(BIN)/commrt train --workers 4 --algorithm torus2d --compare ddp
+	$(BIN)/python examples/mnist/train.py --workers 4 --algorithm torus2d --compare ddp
 
 .PHONY: lint types fast-tests
 check: lint types
@@ -52,9 +53,14 @@ conformance: RANKS = 4
 conformance: venv
 	$(BIN)/python -m torch_conformance --backend $(BACKEND) --ranks $(RANKS) --out build/conformance.json
 
+# Published systems rebuilt on commrt: tests of studies, slow ones too, and the commands of their pages, in 4 minutes.
+studies: export OMP_NUM_THREADS = 1
+studies: venv
+	$(PYTEST) studies tests/test_docs.py -k studies
+
 # All that comes from outside, made up: 30 times as many cases as in `make test`; an hour on two cores, by estimate.
 fuzz: venv
-	$(BIN)/pytest tests/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
+	$(BIN)/pytest tests/test_fuzz_*.py examples/mnist/test_fuzz_*.py --hypothesis-profile thorough --timeout 3600 -n 2 --dist worksteal
 
 docs: venv  # the site, in build/site (python3 -m http.server -d build/site shows it, with its search); runs all pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make ``docs/benchmarks.md``, its pictures and the README's table from records: ``python bench/report.py``.
+"""Make ``docs/benchmarks.md`` and its pictures from records: ``python bench/report.py``.
 
 It reads ``bench/results/*.jsonl``, or the files that you name.
 """
@@ -7,26 +7,23 @@ It reads ``bench/results/*.jsonl``, or the files that you name.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from records import Record, read
 
-__all__ = ["document", "sections", "summary"]
+__all__ = ["document", "sections"]
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- made by bench/report.py -->\n", "<!-- until here -->\n"
 HEAD = """# Benchmarks
 
-How fast commrt is beside DDP, Gloo and plain torch. Each section has the command that repeats it.
+How fast commrt is beside DDP, Gloo and plain torch. `python bench/report.py` makes this page: do not edit it.
 
 The variants of a table run interleaved in one run. Cells show the median and, in brackets, the 20th and 80th
-percentiles. A ratio divides two times of the same round: below 1 is faster than the variant in the column `to`, and
-**above 1** (bold) is slower. A variant with a wrong result ends the run. What we learned from these figures is
-in [FINDINGS.md](../bench/FINDINGS.md), and what a GPU takes in [evidence](evidence.md#on-a-gpu).
-
-`python bench/report.py` makes this page from records: do not edit it.
+percentiles. A ratio divides two times of the same round; **above 1** (bold) is slower than the peer. See
+[findings](../bench/FINDINGS.md), and [GPUs](evidence.md#on-a-gpu).
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only",
@@ -40,39 +37,34 @@ COMMANDS = {
     "own costs": "python bench/own_costs.py",
 }
 ABOUT = {
-    "step": "4 processes on one machine average the gradients of ResNet-50 (161 tensors, 25.56 M fp32). The time "
-    "is from the start of the backward pass until `param.grad` holds the averages. Bus: the bytes that each rank "
-    "must send at least, per second.",
+    "step": "4 processes on one machine average the gradients of ResNet-50 (161 tensors, 25.56 M fp32), from the start "
+    "of the backward pass until `param.grad` holds the averages. Bus: the bytes that each rank must send at least, per "
+    "second.",
     "memory share": "4 processes of one machine add up ResNet-50's gradients in buckets of 25 MiB, without a backward "
-    "pass. The peer copies as many bytes as the schedule reads and writes, in private memory, on all processes at "
-    "once: the speed of memory.",
-    "collectives": "torch.distributed's own calls on 4 processes of one machine, over commrt and over Gloo. "
-    "A size is that of the call's largest tensor. A turn makes up to 20 calls one after the other; the time is of one "
-    "call.",
-    "netlab": "Hosts are network namespaces with several ranks each, joined by links of limited rate. Gossip does "
-    "less than the others: it mixes with one partner, where an all-reduce averages over all ranks.\n"
+    "pass. The peer copies as many bytes as the schedule reads and writes, in private memory.",
+    "collectives": "torch.distributed's own calls on 4 processes of one machine. A size is that of the call's largest "
+    "tensor; a time is of one of up to 20 calls in a row.",
+    "netlab": "Hosts are network namespaces with several ranks each, joined by links of limited rate. Gossip mixes "
+    "with one partner only.\n"
     "\n"
-    "- An exchange moves 12.8 MB of each rank, a buffer without a model. The time is from a common start until the "
-    "slowest rank has its result.\n"
-    "- A step computes for 0.3 s by sleeping, a third of it in the forward pass. The time is the mean of all "
-    "ranks.\n"
+    "- An exchange moves 12.8 MB of each rank, until the slowest rank has its result.\n"
+    "- A step computes for 0.3 s by sleeping, a third of it in the forward pass; the mean of all ranks.\n"
     "- With one link at a quarter of the rate, the bytes are a quarter, too.\n"
-    "- Hierarchical gossip with bf16 has an exchange only: `attach` refuses a 16-bit `wire=` for fp32 weights with "
-    "`Gossip(within=...)`.",
-    "kernels": "Without a GPU, this compares the kernels' definitions in plain torch, which replace the kernels "
-    "there, with functions of torch, on one thread. The definitions scale, cast, and write flags and a header. "
-    "Functions that do less are compared all the same, and say so. `of a copy`: bytes that must be moved per "
-    "second, divided by those of the fastest plain copy in the same run.",
-    "executor": "The host's cost of an exchange, per call: three processes over Gloo's sockets, and "
-    "`NcclTransport` over calls that do nothing, which is all the work that is not NCCL's. The last table has the "
-    "cost per transfer when transfers take no time.",
+    "- Hierarchical gossip with bf16 is an exchange only: `attach` refuses it for fp32 weights.",
+    "kernels": "Without a GPU, definitions in plain torch replace the kernels; this compares them with functions of "
+    "torch, some of which do less, on one thread. `of a copy`: bytes that must be moved per second, divided by those "
+    "of the fastest plain copy in the same run. The records have more models.",
+    "executor": "The host's cost of an exchange, per call: three processes over Gloo's sockets, and `NcclTransport` "
+    "over calls that do nothing. The last table has the cost per transfer when transfers take no time.",
     "overlap": "A backward pass alone, and with its gradients packed beside it. Without a GPU this is only a toy.",
     "schedules": "Milliseconds to build all steps of a schedule, to prove it for all ranks, to find one rank's "
     "program, to bind it, and to price it on a cluster.",
-    "own costs": "The first table: seconds to attach a model with that many tensors of 64 elements on two ranks, "
-    "and seconds of its backward pass with commrt and alone. The second table: bytes that four ranks hold besides "
-    "the model and its gradients, divided by the bytes of the gradients (mean and largest).",
+    "own costs": "Seconds to attach a model with that many tensors of 64 elements on two ranks, and of its backward "
+    "pass with commrt and alone; bytes that four ranks hold besides the model and its gradients, divided by the bytes "
+    "of the gradients (mean and largest).",
 }
+SHOWN = re.compile(r"ResNet-50|25 MiB|all gradients moved|10,000 tensors")
+"""Cases of kernels that the page shows."""
 OURS = "commrt"
 
 
@@ -94,44 +86,6 @@ def document(records: Sequence[Record], pictures: Sequence[str] = ()) -> str:
     return "\n".join(parts)
 
 
-SUMMARY = {
-    ("step", "4 processes"): "ResNet-50's gradients, 102 MB, averaged over 4 processes of one machine; ratio to DDP",
-    ("netlab", "exchange"): "12.8 MB over 4 hosts of 2 ranks, links of 0.025 GB/s; ratio to Gloo's all-reduce",
-}
-
-
-def summary(records: Sequence[Record]) -> str:
-    """Return the README's table: both wires side by side, and where the figures come from."""
-    shown = [one for one in records if (one["suite"], one["case"]) in SUMMARY and one["variant"] != "backward alone"]
-    lines = ["| | ms | bus, GB/s | ratio | ratio with bf16 |", "|---|---|---|---|---|"]
-    for place, group in groupby(shown, key=lambda one: (one["suite"], one["case"])):
-        rows: dict[str, dict[str, Record]] = {}
-        for one in group:
-            name, wire = _wire(one["variant"])
-            rows.setdefault(name, {})[wire] = one
-        lines.append(f"| **{SUMMARY[place]}** | | | | |")
-        lines += [f"| {name} | {' | '.join(_summed(found))} |" for name, found in rows.items()]
-    commands = " and ".join(f"`{COMMANDS[suite]}`" for suite in dict.fromkeys(one["suite"] for one in shown))
-    return "\n".join([*lines, "", f"{commands}: {_origin(shown)}."]) + "\n"
-
-
-def _summed(found: dict[str, Record]) -> Iterator[str]:
-    """Yield the cells of a row."""
-    plain, narrow = found["fp32"], found.get("bf16")
-    low, middle, high = (1e3 * plain[key] for key in ("quantile20_s", "median_s", "quantile80_s"))
-    yield f"{middle:.0f} ({low:.0f} .. {high:.0f})"
-    yield f"{plain['bus_gb_per_s']:.2g}" if "bus_gb_per_s" in plain else ""
-    yield _ratio(plain)
-    yield _ratio(narrow) if narrow else ""
-
-
-def _wire(variant: str) -> tuple[str, str]:
-    """Split a variant into its name and the dtype on the wire."""
-    words = variant.replace(",", "").split()
-    wire = "bf16" if "bf16" in words else "fp32"
-    return " ".join(word for word in words if word not in {"fp32", "bf16", "hook"}), wire
-
-
 def _origin(records: Sequence[Record]) -> str:
     return "; ".join(
         dict.fromkeys(
@@ -150,15 +104,29 @@ def _by_case(records: Sequence[Record]) -> Iterator[str]:
 def _compared(rows: Sequence[Record]) -> str:
     unit, per_s = ("ms", 1e3) if rows[0]["median_s"] > 1e-3 else ("us", 1e6)
     rated = any("bus_gb_per_s" in one for one in rows)
-    head = [unit, "ratio", "to", *["bus, GB/s"] * rated]
+    peers = {one["peer"] for one in rows}
+    of_all = peers.pop() if len(peers) == 1 else None
+    head = [unit, f"ratio to {of_all}" if of_all else "ratio", *["to"] * (of_all is None), *["bus, GB/s"] * rated]
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for one in rows:
         low, middle, high = (one[key] * per_s for key in ("quantile20_s", "median_s", "quantile80_s"))
         cells = [one["variant"], f"{middle:.1f} ({low:.1f} .. {high:.1f})", _ratio(one)]
-        cells += ["" if one["variant"] == one["peer"] else one["peer"]]
+        cells += ["" if one["variant"] == one["peer"] else one["peer"]] * (of_all is None)
         cells += [f"{one['bus_gb_per_s']:.3g}" if "bus_gb_per_s" in one else ""] * rated
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _collectives(records: Sequence[Record]) -> Iterator[str]:
+    """Yield a table with one line per call and size."""
+    lines = ["| | commrt, us | Gloo, us | ratio |", "|---|---|---|---|"]
+    seconds = {one["variant"]: one["median_s"] for one in records}
+    for one in records:
+        if one["variant"] != one["peer"]:
+            name = one["variant"].removesuffix(f", {OURS}")
+            cells = [f"{1e6 * each:.0f}" for each in (one["median_s"], seconds[one["peer"]])]
+            lines.append(f"| {' | '.join([name, *cells, _ratio(one)])} |")
+    yield "\n".join(lines) + "\n"
 
 
 def _ratio(one: Record) -> str:
@@ -190,9 +158,9 @@ def _figures_of(one: Record) -> tuple[str, ...]:
 
 
 def _kernels(records: Sequence[Record]) -> Iterator[str]:
-    """Yield a table with one line per task: commrt, and the fastest of the others."""
+    """Yield a table with one line per task that is shown: commrt, and the fastest of the others."""
     lines = ["| | ms | GB/s | of a copy | ratio | to the fastest other | its ms |", "|---|---|---|---|---|---|---|"]
-    for case, group in groupby(records, key=lambda one: one["case"]):
+    for case, group in groupby(filter(_is_shown, records), key=lambda one: one["case"]):
         by_name = {one["variant"]: one for one in group}
         for who in (who for who in by_name if who.startswith(OURS)):
             one, other = by_name[who], by_name[by_name[who]["peer"]]
@@ -200,6 +168,10 @@ def _kernels(records: Sequence[Record]) -> Iterator[str]:
             cells = [task, f"{1e3 * one['median_s']:.2f}", f"{one['gb_per_s']:.1f}", f"{one['of_copy']:.2f}"]
             lines.append(f"| {' | '.join([*cells, _ratio(one), one['peer']])} | {1e3 * other['median_s']:.2f} |")
     yield "\n".join(lines) + "\n"
+
+
+def _is_shown(one: Record) -> bool:
+    return SHOWN.search(one["case"]) is not None
 
 
 def _schedules(records: Sequence[Record]) -> Iterator[str]:
@@ -213,7 +185,7 @@ def _schedules(records: Sequence[Record]) -> Iterator[str]:
     yield "\n".join(lines) + "\n"
 
 
-TABLES = {"kernels": _kernels, "schedules": _schedules, "own costs": _own_costs}
+TABLES = {"collectives": _collectives, "kernels": _kernels, "schedules": _schedules, "own costs": _own_costs}
 
 
 def _picture(suite: str) -> str:
@@ -252,9 +224,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", nargs="*", type=Path, help="files of records (default: bench/results/*.jsonl)")
-    parser.add_argument(
-        "--out", type=Path, help="write the page to this folder (default: docs/, and the table to README.md)"
-    )
+    parser.add_argument("--out", type=Path, help="write the page to this folder (default: docs/)")
     options = parser.parse_args()
     records, drawn = read(options.records or sorted((HERE / "results").glob("*.jsonl"))), []
     folder = options.out or HERE.parent / "docs"
@@ -264,15 +234,6 @@ def main() -> None:
             draw(suite, mine, folder / "pictures")
             drawn.append(suite)
     (folder / "benchmarks.md").write_text(document(records, drawn), encoding="utf-8")
-    if options.out is None:
-        _put(HERE.parent / "README.md", summary(records))
-
-
-def _put(page: Path, table: str) -> None:
-    """Replace what is between the marks of `page` with `table`."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from contextlib import nullcontext
 from itertools import islice
 
 import torch
+from mnist.dataset import Images, lenet, load
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.tools.commands.dataset import Images, lenet, load
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

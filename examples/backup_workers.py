@@ -21,11 +21,11 @@ from random import Random
 from time import sleep
 
 import torch
+from mnist.dataset import Images, lenet, load
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.tools.commands.dataset import Images, lenet, load
 
 
 def batches(train: Images, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

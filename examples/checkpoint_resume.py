@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mnist.dataset import Images, lenet, load
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.tools.commands.dataset import Images, lenet, load
 from commrt.training.model_state import fingerprint
 
 BATCH = 16

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 
 import torch
+from mnist.dataset import lenet, load
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.tools.commands.dataset import lenet, load
 
 
 def main() -> None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 
 import torch
+from mnist.dataset import lenet, load
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.tools.commands.dataset import lenet, load
 
 
 def main() -> None:

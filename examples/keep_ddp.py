@@ -11,13 +11,13 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from mnist.dataset import lenet, load
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.tools.commands.dataset import lenet, load
 
 
 def main() -> None:

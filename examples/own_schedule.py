@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from mnist.dataset import lenet, load
 from torch.nn.functional import cross_entropy
 
 import commrt
@@ -26,7 +27,6 @@ from commrt import ADD, COPY, Schedule, Step, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.proof.spec import all_reduce
-from commrt.tools.commands.dataset import lenet, load
 from commrt.tools.pictures.drawing import draw_schedule
 
 

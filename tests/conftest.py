@@ -8,8 +8,8 @@ import tempfile
 from multiprocessing import set_forkserver_preload
 
 import cpu_limit
+import profiles  # noqa: F401  # loads one
 import pytest
-from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
 # torch asks a name server for the name of each address that its store connects to, and waits 5 s for a lost answer.
@@ -20,10 +20,6 @@ os.environ.setdefault("CUPY_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"co
 os.environ.setdefault("TRITON_HOME", os.path.join(tempfile.gettempdir(), f"commrt-tests-triton-{os.getuid()}"))  # noqa: PTH118
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores: more threads only wait for each other
-
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)  # make fuzz
-settings.load_profile("busy")
 
 LONG = ("test_docs", "test_equivalence", "test_examples", "test_compiled", "test_torch_conformance")
 """The slowest tests begin first, so that no worker of pytest is left with one at the end."""

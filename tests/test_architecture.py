@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
+from collections import defaultdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,6 +103,32 @@ def test_every_room_has_a_row_on_the_map():
     assert sorted(rows) == sorted(name for name in inside if not name.startswith("__"))
 
 
+def programs():
+    """Return the modules that tests import by their bare names, each with its folders: helpers, examples, studies."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    folders = defaultdict(list)
+    for folder in (*settings["pythonpath"], "bench"):
+        for path in (ROOT / folder).glob("*.py"):
+            folders[path.stem].append(folder)
+    return folders
+
+
+def test_modules_that_are_imported_by_their_bare_names_have_names_of_their_own():
+    shared = {"__init__", "conftest"}
+    assert_none(f"{name}: {places}" for name, places in programs().items() if len(places) > 1 and name not in shared)
+
+
+def test_the_package_imports_no_helper_of_tests_and_no_program():
+    names = programs().keys()
+
+    def importing(source):
+        for node in source.all(ast.Import, ast.ImportFrom):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (f"{module} at line {node.lineno}" for module in modules if module.split(".")[0] in names)
+
+    assert_none(offences(importing, modules()))
+
+
 def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
     algorithms, kernels = (ROOT / "docs/algorithms.md").read_text(), (ROOT / "kernels/README.md").read_text()
     assert_none(name for name in ALGORITHMS if f"`{name}`" not in algorithms)
@@ -126,7 +154,7 @@ ALLOWED = {
     "commrt/backup_workers/replica_state.py": "the name of what torch.load raises",
 }
 PIPES = {
-    "commrt/tools/commands/workers.py": "pipes between a process and the workers that it has forked",
+    "commrt/testing/workers.py": "pipes between a process and the workers that it has forked",
     "commrt/testing/processes.py": "the same, for tests",
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import rc_context
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -40,23 +41,55 @@ def test_nothing_is_measured_of_a_contender_that_does_something_else(bench_folde
             kernel_variants.gate(task)
 
 
-def test_the_page_of_benchmarks_and_the_table_of_the_readme_are_those_of_the_records(bench_folder):
+def recorded():
+    """All records by suite, case and variant. They need the fixture `bench_folder`."""
     import records  # noqa: PLC0415
-    import report  # noqa: PLC0415
 
     found = records.read(sorted((BENCH / "results").glob("*.jsonl")))
+    return {(one["suite"], one["case"], one["variant"]): one for one in found}
+
+
+def ratio(found, suite, variant):
+    """The recorded ratio of a step to DDP's, or of an exchange between hosts to Gloo's, as pages print it."""
+    case, peer = {"step": ("4 processes", "ddp"), "netlab": ("exchange", "Gloo all_reduce, fp32")}[suite]
+    one = found[suite, case, variant]
+    assert one["peer"] == peer
+    return f"{one['ratio']:.2f}"
+
+
+def test_the_page_of_benchmarks_is_that_of_the_records(bench_folder):
+    import report  # noqa: PLC0415
+
+    found = list(recorded().values())
     drawn = [suite for suite, _ in report.sections(found) if suite in report.PICTURED]
     assert (BENCH.parent / "docs" / "benchmarks.md").read_text() == report.document(found, drawn)
-    assert report.summary(found) in (BENCH.parent / "README.md").read_text()
 
 
-def test_the_page_of_an_algorithm_says_what_the_readme_s_table_says():
-    table = (BENCH.parent / "README.md").read_text()
+FIRST_TABLE = {
+    "`Torus2D()`, `Ring()`, `HalvingDoubling()`": ("step", ["torus2d fp32", "ring fp32", "halving_doubling fp32"]),
+    '`Torus2D()` with `gradients="views"`': ("step", ["torus2d views"]),
+    '`init_process_group("commrt")`': ("step", ["ddp, backend commrt"]),
+    "`Direct(within=2)`, `wire=Int4()`": ("netlab", ["direct within, int4 + feedback"]),
+    "`Gossip()`, `Gossip(within=2)`": ("netlab", ["gossip, fp32", "hierarchical gossip, fp32"]),
+}
+"""Rows of the first table of the README and of the site: the suite, and the variants in the order of their figures."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_table_says_what_was_recorded(page, bench_folder):
+    found, text = recorded(), (BENCH.parent / page).read_text()
+    for start, (suite, variants) in FIRST_TABLE.items():
+        measured = re.search(rf"^\| {re.escape(start)} \|.*\| (.*) \|$", text, re.MULTILINE)[1]
+        assert re.findall(r"\d\.\d\d", measured) == [ratio(found, suite, variant) for variant in variants], start
+
+
+def test_the_page_of_an_algorithm_says_what_was_recorded(bench_folder):
+    found = recorded()
     for name in ("ring", "halving_doubling", "torus2d"):
         page = " ".join((BENCH.parent / "docs" / "algorithms" / f"{name}.md").read_text().split())
-        ours, gloo = re.findall(rf"^\| {name} \|.*\| \**([0-9.]+)\**[^|]*\| ([0-9.]+)", table, re.MULTILINE)
-        assert f"a step takes {ours[0]} of DDP's time (fp32) and {ours[1]} (bf16)" in page
-        assert f"{gloo[0]} of the time of Gloo's" in page
+        fp32, bf16 = (ratio(found, "step", f"{name} {wire}") for wire in ("fp32", "bf16"))
+        assert f"a step takes {fp32} of DDP's time (fp32) and {bf16} (bf16)" in page
+        assert f"{ratio(found, 'netlab', f'{name}, fp32')} of the time of Gloo's" in page
 
 
 def test_a_table_says_where_a_peer_is_faster(bench_folder):
@@ -65,7 +98,9 @@ def test_a_table_says_where_a_peer_is_faster(bench_folder):
 
     times = {"ours": [3.0, 3.0], "theirs": [2.0, 2.0]}
     found = list(records.made("step", "4 processes", times, dict.fromkeys(times, "theirs")))
-    assert "| ours | 3000.0 (3000.0 .. 3000.0) | **1.50** (1.50 .. 1.50) | theirs |" in report.document(found)
+    page = report.document(found)
+    assert "| | ms | ratio to theirs |" in page
+    assert "| ours | 3000.0 (3000.0 .. 3000.0) | **1.50** (1.50 .. 1.50) |" in page
 
 
 def test_the_ceiling_is_told_in_json(bench_folder, monkeypatch):
@@ -302,7 +337,8 @@ def test_a_stage_leaves_a_daemon_that_was_there_before_alone(served, monkeypatch
 @pytest.fixture
 def step_picture(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH.parent / "docs" / "site"))
-    return import_module("step_picture")
+    with rc_context():  # it lets pictures hold text, which other tests would see
+        yield import_module("step_picture")
 
 
 def test_a_profile_becomes_a_picture(step_picture, bench_folder, tmp_path, monkeypatch):

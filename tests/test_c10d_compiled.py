@@ -11,7 +11,7 @@ from rank_pool import Pool
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-ALL = {"aot_eager": c10d_compiled.DOORS, "inductor": [c10d_compiled.ddp, c10d_compiled.all_reduce]}
+ALL = {"aot_eager": c10d_compiled.INTEGRATIONS, "inductor": [c10d_compiled.ddp, c10d_compiled.all_reduce]}
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,10 @@ def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
 @for_each(
     ("text", "says"),
     [
-        ("", "holds no step: give a file of commrt train --trace, or write one list of seconds per step"),
+        (
+            "",
+            "holds no step: give a timeline, such as examples/mnist/train.py --trace writes, or write one list",
+        ),
         ("[]", "holds no step"),
         ("[[]]", "step 0 has 0 times"),
         ("[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
@@ -146,10 +149,10 @@ def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
         ("[[1e999, 1]]", "step 0, rank 0: inf is no number of seconds"),
         (f"[[{10**400}, 1]]", "rank 0: 1000"),
         ("1,2\n3,fast\n", "step 1, rank 1: 'fast' is no number of seconds"),
-        ("[[1, 2]", "is no JSON: .*; give a file of commrt train"),
+        ("[[1, 2]", "is no JSON: .*; give a timeline, such as examples/mnist"),
         ("[" * 100_000, "is no JSON"),
         ('{"traceEvents": []}', "holds no step"),
-        ('{"traceEvents": [1]}', "is no timeline of commrt train --trace"),
+        ('{"traceEvents": [1]}', "is no timeline of chrome_trace"),
         ('{"times": [[1]]}', "is no list of lists: give"),
         ("[1, 2]", "is no list of lists"),
     ],

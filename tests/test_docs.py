@@ -18,7 +18,7 @@ from documentation import PAGES, ROOT, Block, blocks, is_like, ranks, run_comman
 import commrt
 from commrt.testing.processes import run_processes
 
-FIRST = {"README.md", "docs/index.md", "docs/concepts.md", "docs/doors.md"}
+FIRST = {"README.md", "docs/index.md", "docs/concepts.md", "docs/integrations.md"}
 """Pages that run in `make test`: those that newcomers read. All run in `make docs` and `make test-slow`."""
 
 
@@ -106,7 +106,8 @@ def test_a_command_that_names_what_does_not_exist_is_refused():
         "pip install '.[nonsense]'": "no extra",
         "sudo python bench/nonsense.py": "no file",
         "torchrun nonsense.py": "no file",
-        "torchrun --no-python commrt train --nonsense": "[Nn]o such option",
+        "torchrun --no-python commrt verify ring --nonsense": "[Nn]o such option",
+        "torchrun examples/mnist/train.py --nonsense": "[Nn]o such option",
         "commrt verify nonsense": "no algorithm",
         "ls && make test": "no command",
     }
@@ -156,6 +157,8 @@ def site(tmp_path_factory):
 def test_the_site_builds_without_a_warning_and_has_every_page(site):
     pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
     elsewhere = {"contributing.html", "changelog.html", "kernels.html", "findings.html", "api/command.html"}
+    elsewhere |= {"bench.html", "studies.html"}
+    elsewhere |= {f"studies/{page.parent.name}.html" for page in (ROOT / "studies").glob("*/README.md")}
     assert pages | elsewhere <= {str(page.relative_to(site)) for page in site.rglob("*.html")}
     assert not (site / "site").exists()
 

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.store.launcher import VARIABLES, Launch, launched
-from commrt.tools.commands import doctor_environment, doctor_machine
+from commrt.testing.workers import run_workers
 from commrt.tools.commands.app import app
 from commrt.tools.commands.doctor import examine
-from commrt.tools.commands.doctor_environment import (
+from commrt.tools.measuring import doctor_environment, doctor_machine
+from commrt.tools.measuring.doctor_environment import (
     AT_LEAST,
     HARMS,
     Finding,
@@ -34,8 +35,7 @@ from commrt.tools.commands.doctor_environment import (
     packages,
     variables,
 )
-from commrt.tools.commands.doctor_machine import gpus
-from commrt.tools.commands.workers import run_workers
+from commrt.tools.measuring.doctor_machine import gpus
 
 ROOT = Path(__file__).parent.parent
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes

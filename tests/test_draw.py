@@ -98,8 +98,8 @@ def test_steps_without_a_number_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("text", "args", "says"),
     [
-        ("[1]", [], "is no timeline of commrt train --trace"),
-        ('{"traceEvents": []}', [], "holds no training step: record one with commrt train --trace"),
+        ("[1]", [], "is no timeline of chrome_trace"),
+        ('{"traceEvents": []}', [], "holds no training step: record one, as examples/mnist/train.py --trace does"),
         (None, ["--step", 9], "--step 9: .*trace.json holds steps 1 to 5"),
         (None, ["--ranks", 4], "a recorded run is drawn as it was: leave --ranks out"),
     ],

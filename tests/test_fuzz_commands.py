@@ -10,36 +10,32 @@ from pathlib import Path
 
 import pytest
 from cases import for_each
-from fuzzing import NUMBERS, ODD_TEXTS, TEXTS, cases, in_time, met
+from fuzzed_lines import (
+    ALGORITHM,
+    COUNT,
+    FILE,
+    LOCAL,
+    MANY,
+    RANKS,
+    SIZE,
+    STOPPED,
+    drawn_options,
+    mostly,
+    told_or_refused,
+)
+from fuzzing import cases, in_time
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
+from commrt.errors import CommrtError
 from commrt.tools.commands import app as commands
-from commrt.tools.commands import probe, train
 from commrt.tools.commands.app import app
-from commrt.tools.commands.inject_faults import check, parse
+from commrt.tools.measuring import probing
 
 COMMAND = Path(sys.executable).with_name("commrt")
-BAD = ODD_TEXTS | TEXTS | NUMBERS.map(str)
-MANY = st.sampled_from(["-1", "0", "4097", "65537", "1e9", "1000000000", "9" * 30, "nan", "1_0", "٣", "4.0"])
-
-
-def mostly(*good, bad=BAD):
-    """A value of `good`, or now and then a bad one."""
-    return st.one_of(*[st.sampled_from(good)] * 4, bad)
-
-
-ALGORITHM = mostly(
-    "ring", "halving_doubling", "torus2d", "direct", "gossip", "local", "backup", "scaling", "RING", "ddp"
-)
 PROVEN = mostly("ring", "torus2d", "gossip", "broadcast", "scatter", "all_gather", "all_to_all", "barrier", "GATHER")
-RANKS = mostly("1", "2", "3", "4", "6", "8", "13", bad=MANY)
-COUNT = mostly("1", "2", "5", bad=MANY | BAD)
-SIZE = mostly("1", "0.5", "25", "1e6", bad=BAD)
 CLUSTER = mostly("abci", "desk.toml", "/", "/dev/null", "/nowhere.toml")
-FILE = mostly("/dev/null", "/nowhere.json", "/", "..")
 SHARED = {
     "--ranks": RANKS, "--cluster": CLUSTER, "--model": mostly("resnet50", "1e6", "1", "100"),
     "--wire": mostly("bf16", "fp32", "int4", "int8"), "--batch": COUNT, "--compute-ms": SIZE,
@@ -50,7 +46,6 @@ SHAPES = {
     "--topology": mostly("dissemination", "hypercube"),
     "--within": COUNT,
 }
-LOCAL = {"--period": COUNT, "--delay": COUNT, "--fragments": COUNT}
 LAWS = {
     "--steps": COUNT, "--seed": mostly("0", "7", bad=MANY), "--law": mostly("paper", "exponential", "slow"),
     "--set": mostly(
@@ -81,18 +76,6 @@ OPTIONS = {
         },
     ),
     "draw": (ALGORITHM, {"--bucket-cap-mb": SIZE, "--step": COUNT, **SHARED, **SHAPES}),
-    "train": (
-        None,
-        {
-            "--workers": RANKS, "--algorithm": ALGORITHM, "--backups": COUNT, "--compare": ALGORITHM,
-            "--epochs": COUNT, "--batch-size": mostly("64", "4000"), "--lr": SIZE,
-            "--recipe": mostly("plain", "large-batch"), "--seed": mostly("0", "-1"),
-            "--wire": mostly("bf16", "int2", "float8"), "--bucket-cap-mb": SIZE, "--timeout-s": SIZE,
-            "--start-timeout-s": SIZE, "--trace": FILE, "--curve": FILE, "--json": None, **LOCAL,
-            "--outer": mostly("0.7,0.9", "1,0", "0.7", "nan,0", "1e400,0", "0.7,0.9,1", ","),
-            "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"),
-        },
-    ),
     "probe": (None, {"--workers": RANKS, "--timeout-s": SIZE, "--out": mostly("a.toml", "/nowhere/a.toml", "/")}),
 }  # fmt: skip
 
@@ -101,89 +84,46 @@ OPTIONS = {
 def lines(draw, name):
     """A command line."""
     argument, options = OPTIONS[name]
-    chosen = draw(st.lists(st.sampled_from(sorted(options)), unique=True, max_size=6))
     words = [name] if argument is None else [name, draw(argument)]
-    for option in chosen:
-        words += [option] if options[option] is None else [option, draw(options[option])]
-    return words
+    return words + drawn_options(draw, options)
 
 
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     """No worker, and a folder to write to."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "require_images", lambda: None)
-    monkeypatch.setattr(train, "_start", lambda jobs, workers: [])
-    monkeypatch.setattr(train, "_report", lambda results, as_json: None)
-    monkeypatch.setattr(probe, "run_workers", lambda workers, body: (_ for _ in ()).throw(CommrtError("stopped here")))
-
-
-def told_or_refused(words):
-    """As `main` does: bad input is one line and exit code 2."""
-    with in_time():
-        result = CliRunner().invoke(app, words)
-    refusal = result.exception
-    if isinstance(refusal, CommrtError):
-        line = commands.in_one_line(refusal)
-        assert line.isprintable()
-        assert len(line) < 2000, line
-        assert isinstance(refusal, UsageError | ScheduleError | DisagreementError) or "stopped here" in line
-    elif refusal is None or (isinstance(refusal, SystemExit) and result.exit_code in (0, 1, 2)):
-        assert result.output or words[0] == "draw" or words[0] == "train"
-        assert "nan" not in result.stdout.lower().replace("nancy", "") or "'nan" in result.stdout, result.stdout
-    else:
-        raise refusal
+    stopped = CommrtError(STOPPED)
+    monkeypatch.setattr(probing, "run_workers", lambda workers, body: (_ for _ in ()).throw(stopped))
 
 
 @cases(25)
 @given(words=lines("verify"))
 def test_verify_takes_or_refuses_any_line(nothing_starts, words):
-    told_or_refused(words)
+    told_or_refused(app, words)
 
 
 @cases(25)
 @given(words=lines("simulate"))
 def test_simulate_takes_or_refuses_any_line(nothing_starts, words):
-    told_or_refused(words)
+    told_or_refused(app, words)
 
 
 @cases(15)
 @given(words=lines("plan"))
 def test_plan_takes_or_refuses_any_line(nothing_starts, words):
-    told_or_refused(words)
+    told_or_refused(app, words)
 
 
 @cases(8)
 @given(words=lines("draw"), out=mostly("a.svg", "a.png", "a.txt", "/nowhere/a.svg", "/a.svg/b.svg", "a/", ".svg", "."))
 def test_draw_takes_or_refuses_any_line(nothing_starts, words, out):
-    told_or_refused([*words, "--out", out])
-
-
-@cases(60)
-@given(words=lines("train"))
-def test_train_takes_or_refuses_any_line(nothing_starts, words):
-    told_or_refused(words)
+    told_or_refused(app, [*words, "--out", out], may_be_silent=True)
 
 
 @cases(20)
 @given(words=lines("probe"))
 def test_probe_takes_or_refuses_any_line(nothing_starts, words):
-    told_or_refused(words)
-
-
-FIELDS = st.sampled_from(["rank", "step", "prob", "seconds", "low", "high", "kind", ""])
-PARTS = st.builds("{}={}".format, FIELDS, mostly("0", "1", "0.5")) | TEXTS
-
-
-@cases(100)
-@given(
-    st.builds("{}:{}".format, mostly("kill", "slow", "stop", bad=TEXTS), st.lists(PARTS, max_size=5).map(",".join))
-    | TEXTS
-)
-def test_a_fault_of_any_text_is_one_or_is_refused_in_words(text):
-    fault = met(parse, text)
-    if fault is not None:
-        met(check, fault, 4, 62)
+    told_or_refused(app, words)
 
 
 @for_each(
@@ -192,7 +132,6 @@ def test_a_fault_of_any_text_is_one_or_is_refused_in_words(text):
         (["verify", "a\nb\x1b[31m"], r"no algorithm is called 'a\\nb\\x1b"),
         (["verify", "9" * 5000], r"no algorithm is called '9+ \.\.\. 9+': choose one of"),
         (["simulate", "ring", "--nbytes", "inf"], "--nbytes inf: give a number"),
-        (["train", "--trace", "1" * 300], "--trace: no file can have this name"),
         (["simulate", "ring", "--nbytes", "1", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf: give a number"),
         (
             ["simulate", "ring", "--model", "1e6", "--compute-ms", "1", "--jitter", "1", "--steps", "1000000000"],

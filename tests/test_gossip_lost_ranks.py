@@ -7,9 +7,7 @@ import gc
 import logging
 import os
 import signal
-import sys
 import threading
-from pathlib import Path
 from time import monotonic
 
 import failing_ranks
@@ -26,11 +24,6 @@ from commrt.errors import UsageError
 from commrt.runtime import connection
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
-import gossip_deaths
-import learning
 
 PATIENT_S = 30.0
 STEPS = 16
@@ -452,13 +445,3 @@ def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
     for outcome in outcomes[1:]:
         assert "the process that holds the store" in outcome.error
         assert outcome.seconds < PATIENT_S
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_death_costs_little_accuracy():
-    steps = 240
-    alive = learning.simulated("gossip, weights", gossip_deaths.RANKS, 0, learning.load(), steps)
-    struck = gossip_deaths.trained("gossip", 0, steps, kills=True)
-    assert struck.lost[0].startswith("rank 3 is lost, as the others noticed in step ")
-    assert struck.accuracy > alive.accuracy - 0.02  # a standard error on 1,000 images is 0.008

@@ -63,9 +63,7 @@ def contents(wheel):
 def package_files():
     """As the checkout has them, under the names of the wheel."""
     rooms = [ROOT / "commrt", ROOT / "commrt" / "kernels", ROOT / "commrt" / "algorithms"]  # glob follows no links
-    files = {
-        path for room in rooms for kind in ("*.py", "*.toml", "*.j2", "*.css", "py.typed") for path in room.rglob(kind)
-    }
+    files = {path for room in rooms for kind in ("*.py", "*.toml", "py.typed") for path in room.rglob(kind)}
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
@@ -151,9 +149,18 @@ def test_the_installed_command_proves_a_schedule(environment):
 
 
 @pytest.mark.slow
+def test_the_installed_command_does_not_train(environment):
+    done = run(environment.commrt, "train", "--workers", "2", cwd=environment.home, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "No such command 'train'" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.processes
-def test_the_installed_command_trains_with_two_workers(environment):
-    record = told(environment, "train", "--workers", "2", "--epochs", "1", "--batch-size", "500")
+def test_the_demo_trains_with_two_workers_and_the_installed_package(environment):
+    program = ROOT / "examples" / "mnist" / "train.py"
+    options = ["--workers", "2", "--epochs", "1", "--batch-size", "500", "--json"]
+    record = json.loads(run(environment.python, program, *options, cwd=environment.home).stdout)
     assert (record["workers"], record["steps"], record["replicas_equal"]) == (2, 8, True)
 
 

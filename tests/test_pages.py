@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from documentation import PAGES, ROOT, commands, parsed
+from documentation import DEMO, PAGES, ROOT, commands, parsed
 from sources import assert_none, sources
 
 import commrt
@@ -25,8 +25,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: (\S+)", re.MULTILINE)
-OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|docs|examples|kernels|tests)/[\w./*-]+)")
-BUILT = {"docs/launchers.md", "docs/doors.md", "docs/limits.md"}
+OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|docs|examples|kernels|studies|tests)/[\w./*-]+)")
+BUILT = {"docs/launchers.md", "docs/integrations.md", "docs/limits.md"}
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 
@@ -128,12 +128,30 @@ def test_every_file_of_ours_that_is_named_exists():
     assert_none(wrong(absent, [page for page in PAGES if "decisions" not in page.parts]))
 
 
+def test_each_program_of_bench_has_a_row_in_its_table():
+    """Add the question, the command and where the answer stands to bench/README.md."""
+    table = (ROOT / "bench/README.md").read_text()
+    modules = (ROOT / "bench").glob("*.py")
+    programs = (path for path in modules if path.stem.startswith("test_") or "__main__" in path.read_text())
+    assert_none(path.name for path in programs if f"bench/{path.name}" not in table)
+
+
+def test_each_study_has_a_page_tests_and_a_row_in_the_table():
+    table = (ROOT / "studies/README.md").read_text()
+    folders = [path for path in (ROOT / "studies").iterdir() if any(path.glob("*.py"))]
+    assert_none(path.name for path in folders if f"]({path.name}/README.md)" not in table)
+    assert_none(path.name for path in folders if not (path / "README.md").exists())
+    assert_none(path.name for path in folders if path.name != "mnist" and not any(path.glob("test_*.py")))
+
+
 def test_commands_that_are_named_in_a_line_take_these_options():
     def refused(page):
         for span in spans(page):
-            if span.startswith("commrt ") and not re.search(r"[A-Z]{2,}|\.\.\.| p\b", span):
+            is_ours = span.startswith(("commrt ", f"python {DEMO} "))
+            if is_ours and not re.search(r"[A-Z]{2,}|\.\.\.| p\b", span):
                 try:
-                    [parsed(words[1:], whole=False) for words in commands(span)]
+                    for first, *rest in commands(span):
+                        parsed(first, rest, whole=False) if first == "commrt" else parsed(DEMO, rest[1:], whole=False)
                 except Exception as error:
                     yield f"`{span}`: {error}"
 
@@ -221,6 +239,17 @@ def test_what_is_quoted_of_messages_is_said():
     quoting = [line for kind in KINDS for line in section(kind)[1].split("\n") if line.startswith("| *")]
     quoted = [phrase for line in quoting for phrase in phrases(line.split("|")[1])]
     assert_none(each.pattern for each in quoted if not any(map(each.search, strings)))
+
+
+NOT_FOR_USERS = {"architecture.md", "benchmarks.md", "evidence.md", "torch_conformance.md"}
+
+
+def test_pages_for_users_have_at_most_30000_words():
+    """How-to, concepts and reference; evidence and decisions are not counted. Shorten before you add."""
+    folders = [ROOT / "docs" / name for name in ("", "algorithms", "api")]
+    docs = [page for folder in folders for page in folder.glob("*.md") if page.name not in NOT_FOR_USERS]
+    words = {page: len(page.read_text().split()) for page in (ROOT / "README.md", ROOT / "examples/README.md", *docs)}
+    assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda item: -item[1])
 
 
 def test_pictures_of_pages_are_small():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 from time import monotonic, sleep
@@ -16,10 +15,8 @@ import pytest
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.store.launcher import launched
 from commrt.store.rendezvous import meet
-from commrt.tools.commands import train, workers
-from commrt.tools.commands.training_job import Job
-from commrt.tools.commands.workers import run_workers
-from commrt.tools.pictures.tables import Result
+from commrt.testing import workers
+from commrt.testing.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0
@@ -194,17 +191,3 @@ def test_no_worker_outlives_the_process_that_holds_their_store_not_even_a_stoppe
 def test_a_signal_that_ends_the_process_ends_all_workers_and_is_told(number):
     told = [] if number == signal.SIGINT else [int(number)]
     assert crew_of_another_process(lambda process: os.kill(process.pid, number)) == (0, [told])
-
-
-def test_only_gossip_outlives_workers():
-    jobs = {name: Job(name, 1, 64, 0.05, 0, "fp32", 25.0, 60.0, 120.0) for name in ("gossip", "torus2d", "ddp")}
-    assert {name: job.outlives(4) for name, job in jobs.items()} == {"gossip": 3, "torus2d": 0, "ddp": 0}
-
-
-def test_the_report_names_lost_workers(capsys):
-    whole = Result("gossip", "plain", 4, "fp32", 1, 62, 0.9, 0.0, True, 1.0, 1.0, 0.0, None, None, "", (), {}, 0.0)
-    train._report([whole], as_json=False)
-    assert "lost" not in capsys.readouterr().out
-    train._report([whole, replace(whole, lost=(1, 3))], as_json=False)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "lost workers" in line]
-    assert line.replace("│", "").split() == ["lost", "workers", "none", "rank", "1,", "rank", "3"]

@@ -9,17 +9,13 @@ from commrt.lazy import names_in
 
 if TYPE_CHECKING:
     from commrt.tools.measuring.workload_of import workload_of
-    from commrt.tools.pictures.curve_recorder import CurveRecorder
-    from commrt.tools.planning.curve import Curve
     from commrt.tools.planning.workload import Workload
 
 _HOMES = {
-    "commrt.tools.pictures.curve_recorder": ("CurveRecorder",),
-    "commrt.tools.planning.curve": ("Curve",),
     "commrt.tools.measuring.workload_of": ("workload_of",),
     "commrt.tools.planning.workload": ("Workload",),
 }
 
-__all__ = ["Curve", "CurveRecorder", "Workload", "workload_of"]
+__all__ = ["Workload", "workload_of"]
 
 __getattr__ = names_in(__name__, _HOMES)

@@ -80,7 +80,7 @@ def attach(  # noqa: PLR0913  # each has its default
     - `bucket_cap_mb`: the size of a bucket, in MiB of gradients that travel together.
     - `gradients`: ``"views"`` keeps them in the buffers that travel, which saves the time of a copy and, on CPUs, its
       memory. ``param.grad`` is then the same memory in every step: clone what must outlive the next one. What views
-      cannot do is refused (docs/doors.md).
+      cannot do is refused (docs/integrations.md).
     - `broadcast_buffers`: send rank 0's buffers to all at the end of each synchronous step. A graph that was built with
       other values and has not run backward yet then ends in torch's own error. BatchNorm in training does not read its
       buffers, so this does not concern it.

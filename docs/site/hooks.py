@@ -18,15 +18,19 @@ from mkdocs.structure.pages import Page
 from commrt.tools.commands.app import app
 
 ROOT = Path(__file__).parents[2]
+STUDIES = sorted((ROOT / "studies").glob("*/README.md"))
 ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "bench/FINDINGS.md": "findings.md",
+    "bench/README.md": "bench.md",
     "kernels/README.md": "kernels.md",
+    "studies/README.md": "studies.md",
+    **{f"studies/{path.parent.name}/README.md": f"studies/{path.parent.name}.md" for path in STUDIES},
 }
 """Page of the site, by file of the repository."""
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

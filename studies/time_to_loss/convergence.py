@@ -10,10 +10,10 @@ from itertools import product
 from math import ceil, exp, inf, isfinite, log, log2, nan, sqrt
 
 import numpy as np
+from curve import Curve, Losses
 from lasso import LossPoints, chosen_penalty, fit_losses
 
 from commrt.errors import UsageError
-from commrt.tools.planning.curve import Curve, Losses
 
 __all__ = ["FAMILIES", "Convergence", "Run", "Steps", "convergence_of", "smoothed", "steps_to"]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from convergence import Convergence, Steps, convergence_of
+from curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,7 +27,6 @@ from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import CLUSTER, ExchangeOptions, LocalOptions, Wire, compute_of, workload_of
 from commrt.tools.commands.simulate import ExchangeEstimate
 from commrt.tools.pictures.files import require_picture, save_picture
-from commrt.tools.planning.curve import GOSSIP, LOCAL, SYNCHRONOUS, Curve
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.planner import exchange_plans, step_plans
 from commrt.tools.planning.workload import Workload
@@ -46,7 +46,8 @@ ALONE = "-"
 @app.command()
 def plan_target(
     files: Annotated[
-        list[str], typer.Argument(help="Curves that commrt train --curve recorded, of several rank counts.")
+        list[str],
+        typer.Argument(help="Curves that examples/mnist/train.py --curve recorded, of several rank counts."),
     ],
     target_loss: Annotated[float, typer.Option(metavar="LOSS", help="Plan the least time to this training loss.")],
     ranks: Annotated[
@@ -189,7 +190,7 @@ class Prices:
         """Return the all-reduce that averages weights soonest, and the mean step of local SGD with it."""
         given = LocalOptions(_whole(curve, "period"), _whole(curve, "delay"), _whole(curve, "fragments"))
         if given.period is None:
-            raise UsageError(f"curves of {curve.method} do not say a period: record them again with train --curve")
+            raise UsageError(f"curves of {curve.method} do not say a period: record them again, with a period")
         local, nbytes = given.algorithm(wire), wire_nbytes(self.workload.numel, ITEMS[wire])
         quantized = wire if wire in QUANTIZERS else None
         best = exchange_plans(self.cluster, ranks, nbytes / local.fragments, quantized)[0]

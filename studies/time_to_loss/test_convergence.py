@@ -20,11 +20,11 @@ from convergence import (
     smoothed,
     steps_to,
 )
+from curve import LOCAL, Curve
 from lasso import descend, fit_losses
 from made_curves import NOISE, curves_of, made, made_power, steps_of
 
 from commrt.errors import UsageError
-from commrt.tools.planning.curve import LOCAL, Curve
 
 TARGET = 0.2
 FLOOR = lambda ranks: 6 + 60 / ranks  # noqa: E731

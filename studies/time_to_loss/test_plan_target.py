@@ -14,11 +14,11 @@ import plan_target
 import pytest
 from cases import for_each
 from convergence import Steps
+from curve import GOSSIP, LOCAL, Curve
 from made_curves import curves_of, made, steps_of, written
 from time_to_target import TimeToTarget, Verdict
 
 from commrt.pricing import cluster
-from commrt.tools.planning.curve import GOSSIP, LOCAL, Curve
 
 CLUSTERS = Path(cluster.__file__).parent / "clusters"
 STEP = ("--model", "resnet50", "--cluster", "ethernet-10g", "--compute-ms", 100)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from cases import for_each
 from convergence import Steps
+from curve import GOSSIP
 from made_curves import curves_of, steps_of, written
 from planner_check import CASES, Row, check, main, order
 
 from commrt.errors import UsageError
-from commrt.tools.planning.curve import GOSSIP
 
 
 def half(ranks):

@@ -12,13 +12,13 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
+from dataset import lenet, load
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 from commrt.algorithms.ring import all_gather
 from commrt.elastic.store_membership import StoreMembership
-from commrt.tools.commands.dataset import lenet, load
 
 STEPS = 12
 BATCH = 16

@@ -100,7 +100,7 @@ def a_world():
     return found
 
 
-DOORS = [
+INTEGRATIONS = [
     ddp,
     ddp_in_buckets,
     ddp_without_its_optimizer,

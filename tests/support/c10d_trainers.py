@@ -199,7 +199,7 @@ def torchft(backend):
 
 
 def process_group_of_torchft():
-    """The class of docs/doors.md."""
+    """The class of docs/integrations.md."""
     from torchft.process_group import ProcessGroupWrapper  # noqa: PLC0415
 
     class ProcessGroupCommrt(ProcessGroupWrapper):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the `commrt` command, one of a study, or a program of a rank, in this process."""
+"""Run the `commrt` command, one of a study or of the demo, or a program of a rank, in this process."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def refused(*args, program=app):
     return str(refusal.value)
 
 
-def ended(*args):
-    """Return the exit code of `commrt` and what it writes on standard output and standard error."""
+def ended(*args, program=app):
+    """Return the exit code of `program` and what it writes on standard output and standard error."""
     out, err = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))
     argv = patch.object(sys, "argv", ["commrt", *args])
     with argv, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
-        main()
+        main(program)
     return end.value.code, *(each.buffer.getvalue().decode() for each in (out, err))
 
 
 def program(_, path, options):
     """Run the program at `path` in a rank of `commrt.testing.processes.run_processes`; return what it prints."""
     sys.argv = [str(path), *options]
+    sys.path.insert(0, str(path.parent))  # as Python does
     with redirect_stdout(StringIO()) as said:
         runpy.run_path(str(path), run_name="__main__")
     return said.getvalue()

@@ -39,15 +39,20 @@ from commrt.testing import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/FINDINGS.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/README.md", "bench/FINDINGS.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "examples" / "mnist" / "README.md",
     *sorted((ROOT / "studies").rglob("*.md")),
 ]
 NOTES = ("with", "raises", "printed", "not run", "ranks")
 LANGUAGES = ("python", "sh", "toml", "text")
 LIMIT_S = 100.0
+DEMO = "examples/mnist/train.py"
 EPOCHS = "2"
-"""Of every `commrt train`, whatever it says: 40 steps."""
+"""Of every run of the demo, whatever its line says: 40 steps."""
 YOURS = {"train.py"}
 """Files that stand for the reader's own."""
 
@@ -284,10 +289,12 @@ def commands(line):
 
 
 def run_command(words):
-    """What it printed. Only `commrt` and programs of studies are run; of others what they name must exist."""
+    """What it printed. Only `commrt`, the demo and studies are run; of other commands what they name must exist."""
     first, *rest = words
     if first == "commrt":
-        return _run_commrt(rest)
+        return _run_typer(_commrt(), rest)
+    if first == "python" and rest[0] == DEMO:
+        return _run_demo(rest[1:])
     if first == "python" and rest[0].startswith("studies/"):
         return _run_study(rest)
     if first == "make":
@@ -307,8 +314,8 @@ def run_command(words):
         "pytest",
     }:
         _require_files(rest)
-        if "commrt" in rest:
-            parsed(rest[rest.index("commrt") + 1 :])
+        for program in {"commrt", DEMO} & {*rest}:
+            parsed(program, rest[rest.index(program) + 1 :])
     elif first not in {"git", "cd"}:
         raise ValueError(f"{first!r} is no command that the harness knows: teach it, or write `text`")
     return ""
@@ -324,21 +331,32 @@ def _run_study(words):
     return done.stdout
 
 
-@cache
-def _group():
-    import typer  # noqa: PLC0415
-
+def _commrt():
     from commrt.tools.commands.app import app  # noqa: PLC0415
 
-    return typer.main.get_command(app)
+    return app
 
 
-def parsed(words, *, whole=True):
-    """Raise if `commrt` does not take these words; unless they are `whole`, arguments and values may be missing."""
-    group = _group()
+def _demo():
+    from train import app  # noqa: PLC0415  # of examples/mnist
+
+    return app
+
+
+@cache
+def _command(program):
+    import typer  # noqa: PLC0415
+
+    return typer.main.get_command(_commrt() if program == "commrt" else _demo())
+
+
+def parsed(program, words, *, whole=True):
+    """Raise if `commrt` or the demo does not take these words; unless `whole`, arguments and values may be missing."""
+    command, name, rest = _command(program), program, list(words)
     if not words:
         return
-    name, command, rest = group.resolve_command(group.make_context("commrt", list(words)), list(words))
+    if program == "commrt":
+        name, command, rest = command.resolve_command(command.make_context(program, rest), rest)
     try:
         command.make_context(name, rest)
     except Exception as error:
@@ -346,14 +364,14 @@ def parsed(words, *, whole=True):
             raise
 
 
-def _run_commrt(words):
+def _run_demo(words):
+    _train_briefly()
+    return _run_typer(_demo(), [*words, "--epochs", EPOCHS])  # the last one counts
+
+
+def _run_typer(app, words):
     from typer.testing import CliRunner  # noqa: PLC0415
 
-    from commrt.tools.commands.app import app  # noqa: PLC0415
-
-    if words[0] == "train":
-        _train_briefly()
-        words = [*words, "--epochs", EPOCHS]  # the last one counts
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     if result.exit_code:
         raise ValueError(f"exit code {result.exit_code}: {result.output} {result.exception or ''}")
@@ -362,13 +380,16 @@ def _run_commrt(words):
 
 @cache
 def _train_briefly():
-    """`commrt train` as documented, but one layer learns 1,280 images of noise, not a CNN 4,000 digits.
+    """The demo as documented, but one layer learns 1,280 images of noise, not a CNN 4,000 digits.
 
-    To read those takes 4 s, and an epoch about as long; that real ones are learnt is shown by tests/test_cli.py.
+    To read those takes 4 s, and an epoch about as long; that real ones are learnt is shown by the demo's own tests.
     """
+    import dataset  # noqa: PLC0415  # the demo's modules
+    import job  # noqa: PLC0415
+    import recipes  # noqa: PLC0415
+    import run_jobs  # noqa: PLC0415
     import torch  # noqa: PLC0415
-
-    from commrt.tools.commands import dataset, train, training_job  # noqa: PLC0415
+    import train  # noqa: PLC0415
 
     noise = torch.Generator().manual_seed(0)
 
@@ -381,11 +402,10 @@ def _train_briefly():
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
 
-    training_job.lenet = one_layer
+    train.lenet = one_layer
     both = images(1280), images(100)
-    for module in (dataset, train):
-        module.load = lambda: both
-    for module in (dataset, training_job, dataset):
+    run_jobs.load = lambda: both
+    for module in (dataset, recipes, job):
         module.TRAIN_IMAGES = 1280
 
 
@@ -402,7 +422,8 @@ def _require_extras(words):
 
 
 def _require_files(words):
-    files = [word.partition("::")[0] for word in words if re.fullmatch(r"(bench|tests|examples|docs)/[\w./:]+", word)]
+    ours = re.compile(r"(bench|tests|examples|studies|docs)/[\w./:]+")
+    files = [word.partition("::")[0] for word in words if ours.fullmatch(word)]
     files += [word for word in words if re.fullmatch(r"[\w]+\.py", word) and word not in YOURS]
     _require_all(files, {name for name in files if (ROOT / name).exists()}, "no file here")
 

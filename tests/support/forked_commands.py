@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run `commrt` in processes of their own, forked from one that has imported torch: they cost what they do."""
+"""Run commands in processes of their own, forked from one that has imported torch: they cost what they do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from commrt.testing import processes
 __all__ = ["command", "started"]
 
 LIMIT_S = 110
+COMMRT = "commrt.tools.commands.app"
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Started:
         return Ended(self.process.exitcode, *(self.folder.joinpath(name).read_text() for name in ("out", "err")))
 
 
-def _main(args, environment, folder):
-    """Be the command `commrt` in this new process."""
+def _main(args, environment, folder, program):
+    """Be the command in this new process."""
     os.setsid()
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), number)
@@ -54,24 +56,24 @@ def _main(args, environment, folder):
     sys.argv = ["commrt", *args]
     from commrt.tools.commands.app import main  # noqa: PLC0415  # the test's own process needs none of it
 
-    main()
+    main(import_module(program).app)
 
 
 @contextmanager
-def started(*args, env=None):
-    """Start the command; it does not outlive the block."""
+def started(*args, env=None, program=COMMRT):
+    """Start the command, the `app` of module `program`; it does not outlive the block."""
     with TemporaryDirectory() as folder:
-        given = [str(arg) for arg in args], dict(os.environ if env is None else env), Path(folder)
+        given = [str(arg) for arg in args], dict(os.environ if env is None else env), Path(folder), program
         process = processes._context("forkserver").Process(target=_main, args=given)
         process.start()
         try:
-            yield Started(process, given[-1])
+            yield Started(process, Path(folder))
         finally:
             process.kill()
             process.join()
 
 
-def command(*args, env=None):
+def command(*args, env=None, program=COMMRT):
     """Return how the command ended."""
-    with started(*args, env=env) as one:
+    with started(*args, env=env, program=program) as one:
         return one.ended()

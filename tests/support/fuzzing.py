@@ -10,6 +10,7 @@ import signal
 from contextlib import contextmanager
 from time import monotonic
 
+import profiles  # noqa: F401  # where tests/conftest.py was not loaded
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 

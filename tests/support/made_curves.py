@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from math import log
+from pathlib import Path
 
 import numpy as np
-
-from commrt.tools.planning.curve import SYNCHRONOUS, Curve
+from curve import SYNCHRONOUS, Curve
 
 FIRST, PER_RANK, NOISE = 2.3, 16, 0.1
 """The loss of the first step, the samples of a rank, and the noise of one rank relative to the loss."""
@@ -39,10 +40,21 @@ def curves_of(half_of, counts, seeds=3, **given):
     return {f"{n}-{seed}": made(half_of(n), n, seed, **given) for n in counts for seed in range(seeds)}
 
 
+def save(curve, file):
+    """Write `curve` as a recorder does."""
+    names = ("training", "ranks", "batch", "settings", "seed", "recipe")
+    columns = {"loss": curve.losses, "signal": curve.signal, "noise": curve.noise}
+    known = {name: values.tolist() for name, values in columns.items() if values is not None}
+    steps = ({name: values[step] for name, values in known.items()} for step in range(len(curve.losses)))
+    lines = [{"commrt_curve": 1} | {name: getattr(curve, name) for name in names}]
+    lines += ({"step": number} | step for number, step in enumerate(steps))
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
 def written(folder, curves):
     """Write `curves` to files in `folder`; return their paths."""
     files = []
     for name, curve in curves.items():
         files.append(str(folder / f"{curve.training}-{name}.jsonl"))
-        curve.save(files[-1])
+        save(curve, Path(files[-1]))
     return files

@@ -17,6 +17,7 @@ from threading import Event
 
 import torch
 import torch.distributed as dist
+from ddp_replica import ddp_group
 from torch.distributed import FileStore, HashStore
 
 import commrt
@@ -24,7 +25,6 @@ from commrt.algorithms import ring
 from commrt.errors import UsageError
 from commrt.runtime import connection, init
 from commrt.store.launcher import LOOPBACK
-from commrt.tools.commands import training_job
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
@@ -58,7 +58,7 @@ def ask_with_one_absent(tell, timeouts_s):
 
 def ddp_with_one_absent(tell, timeout_s):
     """The last rank joins DDP's group and does nothing in it."""
-    with commrt.init(timeout_s, start_timeout_s=60) as world, training_job.ddp_group(world):
+    with commrt.init(timeout_s, start_timeout_s=60) as world, ddp_group(world):
         if world.rank == world.size - 1:
             tell("absent")
             while True:

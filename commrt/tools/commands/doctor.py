@@ -16,7 +16,8 @@ from rich.table import Table
 
 from commrt.errors import UsageError
 from commrt.store.launcher import default_timeout_s, launched
-from commrt.tools.commands.doctor_environment import (
+from commrt.tools.commands.json_output import json_of
+from commrt.tools.measuring.doctor_environment import (
     Finding,
     guarded,
     installed,
@@ -25,7 +26,6 @@ from commrt.tools.commands.doctor_environment import (
     packages,
     variables,
 )
-from commrt.tools.commands.json_output import json_of
 
 __all__ = ["examine", "run"]
 
@@ -55,7 +55,7 @@ def examine(quick: bool = False) -> Iterator[Finding]:
     yield from guarded("deadline", _deadline)
     try:
         torch = import_module("torch")
-        from commrt.tools.commands import doctor_machine  # noqa: PLC0415  # imports torch too
+        from commrt.tools.measuring import doctor_machine  # noqa: PLC0415  # imports torch too
     except Exception as error:  # a missing library, or a build for another machine
         yield from guarded("versions", lambda: packages(installed(), None))
         detail = f"cannot be imported: {type(error).__name__}: {error}"

@@ -48,11 +48,11 @@ def run(algorithm: Algorithm | None, options: ExchangeOptions, out: str) -> None
 
 
 def draw_recorded(file: str, step: int | None, out: str) -> None:
-    """Draw `step` of the run that ``commrt train --trace`` wrote to `file`, or a typical one; raise `UsageError`."""
+    """Draw `step` of the run whose timeline is `file`, or a typical one; raise `UsageError`."""
     require_picture(out)
     figure = draw_recorded_step(read_spans(file), Path(file).name, step)
     if figure is None:
-        raise UsageError(f"{file} holds no training step: record one with commrt train --trace")
+        raise UsageError(f"{file} holds no training step: record one, as examples/mnist/train.py --trace does")
     save_picture(figure, out)
 
 

@@ -15,7 +15,6 @@ import typer
 
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.local import LocalSGD
-from commrt.algorithms.outer import Nesterov
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
@@ -34,7 +33,6 @@ __all__ = [
     "Delay",
     "ExchangeOptions",
     "Exponent",
-    "Faults",
     "Fragments",
     "Grid",
     "Json",
@@ -43,10 +41,8 @@ __all__ = [
     "LocalOptions",
     "Model",
     "Nbytes",
-    "Outer",
     "Parameters",
     "Period",
-    "RecipeName",
     "RingCount",
     "Seed",
     "ShapeOptions",
@@ -58,6 +54,7 @@ __all__ = [
     "Within",
     "compute_of",
     "leave_out",
+    "local_option",
     "workload_of",
 ]  # fmt: skip
 
@@ -72,7 +69,6 @@ MODELS: dict[str, Callable[[], Workload]] = {
 MOST_PARAMETERS = 10**15
 
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
-RecipeName = StrEnum("RecipeName", {"plain": "plain", "large_batch": "large-batch"})
 LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
 
 option = typer.Option
@@ -139,7 +135,7 @@ TimesFile = Annotated[
     str | None,
     slow_option(
         metavar="FILE",
-        help="Use recorded times: a file of train --trace, or JSON or CSV with each rank's seconds per step.",
+        help="Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step.",
     ),
 ]
 Exponent = Annotated[
@@ -168,25 +164,6 @@ Fragments = Annotated[
     int | None,
     local_option(
         min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave one after the other in a period."
-    ),
-]
-Outer = Annotated[
-    str | None,
-    local_option(
-        metavar="RATE,MOMENTUM",
-        show_default="the average replaces the weights",
-        help="Move the weights towards the average with Nesterov momentum, such as 0.7,0.5.",
-    ),
-]
-Faults = Annotated[
-    list[str] | None,
-    option(
-        "--inject",
-        metavar="FAULT",
-        help="Inject a fault into each run; repeatable. slow:rank=2,prob=0.1,seconds=0.5: rank 2 (every rank if "
-        "none is named) computes that much longer in a tenth of its steps. slow:prob=0.03,low=5,high=20: 5 to 20 "
-        "times as long. kill:rank=3,step=20: SIGKILL when that step begins, counted from 0. "
-        "stop:rank=1,step=30,seconds=5: SIGSTOP for so many seconds.",
     ),
 ]
 LIMITS = {"compute_ms": 1e9, "jitter": 1e9, "bucket_cap_mb": 1e9, "nbytes": 1e18}
@@ -288,8 +265,6 @@ class LocalOptions(NamedTuple):
     period: int | None = None
     delay: int | None = None
     fragments: int | None = None
-    outer: str | None = None
-    """Rate and momentum of the outer optimizer."""
 
     def given(self) -> dict[str, object]:
         """Return the options by name."""
@@ -297,17 +272,8 @@ class LocalOptions(NamedTuple):
 
     def algorithm(self, wire: str = "fp32") -> LocalSGD:
         """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
-        values = self._asdict() | {"outer": None if self.outer is None else _outer(self.outer)}
-        values |= {"inner": Direct()} if wire in QUANTIZERS else {}
+        values = self._asdict() | ({"inner": Direct()} if wire in QUANTIZERS else {})
         return LocalSGD(**{name: value for name, value in values.items() if value is not None})
-
-
-def _outer(text: str) -> Nesterov:
-    try:
-        rate, momentum = map(float, text.split(","))
-    except ValueError:
-        raise UsageError(f"--outer {text}: write RATE,MOMENTUM, such as 0.7,0.5") from None
-    return Nesterov(rate, momentum)
 
 
 def compute_of(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:

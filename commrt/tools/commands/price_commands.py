@@ -141,7 +141,7 @@ def draw(
     what: Annotated[
         str,
         typer.Argument(
-            help="An algorithm; or scaling, to compare all algorithms; or a file of train --trace, such as trace.json."
+            help="An algorithm; or scaling, to compare all algorithms; or the timeline of a run, such as trace.json."
         ),
     ],
     out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],
@@ -171,7 +171,7 @@ def draw(
 ) -> None:
     """Draw a schedule, a training step, or how algorithms scale.
 
-    With --model: a simulated step. With a file of train --trace: a recorded step.
+    With --model: a simulated step. With a timeline: a recorded step.
     """
     from commrt.tools.commands import draw as command  # noqa: PLC0415  # commands are imported when called
     from commrt.tools.commands.verify import choose  # noqa: PLC0415

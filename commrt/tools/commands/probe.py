@@ -8,10 +8,8 @@ from pathlib import Path
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.runtime.init import init
 from commrt.store.launcher import launched, require_deadlines
-from commrt.tools.commands.workers import run_workers
-from commrt.tools.measuring.probing import probe
+from commrt.tools.measuring.probing import probed
 from commrt.tools.pictures.files import require_writable, write
 
 __all__ = ["run"]
@@ -25,17 +23,11 @@ def run(out: str, workers: int, timeout_s: float) -> None:
     require_writable("--out", out, "mine.toml")
     require_deadlines(**{"--timeout-s": timeout_s})
     launch = launched()
-    is_launched = launch is not None and launch.size > 1
-    cluster = _measured(timeout_s) if is_launched else run_workers(workers, lambda: _measured(timeout_s))[0]
+    cluster = probed(launch, workers, timeout_s)
     if launch is None or launch.rank == 0:
         text = replace(cluster, name=path.stem).text()
         write("--out", out, lambda: path.write_text(text, encoding="utf-8"))
         print(_sentence(cluster, out))
-
-
-def _measured(timeout_s: float) -> Cluster:
-    with init(timeout_s) as world:
-        return probe(world)
 
 
 def _sentence(cluster: Cluster, out: str) -> str:

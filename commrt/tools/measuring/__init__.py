@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured on running worlds and on models: links, and what a model gives an exchange to do."""
+"""What is measured: links of a world, this machine, and models. The only tools that import torch."""

@@ -28,13 +28,16 @@ from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.program import program
 from commrt.quantizer import Int4
 from commrt.runtime.executor import bind
+from commrt.runtime.init import init
 from commrt.runtime.world import World
 from commrt.schedule import COPY, Schedule, Step
 from commrt.store.agreement import gather
+from commrt.store.launcher import Launch
+from commrt.testing.workers import run_workers
 from commrt.transport.channel import host_identity
 from commrt.transport.protocol import Tag
 
-__all__ = ["Line", "Rings", "all_gather", "fit_line", "probe", "ranks_per_host", "ring_shift"]
+__all__ = ["Line", "Rings", "all_gather", "fit_line", "probe", "probed", "ranks_per_host", "ring_shift"]
 
 FEW_NBYTES = 1 << 10
 ROUNDS = {1 << 10: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 6, 1 << 20: 3, 1 << 22: 3}
@@ -85,6 +88,18 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
             "them so"
         )
     return per_host
+
+
+def probed(launch: Launch | None, workers: int, timeout_s: float) -> Cluster:
+    """Return what the ranks of `launch` measure; without one of several ranks, what `workers` local workers do."""
+    if launch is not None and launch.size > 1:
+        return _measured(timeout_s)
+    return run_workers(workers, lambda: _measured(timeout_s))[0]
+
+
+def _measured(timeout_s: float) -> Cluster:
+    with init(timeout_s) as world:
+        return probe(world)
 
 
 def probe(world: World) -> Cluster:

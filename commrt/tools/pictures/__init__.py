@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands show: tables, pictures, timelines, and the page of a training run."""
+"""What commands show: pictures of schedules and steps, and timelines."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "GENERATOR",
     "prepare_folder",
-    "prepare_report",
     "require_picture",
     "require_writable",
     "save_picture",
@@ -25,9 +22,6 @@ __all__ = [
 ]
 
 PICTURE_FORMATS = (".svg", ".png", ".pdf")
-REPORT_NAME = "report.html"
-GENERATOR = "commrt train --report"
-"""Marks the head of a page that commrt wrote."""
 
 
 def require_writable(option: str, path: str, example: str) -> None:
@@ -83,28 +77,4 @@ def prepare_folder(option: str, folder: str, example: str) -> Path:
         raise UsageError(f"{option} {folder}: nothing can be written there: {error}; give another folder") from error
     if not os.access(path, os.W_OK):
         raise UsageError(f"{option} {folder} cannot be written by this user: give another folder")
-    return path
-
-
-def prepare_report(folder: str) -> Path:
-    """Make `folder`, and return the path of the page in it.
-
-    Raise `UsageError` if `folder` cannot be written, if it contains a page that commrt did not write, or if a package
-    that the page needs is missing.
-    """
-    _require_name("--report", folder, "folder", "out")
-    for package in ("jinja2", "matplotlib"):
-        if find_spec(package) is None:
-            raise UsageError(f"--report needs {package}: pip install 'commrt[draw]'")
-    path = Path(folder) / REPORT_NAME
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_ours = not path.exists() or GENERATOR in path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"--report {folder}: nothing can be written there: {error}") from error
-    require_writable("--report", str(path), REPORT_NAME)
-    if not is_ours:
-        raise UsageError(
-            f"--report {folder}: there is a {REPORT_NAME} that commrt did not write: move it, or name another folder"
-        )
     return path

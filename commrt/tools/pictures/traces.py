@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of ``commrt train --trace``, and step times of recorded runs, read from files."""
+"""Timelines of recorded runs (``commrt.runtime.recording.chrome_trace``), and step times, read from files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_COUNT = 1e15
 """Largest rank, step or time in microseconds (30 years)."""
 MAX_STEP_S = 1e9
 TIMES_FORMAT = (
-    "give a file of commrt train --trace, or write one list of seconds per step, one number per rank, as JSON "
-    "[[1.2, 1.3], [1.1, 4.0]] or as lines of CSV"
+    "give a timeline, such as examples/mnist/train.py --trace writes, or write one list of seconds per step, one "
+    "number per rank, as JSON [[1.2, 1.3], [1.1, 4.0]] or as lines of CSV"
 )
 
 
@@ -40,12 +40,12 @@ class Span(NamedTuple):
 
 
 def read_spans(file: str) -> list[Span]:
-    """Return all ranges in `file`, which ``commrt train --trace`` wrote; raise `UsageError` for another file."""
+    """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for another file."""
     text = _read_text(file, "utf-8")
     try:
         return spans_of(json.loads(text)["traceEvents"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{file} is no timeline of commrt train --trace: {error!r:.200}") from error
+        raise UsageError(f"{file} is no timeline of chrome_trace: {error!r:.200}") from error
 
 
 def _read_text(file: str, encoding: str) -> str:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import commrt
 from commrt.algorithms.direct import MOST_RANKS, Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.halving_doubling import HalvingDoubling
@@ -56,6 +55,8 @@ MOST_DIRECT = 64
 send to one host at once share its card, which no price here knows."""
 TREE_SLICES = 4, 32
 """Slices of a double tree: few for short buffers, many for long ones."""
+IN_ALGORITHMS = ("DoubleTree", "Rings", "Sliced")
+"""Classes that users find there, and not in `commrt`."""
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
 
@@ -119,7 +120,7 @@ def python_call(name: str) -> str:
     >>> python_call("Ring()"), python_call("Rings(within=4)")
     ('commrt.Ring()', 'commrt.algorithms.Rings(within=4)')
     """
-    home = "commrt" if name.partition("(")[0] in commrt.__all__ else "commrt.algorithms"
+    home = "commrt.algorithms" if name.partition("(")[0] in IN_ALGORITHMS else "commrt"
     return f"{home}.{name}".replace("between=", "between=commrt.")
 
 

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt doctor``: what ranks find on this host. Files, processors, a real exchange, GPUs and NCCL."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from commrt.algorithms import ring
+from commrt.errors import CommrtError, DisagreementError, UsageError
+from commrt.proof.replay import prove
+from commrt.proof.spec import all_reduce
+from commrt.runtime.init import init
+from commrt.schedule import Schedule
+from commrt.store.launcher import Launch, chosen_transport
+from commrt.testing.workers import run_workers
+from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
+from commrt.transport.channel import host_identity
+
+__all__ = ["Exchanged", "examine", "exchange", "files", "gpus", "measure", "nccl", "needed_files", "processors"]
+
+FILES_ALONE, FILES_PER_PEER = 40, 6
+"""Upper bounds of what ranks of 2 to 8 processes hold: 14, and 4 (Gloo) or 5 (shared memory) for each peer."""
+RANKS, LIMIT_S = 2, 4.0
+"""Of the exchange, which takes a quarter of a second on an idle machine."""
+SERIES = {256: 21, 64 << 10: 11, 4 << 20: 7}
+"""How often each number of bytes is reduced; one more run before these warms up."""
+EXCHANGE_ADVICE = {
+    "shared": "Try COMMRT_TRANSPORT=gloo: if it works, something forbids shared memory between processes.",
+    "gloo": "Check that no firewall or sandbox keeps processes of this host from connecting over 127.0.0.1.",
+}
+DRIVER = Path("/dev/nvidiactl")
+"""Exists if NVIDIA's driver is loaded."""
+COMPILED_FROM = (8, 0)
+"""Oldest compute capability for which the Triton kernels have been compiled and inspected; see `bench/`."""
+NCCL_AT_LEAST = 21800
+"""The oldest NCCL that CuPy 14 works with, as NCCL encodes 2.18.0."""
+
+
+def examine(launch: Launch | None, quick: bool) -> Iterator[Finding]:
+    """Yield all findings of this module. The exchange forks, so it comes before checks that load a driver or NCCL."""
+    yield from guarded("transport", transport)
+    yield from guarded("open files", lambda: files(launch))
+    yield from guarded("processors", lambda: processors(launch, torch.get_num_threads()))
+    if not quick:
+        yield from guarded("exchange", exchange)
+    yield from guarded("gpu", lambda: gpus(torch.cuda, torch.version.cuda))
+    yield from guarded("nccl", nccl)
+
+
+def transport() -> Iterator[Finding]:
+    """Yield the transport that ``init()`` would choose."""
+    asked, shares_memory = chosen_transport(), host_identity() is not None
+    if asked == "shared" and not shares_memory:
+        detail = "COMMRT_TRANSPORT=shared, but this platform lacks memfd_create or abstract sockets"
+        yield Finding("transport", "problem", detail, "Unset it.")
+    elif asked:
+        yield Finding("transport", "ok", f"COMMRT_TRANSPORT={asked}")
+    else:
+        here = "shared memory" if shares_memory else "Gloo"
+        yield Finding("transport", "ok", f"ranks on this host: {here}; on several hosts: Gloo")
+
+
+def files(launch: Launch | None) -> Iterator[Finding]:
+    """Compare the limit of open files with what a rank of this launch needs."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    size = 1 if launch is None else launch.size
+    needed = needed_files(size)
+    if 0 <= limit < needed:
+        detail = f"at most {limit} in a process, but a rank of {size} needs about {needed}"
+        more = "in this shell" if most < 0 or most >= needed else "as administrator: the hard limit is too low as well"
+        yield Finding("open files", "problem", detail, f"Raise it with ulimit -n {needed}, {more}.")
+    else:
+        shown = "no limit" if limit < 0 else f"at most {limit:,} in a process"
+        yield Finding("open files", "ok", f"{shown}; a rank of {size:,} needs {needed:,}")
+
+
+def needed_files(ranks: int) -> int:
+    """Return how many file descriptors a rank needs that exchanges with all others."""
+    return FILES_ALONE + FILES_PER_PEER * (ranks - 1)
+
+
+def processors(launch: Launch | None, threads: int) -> Iterator[Finding]:
+    """Compare the processors with the ranks of this host, which compute with `threads` threads each."""
+    count, ranks = cpus(), 1 if launch is None else max(launch.local_size, 1)
+    detail = f"{count:g} for {ranks} rank{'s' * (ranks > 1)} with {threads} threads each"
+    if ranks > count:
+        detail += ": ranks wait for a processor, which distorts timings"
+        yield Finding("processors", "warning", detail, f"Start {count:g} ranks here, or expect slow steps.")
+    elif ranks * threads > count:
+        advice = f"Set OMP_NUM_THREADS={max(int(count // ranks), 1)}, or call torch.set_num_threads."
+        yield Finding("processors", "warning", f"{detail}: threads wait for a processor", advice)
+    else:
+        yield Finding("processors", "ok", detail)
+
+
+class Exchanged(NamedTuple):
+    """What one rank of the exchange measured."""
+
+    transport: str
+    median_s: dict[int, float]
+    """Time of an all-reduce, by its bytes."""
+    wrong: int
+    """Elements of sums that had a wrong value."""
+
+
+def exchange() -> Iterator[Finding]:
+    """Let two forked processes all-reduce over the transport that ``init()`` would choose, and check the sums."""
+    schedule = ring.all_reduce(RANKS)
+    prove(schedule, all_reduce(RANKS, schedule.chunks))
+    asked = chosen_transport()
+    if asked not in EXCHANGE_ADVICE:
+        asked = "gloo" if host_identity() is None else "shared"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # forked processes cannot inherit more
+    try:
+        results = run_workers(RANKS, lambda: measure(schedule), limit_s=LIMIT_S)
+    except (UsageError, DisagreementError) as error:
+        yield Finding("exchange", "problem", str(error), "Do what the message says.")
+    except CommrtError as error:
+        yield Finding("exchange", "problem", f"two processes could not exchange: {error}", EXCHANGE_ADVICE[asked])
+    else:
+        yield _judged(schedule.name, results[0], sum(each.wrong for each in results.values()))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure(schedule: Schedule) -> Exchanged:
+    """Run the exchange in one of the processes."""
+    torch.set_num_threads(1)
+    medians_s, wrong = dict[int, float](), 0
+    with init(LIMIT_S, start_timeout_s=LIMIT_S) as world:
+        for nbytes, times in SERIES.items():
+            buffer, seconds = world.transport.allocate(nbytes // 4, torch.float32), list[float]()
+            values = torch.arange(buffer.numel(), device="cpu") % 1000
+            total = world.size * (world.size + 1) / 2 * values  # small whole numbers, so sums are exact
+            for _ in range(times + 1):
+                buffer.copy_((world.rank + 1) * values)
+                begin_s = perf_counter()
+                world.run(schedule, buffer)
+                seconds.append(perf_counter() - begin_s)
+                wrong += int((buffer != total).sum())
+            medians_s[nbytes] = median(seconds[1:])
+        return Exchanged(world.transport.kind, medians_s, wrong)
+
+
+def _judged(schedule: str, first: Exchanged, wrong: int) -> Finding:
+    if wrong:
+        detail = f"two processes all-reduced over {first.transport}, and {wrong:,} elements are wrong"
+        return Finding("exchange", "problem", detail, "Do not train here. Report it with this output.")
+    small, large = min(SERIES), max(SERIES)
+    latency_us, gbytes_per_s = 1e6 * first.median_s[small], large / first.median_s[large] / 1e9
+    facts = {"transport": first.transport, "latency_us": latency_us, "gbytes_per_s": gbytes_per_s}
+    times = f"{small} B in {latency_us:.0f} us, {large >> 20} MiB at {gbytes_per_s:.2f} GB/s sent by each"
+    detail = f"two processes all-reduced along a proven {schedule} over {first.transport}: {times}"
+    return Finding("exchange", "ok", detail, facts=facts)
+
+
+def gpus(cuda: ModuleType, built_for: str | None, driver: Path = DRIVER) -> Iterator[Finding]:
+    """Yield a finding for each GPU, then one for their links. `cuda` is torch.cuda, `built_for` torch's CUDA version.
+
+    A query that fails becomes a finding too.
+    """
+    count = cuda.device_count() if cuda.is_available() else 0
+    for number in range(count):
+        yield from guarded(f"gpu {number}", lambda number=number: _gpu(cuda, number))  # type: ignore[misc]
+    if count > 1:
+        yield from guarded("gpu links", lambda: _links(cuda, count))
+    if count:
+        return
+    if not driver.exists():
+        yield Finding("gpu", "absent", "no CUDA device", "commrt runs on the CPU here.")
+    elif built_for is None:
+        detail = "NVIDIA's driver is loaded, but this torch was built without CUDA: commrt runs on the CPU"
+        yield Finding("gpu", "warning", detail, "Install a build of torch with CUDA.")
+    else:
+        detail = f"NVIDIA's driver is loaded, but torch for CUDA {built_for} can use no GPU: commrt runs on the CPU"
+        advice = "Look at CUDA_VISIBLE_DEVICES, and compare the driver's CUDA version (nvidia-smi) with torch's."
+        yield Finding("gpu", "warning", detail, advice)
+
+
+def _gpu(cuda: ModuleType, number: int) -> Iterator[Finding]:
+    device = cuda.get_device_properties(number)
+    run_kernel(number)
+    detail = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
+    if (device.major, device.minor) < COMPILED_FROM:
+        detail += ": commrt's kernels were compiled for 8.0 and later only"
+        yield Finding(f"gpu {number}", "warning", detail, "Run make gpu before you rely on it.")
+    else:
+        yield Finding(f"gpu {number}", "ok", detail)
+
+
+def run_kernel(number: int) -> None:
+    """Run one of torch's kernels on a GPU; raises an error if torch was not built for it, or its memory is full."""
+    torch.zeros(1, device=f"cuda:{number}").add_(1).item()
+
+
+def _links(cuda: ModuleType, count: int) -> Iterator[Finding]:
+    peer = cuda.can_device_access_peer
+    apart = [f"{a} and {b}" for a, b in combinations(range(count), 2) if not (peer(a, b) and peer(b, a))]
+    if apart:
+        detail = f"no peer access between GPUs {', '.join(apart)}: ranks of this host exchange through NCCL only"
+        yield Finding("gpu links", "warning", detail, "nvidia-smi topo -m shows how they are connected.")
+    else:
+        yield Finding("gpu links", "ok", f"each of {count} GPUs can read the memory of all others, and ranks do")
+
+
+def nccl() -> Iterator[Finding]:
+    """Load the NCCL that GPUs would use, and yield one finding about its version and its copies."""
+    if find_spec("cupy") is None:
+        yield Finding("nccl", "absent", "commrt reaches it through CuPy, which is not installed", "Only GPUs need it.")
+        return
+    from commrt.transport.nccl_communicator import load, named  # noqa: PLC0415  # imports CuPy
+
+    binding = load()
+    runtime, torchs, copies = binding.get_version(), _nccl_of_torch(), nccl_files()
+    linked = f"torch links {torchs}" if torchs else "torch has none of its own"
+    detail = f"{named(runtime)}, CuPy was built with {named(binding.get_build_version())}, {linked}"
+    if runtime < NCCL_AT_LEAST:
+        yield Finding("nccl", "problem", detail, "commrt needs 2.18 or later: upgrade nvidia-nccl.")
+    elif len(copies) > 1 or torchs not in (None, named(runtime)):
+        advice = "Two copies share no state and can deadlock: install the version that torch needs."
+        yield Finding("nccl", "warning", f"{detail}; loaded: {', '.join(copies)}", advice)
+    else:
+        yield Finding("nccl", "ok", detail)
+
+
+def nccl_files() -> list[str]:
+    """Return the files of NCCL that this process has loaded; on Linux."""
+    maps = Path("/proc/self/maps")
+    text = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    return sorted(set(re.findall(r"\s(/\S*libnccl\.so\S*)$", text, re.MULTILINE)))
+
+
+def _nccl_of_torch() -> str | None:
+    """Return the version of NCCL that torch calls; None if it was built without."""
+    with suppress(AttributeError, RuntimeError, ImportError):
+        if torch.cuda.is_available() or torch.version.cuda is not None:
+            return ".".join(map(str, torch.cuda.nccl.version()[:3]))  # type: ignore[no-untyped-call]
+    return None

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of hypothesis: no test fails because a machine is busy, and ``make fuzz`` tries more cases."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)
+settings.load_profile("busy")
