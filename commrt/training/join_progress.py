@@ -45,7 +45,7 @@ class Progress:
         step within the timeout, `PeerLost` if one is gone.
         """
         self._set("ended", str(steps))
-        heard_s, before = now_s(), {0: ""}
+        latest_s, before = now_s(), {0: ""}
         while True:
             ends, begun = self._all("ended"), self._all("begun")
             running = [rank for rank, end in ends.items() if end == RUNNING]
@@ -56,18 +56,18 @@ class Progress:
             elif not running:
                 return
             if begun != before:
-                heard_s, before = now_s(), begun
-            self._wait(running, heard_s)
+                latest_s, before = now_s(), begun
+            self._wait(running, latest_s)
 
     def last(self) -> int:
         """Return the lowest rank of those that did most steps; call it once all have ended."""
         ends = {rank: int(end) for rank, end in self._all("ended").items()}
         return max(ends, key=lambda rank: (ends[rank], -rank))
 
-    def _wait(self, running: list[int], heard_s: float) -> None:
+    def _wait(self, running: list[int], latest_s: float) -> None:
         if running and self._are_gone(running):
             raise PeerLost("a rank that had not ended is gone: look at its output", Place(self._rank))
-        if now_s() - heard_s > self._timeout_s:
+        if now_s() - latest_s > self._timeout_s:
             what = (
                 f"ranks {running} began no step within {self._timeout_s:g} s, and have not ended: look at their output"
             )

@@ -45,7 +45,7 @@ class AveragedStep(NamedTuple):
 
     step: int
     members: tuple[int, ...]
-    heard: tuple[int, ...]
+    received_from: tuple[int, ...]
     counted: bool
     exposed_s: float
     comm_s: float | None
@@ -73,7 +73,7 @@ class RankHistory:
     def from_json(cls, text: str) -> RankHistory:
         """Return the history that `to_json` wrote."""
         rank, iterations, averaged, events, left_out = json.loads(text)
-        averaged = [AveragedStep(step, tuple(members), tuple(heard), *rest) for step, members, heard, *rest in averaged]
+        averaged = [AveragedStep(step, tuple(members), tuple(peers), *rest) for step, members, peers, *rest in averaged]
         return cls(rank, [Iteration(*each) for each in iterations], averaged, events, left_out)
 
 
@@ -100,7 +100,7 @@ class RunRecord:
         counts = [[0] * ranks for _ in range(ranks)]
         for history in self.histories:
             for averaged in history.averaged_steps:
-                for peer in averaged.heard:
+                for peer in averaged.received_from:
                     counts[history.rank][peer] += 1
         return counts
 
@@ -141,9 +141,9 @@ class HistoryRecorder:
             return
         self._last_report = report
         comm_s, nbytes_sent = (round(report.comm_s, 7), report.nbytes_sent) if report.spans else (None, None)
-        heard, exposed_s = tuple(sorted(report.received_from)), round(report.exposed_s, 7)
+        peers, exposed_s = tuple(sorted(report.received_from)), round(report.exposed_s, 7)
         self.history.averaged_steps.append(
-            AveragedStep(report.step, report.members, heard, report.counted, exposed_s, comm_s, nbytes_sent)
+            AveragedStep(report.step, report.members, peers, report.counted, exposed_s, comm_s, nbytes_sent)
         )
 
     def stop_timeline(self) -> None:

@@ -88,10 +88,10 @@ def events(rank):
     return made
 
 
-def recorded(rank, members=lambda step: tuple(range(RANKS)), heard=lambda step: ()):
+def recorded(rank, members=lambda step: tuple(range(RANKS)), peers=lambda step: ()):
     iterations = [Iteration(step, 0.01 + 0.001 * rank, 2.0 / (step + 1), step / STEPS) for step in range(STEPS)]
     averaged = [
-        AveragedStep(step, members(step), heard(step), rank in members(step), 0.002, 0.004, 1000 + rank)
+        AveragedStep(step, members(step), peers(step), rank in members(step), 0.002, 0.004, 1000 + rank)
         for step in range(STEPS)
     ]
     return RankHistory(rank, iterations, averaged, events(rank))
@@ -310,7 +310,7 @@ def iterate(recorder, step, report=None):
 
 def test_an_iteration_is_recorded_with_what_averaging_told_once():
     recorder = recorder_of()
-    report = StepReport(0, (0, 1), 0.25, (Span(0, 1.0, 1.5, 64),), heard=frozenset({0}))
+    report = StepReport(0, (0, 1), 0.25, (Span(0, 1.0, 1.5, 64),), received_from=frozenset({0}))
     iterate(recorder, 0, report)
     iterate(recorder, 1, report)
     iterations = recorder.history.iterations

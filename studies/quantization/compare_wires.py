@@ -62,7 +62,7 @@ def mean_bits(target: float, norms: Mapping[int, float], steps: int = STEPS) -> 
     """Return the mean bits that DQ-SGD's rule has on recorded norms; steps without a norm have most bits."""
     wire = dq_wire(target, steps)
     seen = (commrt.quantization.Progress(step, norms[step]) if step in norms else None for step in range(steps))
-    return mean(wire.coding(progress).bits for progress in seen)
+    return mean(wire.quantizer(progress).bits for progress in seen)
 
 
 def target_for(bits: float, norms: Mapping[int, float], steps: int = STEPS) -> float:
