@@ -183,7 +183,7 @@ class Gossip:
     def _where(self, step: int, ranks: int) -> tuple[int, int, int]:
         """Return how many rows there are, the number of the permutation, and the step in the period."""
         number, k = divmod(step, self.period(ranks))
-        return self._rows(ranks), number * self.rotate, k
+        return self._rows(ranks), number if self.rotate else 0, k
 
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from commrt.backup_workers.quorum import Outcome, QuorumStep, quorum_step
+from commrt.backup_workers.quorum import QuorumStep, StepOutcome, quorum_step
 from commrt.backup_workers.quorum_vote import QuorumVote, RankOperation, VoteSettings
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
@@ -122,7 +122,7 @@ class OtherRanks:
         self._setup = setup
         self._votes = {rank: setup.vote_of(rank, Counter()) for rank in ranks}
         self._steps: dict[int, QuorumStep] = {}
-        self._answers: dict[int, Future[RankOperation | Outcome]] = {}
+        self._answers: dict[int, Future[RankOperation | StepOutcome]] = {}
 
     def announce(self, step: int, ranks: Sequence[int]) -> None:
         """Announce `ranks`, and return once each of them waits or must reduce."""
@@ -162,7 +162,7 @@ class OtherRanks:
 
     def end(self, step: int, _: object) -> None:
         """Check that all ranks know the same outcome of the step."""
-        ends = {rank: cast("Outcome", answer.result()) for rank, answer in self._answers.items()}
+        ends = {rank: cast("StepOutcome", answer.result()) for rank, answer in self._answers.items()}
         members = next(iter(ends.values())).members
         if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
             raise AssertionError(f"step {step} ended in several ways: {ends}")

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from interleaved import spread
 from store_ranks import MeasuredRank, cores, measured_rank, now_s
 
-from commrt.backup_workers.quorum import Outcome, QuorumStep, WaitFor, quorum_key
+from commrt.backup_workers.quorum import QuorumStep, StepOutcome, WaitFor, quorum_key
 from commrt.backup_workers.quorum_vote import RankOperation
 
 __all__ = ["CASES", "Case", "Row", "measured"]
@@ -123,7 +123,7 @@ class Step:
             try:
                 operation = step.send(answer)
             except StopIteration as end:
-                outcome: Outcome = end.value
+                outcome: StepOutcome = end.value
                 return outcome
             if isinstance(operation, WaitFor):
                 self._before_waiting(operation)
@@ -158,7 +158,7 @@ class Step:
         self._measured.command("announce", self._number, ranks=late)
         self._measured.command("have_sum", ranks=[rank for rank in self._peers if rank != self._first])
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: StepOutcome) -> None:
         self._measured.command("end", self._number, ranks=self._members)
         if outcome.members != tuple(self._members) or outcome.counts != self._case.counts:
             raise AssertionError(f"{self._case.name}: not {self._members}: {outcome}")

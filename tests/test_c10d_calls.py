@@ -13,9 +13,9 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.c10d import call_engine
-from commrt.c10d.call_engine import Engine
+from commrt.c10d.call_engine import CallEngine
+from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.messages import DeviceMessages
-from commrt.c10d.requests import Requests
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection
@@ -80,11 +80,11 @@ def run(collective, name, size, numels, root=0, connect=over_threads):
     """Call `collective` once for each of `numels`, along the schedule `name`; return what was wrong, and where."""
 
     def body(world):
-        engine = Engine(world, Selection(HOST, range(size), {collective: name} if name else {}), "test")
+        engine = CallEngine(world, Selection(HOST, range(size), {collective: name} if name else {}), "test")
         return [numel for numel in numels if not is_right(engine, world.rank, numel)]
 
     def is_right(engine, rank, numel):
-        call, result = request(collective, Requests(rank, size), numel, root)
+        call, result = request(collective, CheckedCalls(rank, size), numel, root)
         engine.begin(call).result()
         expected = wanted(collective, rank, size, numel, root)
         return expected is None or torch.equal(result, expected)
@@ -130,7 +130,7 @@ def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, m
 
 def test_after_a_call_the_wire_is_whole_again(narrow):
     def body(world):
-        engine, ask = Engine(world, Selection(HOST, range(2)), "test"), Requests(world.rank, 2)
+        engine, ask = CallEngine(world, Selection(HOST, range(2)), "test"), CheckedCalls(world.rank, 2)
         first = torch.zeros(256)
         engine.begin(ask.all_gather(first, row(world.rank, 128))).result()
         kept = first.clone()
@@ -148,8 +148,8 @@ def test_uneven_parts_of_an_all_to_all_meet(narrow):
         rank, into = world.rank, [counts[other][world.rank] for other in range(size)]
         sent = torch.cat([torch.full((n,), 10.0 * rank + to) for to, n in enumerate(counts[rank])])
         output = torch.empty(sum(into))
-        call = Requests(rank, size).all_to_all_single(output, sent, into, counts[rank])
-        Engine(world, Selection(HOST, range(size)), "test").begin(call).result()
+        call = CheckedCalls(rank, size).all_to_all_single(output, sent, into, counts[rank])
+        CallEngine(world, Selection(HOST, range(size)), "test").begin(call).result()
         assert torch.equal(output, torch.cat([torch.full((n,), 10.0 * who + rank) for who, n in enumerate(into)]))
 
     run_ranks(size, body)
@@ -180,7 +180,7 @@ REFUSED = [
 def test_what_cannot_work_is_refused_before_anything_is_sent():
     for make, message in REFUSED:
         with pytest.raises(UsageError, match=message):
-            make(Requests(0, 2))
+            make(CheckedCalls(0, 2))
 
 
 def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():

@@ -23,10 +23,10 @@ from commrt.backup_workers.quorum import (
     NO_MEMBERS,
     Append,
     NextAttempt,
-    Outcome,
     ReadNow,
     Reduce,
     SetOnce,
+    StepOutcome,
     WaitFor,
     choose_members,
     parse_announcements,
@@ -345,7 +345,7 @@ def without_waiting_for_done(rank, generation, needed, step):
         answer = yield operation
         if isinstance(operation, Reduce) and answer:
             yield SetOnce(quorum_key(step, operation.attempt, "outcome"), DONE if rank == operation.members[0] else "")
-            return Outcome(operation.members, True, operation.attempt)
+            return StepOutcome(operation.members, True, operation.attempt)
         try:
             operation = coroutine.send(answer)
         except StopIteration as end:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from commrt.backup_workers import quorum_vote
-from commrt.backup_workers.quorum import DONE, FAILED, Outcome, Reduce, quorum_key, quorum_step
+from commrt.backup_workers.quorum import DONE, FAILED, Reduce, StepOutcome, quorum_key, quorum_step
 from commrt.backup_workers.quorum_vote import QuorumVote, VoteSettings
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
@@ -85,7 +85,7 @@ def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(loss):
         ended = waiting_for_the_first(vote, store)
         if clock is not None:
             clock.advance_until(ended.done)
-        assert ended.result(PATIENT_S) == Outcome((), counts=False, attempt=1, is_over=False)
+        assert ended.result(PATIENT_S) == StepOutcome((), counts=False, attempt=1, is_over=False)
     assert store.get(OUTCOME).decode() == FAILED
     end(found, vote)
 
@@ -139,4 +139,4 @@ def test_the_store_holds_no_more_keys_the_more_steps_there_are(alone, failing):
 def test_a_rank_that_comes_to_a_deleted_step_is_told_at_once(alone):
     for number in range(16):
         step(alone, number)
-    assert step(alone, 0) == Outcome((), counts=False, attempt=0)
+    assert step(alone, 0) == StepOutcome((), counts=False, attempt=0)

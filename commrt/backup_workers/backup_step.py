@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
-from commrt.backup_workers.quorum import Outcome, Reduce, quorum_step
+from commrt.backup_workers.quorum import Reduce, StepOutcome, quorum_step
 from commrt.backup_workers.quorum_vote import QuorumVote, RankOperation, VoteSettings
 from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.engine import BuildBuckets, Engine, Span
@@ -56,7 +56,7 @@ class _Pass:
     """For each bucket: when its gradients were there, as a place on the GPU's stream."""
     ended: Future[StreamEvent]
     samples: int | None
-    outcome: TaskFuture[Outcome] | None = None
+    outcome: TaskFuture[StepOutcome] | None = None
     spans: list[Span] | None = None
     """Of the latest attempt."""
     order: list[int] | None = None
@@ -192,7 +192,7 @@ class BackupStep:
         model = self._engine.buckets[index].model
         return Header(0, model, self._guard.steps, self.version, index, running.settings)
 
-    def finish(self) -> tuple[StepReport, Outcome]:
+    def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
         begin_s, running = perf_counter(), self._running()
         self._announce(running, self._ready_order.rest())
@@ -227,7 +227,7 @@ class BackupStep:
                     param.grad.zero_()
         self._guard.drop()
 
-    def _report(self, running: _Pass, outcome: Outcome, step: int, exposed_s: float) -> StepReport:
+    def _report(self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float) -> StepReport:
         notes = [parse("note on a gradient", note, _parse_note) for note in outcome.notes]
         samples = [count for count, _, _ in notes if count is not None]
         last_s = max((ready_s for _, ready_s, _ in notes), default=0.0)
@@ -246,7 +246,7 @@ class BackupStep:
             saved_s=max((late for _, _, late in notes), default=0.0),
         )
 
-    def _run(self, running: _Pass) -> Outcome:
+    def _run(self, running: _Pass) -> StepOutcome:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
         membership, step = self._membership, self.version
         membership.next_step, self._ready_s = step, time()

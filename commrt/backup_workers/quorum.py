@@ -22,11 +22,11 @@ __all__ = [
     "Append",
     "NextAttempt",
     "Operation",
-    "Outcome",
     "QuorumStep",
     "ReadNow",
     "Reduce",
     "SetOnce",
+    "StepOutcome",
     "WaitFor",
     "choose_members",
     "parse_announcements",
@@ -96,7 +96,7 @@ class NextAttempt(NamedTuple):
 Operation = Append | SetOnce | ReadNow | WaitFor | Reduce | NextAttempt
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """How a step ended; equal on all ranks except `counts` and `place`."""
 
     members: tuple[int, ...]
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
     """How many ranks announced before this one."""
 
 
-QuorumStep = Generator[Operation, Any, Outcome]
+QuorumStep = Generator[Operation, Any, StepOutcome]
 
 
 def quorum_key(step: int, attempt: int, what: str) -> str:
@@ -174,25 +174,25 @@ def quorum_step(rank: int, generation: int, needed: int, step: int, attempt: int
         yield Append(written, f"{mine} ")
         floor, text = yield ReadNow((OLDEST_STEP, written))
         if step < int(floor):
-            return Outcome((), counts=False, attempt=attempt)
+            return StepOutcome((), counts=False, attempt=attempt)
         order = parse_announcements(text, generation)
         chosen = yield from _chosen(order, needed, step, attempt)
         if chosen is None:
-            return Outcome((), counts=False, attempt=attempt)
+            return StepOutcome((), counts=False, attempt=attempt)
         members = tuple(word.rank for word in chosen)
         # The whole announcement is compared: the dead process of this rank may have been a member.
         is_member = mine in chosen
         is_first = is_member and rank == members[0]
         outcome = (yield from _outcome(is_member, is_first, step, attempt, members)) if members else FAILED
         if not outcome:
-            return Outcome((), counts=False, attempt=attempt)
+            return StepOutcome((), counts=False, attempt=attempt)
         if outcome == DONE:
             notes, place = tuple(word.note for word in chosen), [word.rank for word in order].index(rank)
-            return Outcome(members, is_member, attempt, notes, place=place)
+            return StepOutcome(members, is_member, attempt, notes, place=place)
         attempt += 1
         agreed = yield NextAttempt(chosen[0].generation + 1 if chosen else generation)
         if agreed is None:
-            return Outcome((), counts=False, attempt=attempt, is_over=False)
+            return StepOutcome((), counts=False, attempt=attempt, is_over=False)
         generation = agreed
 
 

@@ -23,11 +23,11 @@ from commrt.backup_workers.quorum import (
     Append,
     NextAttempt,
     Operation,
-    Outcome,
     QuorumStep,
     ReadNow,
     Reduce,
     SetOnce,
+    StepOutcome,
     WaitFor,
     choose_members,
     parse_announcements,
@@ -90,7 +90,7 @@ class QuorumVote:
         self._operation, self._asking = -1, Deadline(0.0)  # of the store thread's latest operation
         self._asked(lambda: store.compare_set(OLDEST_STEP, "", "0"))
 
-    def run(self, quorum_step: QuorumStep, generation: int, execute: Callable[[RankOperation], Any]) -> Outcome:
+    def run(self, quorum_step: QuorumStep, generation: int, execute: Callable[[RankOperation], Any]) -> StepOutcome:
         """Run `quorum_step` from `generation` on, and return its outcome. On the communication thread.
 
         `execute` runs the operations that are not for the store. Raises `QuorumLost` if too few ranks are left,
@@ -98,14 +98,14 @@ class QuorumVote:
         """
         self._was_over, self.is_over = self.is_over, False
         operation = self._await(self._store_thread.resume(quorum_step, None), generation)
-        while not isinstance(operation, Outcome):
+        while not isinstance(operation, StepOutcome):
             answer = execute(operation)
             if isinstance(operation, NextAttempt):
                 generation = answer
             operation = self._await(self._store_thread.resume(quorum_step, answer), generation)
         return operation
 
-    def _await(self, answer: Future[RankOperation | Outcome], generation: int) -> RankOperation | Outcome:
+    def _await(self, answer: Future[RankOperation | StepOutcome], generation: int) -> RankOperation | StepOutcome:
         deadline = Deadline(self._settings.timeout_s())
         for pause_s in _pauses(PROBE_S / 20 if self._was_over else PROBE_S, min(PROBE_MOST_S, deadline.poll_s)):
             with suppress(TimeoutError):
@@ -239,9 +239,9 @@ class _StoreThread:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def resume(self, quorum_step: QuorumStep, answer: object) -> Future[RankOperation | Outcome]:
+    def resume(self, quorum_step: QuorumStep, answer: object) -> Future[RankOperation | StepOutcome]:
         """Run `quorum_step` up to the next operation for the communication thread; return a future of it."""
-        end: Future[RankOperation | Outcome] = Future()
+        end: Future[RankOperation | StepOutcome] = Future()
         self._tasks.put(lambda: self._advance(quorum_step, answer, end))
         return end
 
@@ -258,13 +258,13 @@ class _StoreThread:
             with suppress(RuntimeError):  # the store is gone: the thread that waits for an answer sees it
                 task()
 
-    def _advance(self, quorum_step: QuorumStep, answer: object, end: Future[RankOperation | Outcome]) -> None:
+    def _advance(self, quorum_step: QuorumStep, answer: object, end: Future[RankOperation | StepOutcome]) -> None:
         try:
             end.set_result(self._next_rank_operation(quorum_step, answer))
         except BaseException as error:
             end.set_exception(error)
 
-    def _next_rank_operation(self, quorum_step: QuorumStep, answer: object) -> RankOperation | Outcome:
+    def _next_rank_operation(self, quorum_step: QuorumStep, answer: object) -> RankOperation | StepOutcome:
         try:
             while True:
                 operation = self._next_operation(quorum_step, answer)
@@ -272,7 +272,7 @@ class _StoreThread:
                     return operation
                 answer = self._answer(operation)
         except StopIteration as end:
-            outcome: Outcome = end.value
+            outcome: StepOutcome = end.value
             return outcome
 
     @staticmethod

@@ -137,7 +137,10 @@ class Engine:
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Owe `residuals` from now on, and nothing where they have nothing."""
         for name, part in self.residuals().items():
-            part.copy_(residuals[name]) if name in residuals else part.zero_()
+            if name in residuals:
+                part.copy_(residuals[name])
+            else:
+                part.zero_()
 
     def release(self) -> None:
         """Let go of all memory once nothing is in flight; nothing more can be carried."""

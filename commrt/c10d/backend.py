@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from commrt.c10d.group import Group, group_of
+from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.group import ProcessGroupWorld, group_of
 from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.methods import NAME, Methods
-from commrt.c10d.requests import Requests
 from commrt.errors import UsageError
 
 __all__ = ["CommrtBackend", "create"]
@@ -23,10 +23,10 @@ class CommrtBackend(Methods, Backend):
 
     supports_coalescing = False  # torch then begins sends and receives one by one, which never wait for each other
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroupWorld) -> None:
         Backend.__init__(self, group.world.rank, group.world.size)
         self.group = group
-        self.requests = Requests(group.world.rank, group.world.size)
+        self.requests = CheckedCalls(group.world.rank, group.world.size)
 
     def getBackendName(self) -> str:  # noqa: N802  # C++'s name
         """Return the name of the backend."""

@@ -29,7 +29,7 @@ from commrt.schedule import Schedule
 from commrt.threads.comm_thread import TaskFuture
 from commrt.transport.protocol import Tag, point
 
-__all__ = ["Engine"]
+__all__ = ["CallEngine"]
 
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
@@ -72,7 +72,7 @@ class _Bound(NamedTuple):
                 point(each.target, each.home)
 
 
-class Engine:
+class CallEngine:
     """The collectives of one group. All methods but `begin` run on the communication thread."""
 
     def __init__(self, world: World, selection: Selection, name: str) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from torch.distributed import PrefixStore, Store
 
-from commrt.c10d.call_engine import Engine
+from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.messages import DeviceMessages, HostMessages
 from commrt.errors import CommrtError, TransportClosed
@@ -30,13 +30,13 @@ from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
-__all__ = ["Group", "group_of"]
+__all__ = ["ProcessGroupWorld", "group_of"]
 
 ONE_HOST = "host"
 """The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
 
 
-class Group:
+class ProcessGroupWorld:
     """Connects the ranks of a group at construction; raises `TransportError` if one does not come. Collective.
 
     `store` is the group's own. `global_ranks` [size] are its ranks in the default group.
@@ -49,7 +49,7 @@ class Group:
         store = _unused(store, rank, size)
         transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, store, local_rank(), "torch.distributed")
-        self.engine = Engine(self.world, selection, name)
+        self.engine = CallEngine(self.world, selection, name)
         self.store, self._host = store, LOOPBACK if transport.kind == "shared" else None
         self.host_messages = HostMessages(PrefixStore("messages", store), self.world, self._host)
         self.device_messages = DeviceMessages(self.world)
@@ -81,12 +81,14 @@ class Group:
         self.host_messages.close()
 
 
-def group_of(options: Any) -> Group:
+def group_of(options: Any) -> ProcessGroupWorld:
     """Return the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     timeout_s = options.timeout.total_seconds()
     try:
-        return Group(options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id)
+        return ProcessGroupWorld(
+            options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id
+        )
     except CommrtError as error:
         raise as_dist_error(error) from error.__cause__
 
@@ -130,7 +132,7 @@ def _places(hosts: Sequence[str], per_host: int) -> list[int]:
     return [first[host] + hosts[:rank].count(host) for rank, host in enumerate(hosts)]
 
 
-_OPEN: WeakSet[Group] = WeakSet()
+_OPEN: WeakSet[ProcessGroupWorld] = WeakSet()
 
 
 def _at_exit() -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commrt.c10d.call import Call, memory_of
-from commrt.c10d.group import Group
+from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.c10d.observed import observable
-from commrt.c10d.requests import Requests
 from commrt.c10d.sparse import sparse_all_reduce
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.torch_import import NAME, untraced
@@ -27,14 +27,14 @@ SHORTEST_S = 0.001
 
 @untraced
 class Methods:
-    """c10d's collectives on a `Group`. Each takes options of torch.distributed, or their defaults.
+    """c10d's collectives on a `ProcessGroupWorld`. Each takes options of torch.distributed, or their defaults.
 
     Raises `UsageError` for what cannot work, before anything is sent. Works raise the other errors. All errors are also
     ``torch.distributed.DistBackendError``.
     """
 
-    group: Group
-    requests: Requests
+    group: ProcessGroupWorld
+    requests: CheckedCalls
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""

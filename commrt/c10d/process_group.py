@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
-from commrt.c10d.group import Group, group_of
+from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.group import ProcessGroupWorld, group_of
 from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.methods import NAME, Methods
-from commrt.c10d.requests import Requests
 from commrt.c10d.torch_ops import gather_with, plain_group, through_op
 from commrt.errors import UsageError
 
@@ -35,10 +35,10 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     supports_splitting = False  # Gloo does
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroupWorld) -> None:
         ProcessGroup.__init__(self, group.world.rank, group.world.size)  # type: ignore[call-arg]  # the stub lacks it
         self.group = group
-        self.requests = Requests(group.world.rank, group.world.size)
+        self.requests = CheckedCalls(group.world.rank, group.world.size)
         self._names = {"name": "", "desc": ""}
         self._gloo = group.open_gloo()
         self._plain: ProcessGroup | None = None

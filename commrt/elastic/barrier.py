@@ -110,7 +110,10 @@ class Barrier:
         if a member refused instead.
         """
         key = self._next_vote(generation)
-        self.promise(key, generation) if ok else self.decline(key)
+        if ok:
+            self.promise(key, generation)
+        else:
+            self.decline(key)
         return self.outcome(key, generation)
 
     def promise(self, key: str, generation: Generation) -> None:

@@ -25,7 +25,7 @@ from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.broadcast_state import overwrite_buffers
-from commrt.training.join_progress import Progress
+from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica, StepReport
@@ -204,7 +204,7 @@ class LocalReplica(AfterStepReplica):
                 fragment.land()
             self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
 
-    def _begin_join(self, also: Sequence[Stateful]) -> Progress:
+    def _begin_join(self, also: Sequence[Stateful]) -> JoinProgress:
         if isinstance(self._local.outer, SlowMomentum):
             raise UsageError(
                 "join() with SlowMomentum: it divides by the learning rate, which ranks without data do not follow; "
@@ -252,7 +252,10 @@ class LocalReplica(AfterStepReplica):
         if saved is not None:
             self._check(saved, state["period"], state["delay"])
         for i, fragment in enumerate(self._fragments):
-            fragment.restart() if saved is None else fragment.load_state_dict(saved[i])
+            if saved is None:
+                fragment.restart()
+            else:
+                fragment.load_state_dict(saved[i])
         self._restart_at_step(step)
         self._passes_due, self._noted = 0 if saved is None else state["due"], {}
         stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)

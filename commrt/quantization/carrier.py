@@ -23,10 +23,10 @@ from commrt.quantizer import Quantizer
 from commrt.runtime.wire import ValuesOnWire
 from commrt.transport.protocol import Transport
 
-__all__ = ["StepQuantizer", "bind_values", "check_residual", "require_short_sums", "step_quantizer"]
+__all__ = ["QuantizerChooser", "bind_values", "check_residual", "require_short_sums", "step_quantizer"]
 
 
-class StepQuantizer:
+class QuantizerChooser:
     """The quantizer of each step: always the same one, or what an `Adaptive` wire's rule says.
 
     State of the communication thread.
@@ -64,7 +64,7 @@ class StepQuantizer:
         self._step, self._squares, self._resumed = None, [], norm
 
 
-step_quantizer = StepQuantizer
+step_quantizer = QuantizerChooser
 
 
 def bind_values(

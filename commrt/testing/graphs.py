@@ -6,10 +6,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Graph", "ask", "record", "recording"]
+__all__ = ["RecordedGraph", "ask", "record", "recording"]
 
 
-class Graph:
+class RecordedGraph:
     """Recorded calls, in order, with their arguments."""
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class Graph:
 
 
 class _Thread(threading.local):
-    graph: Graph | None = None
+    graph: RecordedGraph | None = None
 
 
 _thread = _Thread()
 
 
-def recording() -> Graph | None:
+def recording() -> RecordedGraph | None:
     """Return the graph that the calling thread records to, or None."""
     return _thread.graph
 
@@ -58,9 +58,9 @@ def ask(call: Callable[[], None]) -> None:
         _thread.graph.note(call)
 
 
-def record(work: Callable[[], None]) -> Graph:
+def record(work: Callable[[], None]) -> RecordedGraph:
     """Return a graph of the device calls of `work`, which are not run yet; its other code runs now, and only now."""
-    graph = _thread.graph = Graph()
+    graph = _thread.graph = RecordedGraph()
     try:
         work()
     except BaseException:

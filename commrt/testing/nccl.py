@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from commrt.testing.graphs import Graph, recording
+from commrt.testing.graphs import RecordedGraph, recording
 
 __all__ = [
     "NCCL_BFLOAT16", "NCCL_FLOAT16", "NCCL_FLOAT32", "NCCL_FLOAT64", "NCCL_INT8", "NCCL_INT32", "NCCL_INT64",
@@ -240,7 +240,7 @@ def _run(calls: list[_Call]) -> None:
         graph.note(lambda: _run_now(calls, numbers))
 
 
-def _recorded(graph: Graph, communicator: NcclCommunicator, peer: int) -> int:
+def _recorded(graph: RecordedGraph, communicator: NcclCommunicator, peer: int) -> int:
     """Count a group that is recorded with `peer`, and return its number."""
 
     def on_reset() -> None:

@@ -23,7 +23,7 @@ from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
-from commrt.training.join_progress import Progress
+from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful
 from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica
@@ -59,7 +59,7 @@ class AfterStepReplica(Replica):
         self._pass: int | None = None  # the latest
         self._stepped: dict[int, int] = {}  # by optimizer: how many of them had come when it last stepped
         self._passes_unused = 0  # since an optimizer has stepped
-        self._progress: Progress | None = None  # inside join()
+        self._progress: JoinProgress | None = None  # inside join()
         self._joins = 0
         membership_of(broadcaster.world).begin(self, number, alone=alone)
 
@@ -176,16 +176,16 @@ class AfterStepReplica(Replica):
         finally:
             self._progress, world.joined = None, None
 
-    def _begin_join(self, also: Sequence[Stateful]) -> Progress:
+    def _begin_join(self, also: Sequence[Stateful]) -> JoinProgress:
         world = self._world
         self._joins += 1
         prefix = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
-        progress = Progress(prefix, world.rank, lambda: world.members, world.timeout_s, world.membership.any_gone)
+        progress = JoinProgress(prefix, world.rank, lambda: world.members, world.timeout_s, world.membership.any_gone)
         progress.begin(self._step)
         world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         return progress
 
-    def _exchange_until_all_end(self, progress: Progress) -> None:
+    def _exchange_until_all_end(self, progress: JoinProgress) -> None:
         while True:
             try:
                 for _ in progress.outlast(self._step):

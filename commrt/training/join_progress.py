@@ -12,14 +12,14 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import STORE_ANSWER_S, call_store, parse, require
 from commrt.threads.clock import now_s
 
-__all__ = ["Progress"]
+__all__ = ["JoinProgress"]
 
 LOOK_S = 0.005
 """Between two reads of the store."""
 RUNNING = "running"
 
 
-class Progress:
+class JoinProgress:
     """Steps of all `members`, each of which trains until its data ends. Collective; needs a store prefix of its own."""
 
     def __init__(

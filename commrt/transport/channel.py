@@ -262,7 +262,10 @@ class Channel:
         while self._unsent:
             packet, fds = self._unsent[0]
             try:
-                socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
+                if fds:
+                    socket.send_fds(self._socket, [packet], fds)
+                else:
+                    self._socket.send(packet)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):

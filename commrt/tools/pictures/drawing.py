@@ -15,7 +15,7 @@ from commrt.errors import UsageError
 from commrt.pricing.price import Phase
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
 from commrt.tools.pictures.charts import label_ranks, new_figure
-from commrt.tools.pictures.traces import WARMUP_STEPS, Span
+from commrt.tools.pictures.traces import WARMUP_STEPS, TimelineSpan
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
@@ -181,7 +181,7 @@ class _Window(NamedTuple):
         return self.end_ms - self.begin_ms
 
 
-def draw_recorded_step(spans: Sequence[Span], name: str, step: int | None = None) -> Figure | None:
+def draw_recorded_step(spans: Sequence[TimelineSpan], name: str, step: int | None = None) -> Figure | None:
     """Draw `step` of a recorded run, or a step of median duration; return None if `spans` hold no step.
 
     Raise `UsageError` for too many ranks, or if `spans` do not hold `step`.
@@ -194,7 +194,7 @@ def draw_recorded_step(spans: Sequence[Span], name: str, step: int | None = None
     return _draw_window(spans, _typical([*windows.values()]) if step is None else windows[step], name)
 
 
-def _windows(spans: Sequence[Span]) -> list[_Window]:
+def _windows(spans: Sequence[TimelineSpan]) -> list[_Window]:
     """Return each step, from the first rank that ended the step before to the last rank that ended this one."""
     updates: defaultdict[int, list[float]] = defaultdict(list)  # by rank, the ends of its optimizer steps in ms
     ends_ms: defaultdict[int, list[float]] = defaultdict(list)  # by step
@@ -218,7 +218,7 @@ def _typical(windows: Sequence[_Window]) -> _Window:
     return next(window for window in late if window.width_ms == middle_ms)
 
 
-def _draw_window(spans: Sequence[Span], window: _Window, name: str) -> Figure:
+def _draw_window(spans: Sequence[TimelineSpan], window: _Window, name: str) -> Figure:
     ranks = sorted({span.rank for span in spans})
     if len(ranks) > MAX_RANKS:
         raise UsageError(f"{len(ranks)} ranks are too many for a picture: at most {MAX_RANKS}")
@@ -239,7 +239,7 @@ def _draw_window(spans: Sequence[Span], window: _Window, name: str) -> Figure:
     return figure
 
 
-def _draw_ranges(axes: Axes, top: float, kind: str, spans: Sequence[Span], window: _Window) -> None:
+def _draw_ranges(axes: Axes, top: float, kind: str, spans: Sequence[TimelineSpan], window: _Window) -> None:
     """Draw one kind of ranges of one rank: communication below the rest, waits as a thin bar."""
     if spans:
         top += 1.0 if kind in COMM_RANGES else 0.0

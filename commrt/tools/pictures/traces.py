@@ -16,7 +16,7 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.tools.planning.stragglers import Recorded
 
-__all__ = ["WARMUP_STEPS", "Span", "compute_times_s", "read_spans", "read_times", "spans_of"]
+__all__ = ["WARMUP_STEPS", "TimelineSpan", "compute_times_s", "read_spans", "read_times", "spans_of"]
 
 WARMUP_STEPS = 3
 """The first steps, in which programs are made."""
@@ -29,7 +29,7 @@ TIMES_FORMAT = (
 )
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """One recorded range, such as a backward pass of one rank."""
 
     rank: int
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     step: int | None
 
 
-def read_spans(file: str) -> list[Span]:
+def read_spans(file: str) -> list[TimelineSpan]:
     """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for another file."""
     text = _read_text(file, "utf-8")
     try:
@@ -55,21 +55,21 @@ def _read_text(file: str, encoding: str) -> str:
         raise UsageError(f"{file} cannot be read: {error}") from error
 
 
-def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
+def spans_of(events: Iterable[dict[str, Any]]) -> list[TimelineSpan]:
     """Return the ranges among `events` in Chrome's trace format; raise KeyError or TypeError for malformed events."""
     return [_parse_span(event) for event in events if event["ph"] == "X"]
 
 
-def _parse_span(event: dict[str, Any]) -> Span:
+def _parse_span(event: dict[str, Any]) -> TimelineSpan:
     rank, name, step = event["pid"], event["name"], dict(event["args"]).get("step")
     begin_us, width_us = event["ts"], event["dur"]
     is_valid = isinstance(name, str) and type(rank) is int and (step is None or type(step) is int)
     if not (is_valid and all(0 <= number < MAX_COUNT for number in (rank, step or 0, begin_us, width_us))):
         raise TypeError(f"name must be a text, and pid, ts, dur and args.step numbers from 0 to {MAX_COUNT:g}")
-    return Span(rank, name, begin_us / 1e3, (begin_us + width_us) / 1e3, step)
+    return TimelineSpan(rank, name, begin_us / 1e3, (begin_us + width_us) / 1e3, step)
 
 
-def compute_times_s(spans: Sequence[Span]) -> list[list[float]]:
+def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
     """Return [steps][ranks]: seconds from the begin of the forward to the end of the backward pass, without waits.
 
     The list has as many steps as every rank has made, without the first `WARMUP_STEPS`.

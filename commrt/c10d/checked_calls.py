@@ -20,7 +20,7 @@ from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import WIRE_NBYTES, slots_of
 from commrt.runtime.collectives import is_expanded
 
-__all__ = ["Requests"]
+__all__ = ["CheckedCalls"]
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class CheckedCalls:
     """Makes the calls of one rank of a group. All methods raise `UsageError` for what cannot work."""
 
     rank: int
@@ -76,13 +76,13 @@ class Requests:
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None = None) -> Call:
         """Copy the root's tensor to all ranks."""
-        is_root = self.rank == root
-        return self._call("broadcast", [tensor] * is_root, [tensor] * (not is_root), MOVED, root, timeout_s, tensor)
+        put, taken = ([tensor], []) if self.rank == root else ([], [tensor])
+        return self._call("broadcast", put, taken, MOVED, root, timeout_s, tensor)
 
     def reduce(self, tensor: Tensor, op: Any, root: int, timeout_s: float | None = None) -> Call:
         """Combine all ranks' tensors at the root."""
-        how = self._arithmetic(op, tensor.dtype)
-        return self._call("reduce", [tensor], [tensor] * (self.rank == root), how, root, timeout_s, tensor)
+        how, taken = self._arithmetic(op, tensor.dtype), [tensor] if self.rank == root else []
+        return self._call("reduce", [tensor], taken, how, root, timeout_s, tensor)
 
     def all_gather(self, outputs: Pieces, tensor: Tensor, timeout_s: float | None = None) -> Call:
         """Copy each rank's tensor to all ranks, to the output of that rank's number."""
