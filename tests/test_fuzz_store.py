@@ -25,7 +25,7 @@ from commrt.store.agreement import gather
 from commrt.store.reports import diagnose
 from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
-from commrt.training.join_progress import Progress
+from commrt.training.join_progress import JoinProgress
 from commrt.transport import channel, nccl_communicator
 from commrt.transport.nccl_communicator import ShutdownNotices
 
@@ -95,7 +95,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     store = HashStore()
     for key in ("ended/1", "begun/1", "report/1", "left/1"):
         store.set(key, said)
-    progress = Progress(store, 0, lambda: [0, 1], 1.0, lambda _: True)
+    progress = JoinProgress(store, 0, lambda: [0, 1], 1.0, lambda _: True)
     progress._set("ended", "1")
     met(progress.last)
     met(lambda: list(progress.outlast(0)))

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- walks: written by tests/support/walks.py -->", "<!-- end of walks -->"
 STEPS, TRACED = 6, 4
+TRIES = 5
+"""Of which the longest is written: a thread may be late, and wait in another function."""
 
 
 class Walk(NamedTuple):
@@ -150,6 +152,9 @@ def written(page: str) -> dict[str, tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    found, text = table({name: walk() for name, walk in WALKS.items()}), PAGE.read_text("utf-8")
+    longest = {
+        name: max((walk() for _ in range(TRIES)), key=lambda each: len(each.functions)) for name, walk in WALKS.items()
+    }
+    found, text = table(longest), PAGE.read_text("utf-8")
     PAGE.write_text(text[: text.index(BEGIN)] + found + text[text.index(END) + len(END) :], "utf-8")
     sys.stdout.write(f"{found}\n")
