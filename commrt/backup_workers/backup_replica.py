@@ -20,6 +20,7 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep
 from commrt.backup_workers.catch_up import CatchUp, FinalCalls
 from commrt.backup_workers.replica_state import ReplicaState
+from commrt.backup_workers.step_skipper import StepSkipper
 from commrt.buckets.engine import BuildBuckets, Engine
 from commrt.elastic.elastic_membership import membership_of
 from commrt.errors import CommrtError, UsageError
@@ -30,7 +31,7 @@ from commrt.training.broadcast_state import WorldBroadcaster, gather_integers
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful
 from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard, StepSkipper
+from commrt.training.step_guard import StepGuard
 
 __all__ = ["BackupWorkersReplica", "reissued"]
 

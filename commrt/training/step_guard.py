@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.errors import UsageError
 from commrt.runtime.world import World
 
-__all__ = ["StepGuard", "StepSkipper", "settings_digest"]
+__all__ = ["StepGuard", "closure_in", "settings_digest"]
 
 UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
@@ -32,8 +32,6 @@ MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
     "it, the other ranks wait for the rest: close the world and start again"
 )
-OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
-CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
 
 
 class StepGuard:
@@ -100,7 +98,7 @@ class StepGuard:
         if self._are_zeroed():  # since the last backward pass: what is known is about older gradients
             self._held_back = False
             self._unused_by.clear()
-        if (closure := _closure_in(args, kwargs)) is not None:
+        if (closure := closure_in(args, kwargs)) is not None:
             guarded = self._guarded(optimizer, closure)
             return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
         self._require_averaged()
@@ -143,68 +141,10 @@ def _is_filled(grad: Tensor | None) -> bool:
     return grad is not None and (grad.is_cuda or grad.layout != torch.strided or bool(grad.any()))
 
 
-class StepSkipper:
-    """Makes optimizer steps with gradients that did not count change nothing, whatever a user's loop calls.
-
-    It wraps the steps of `optimizers` and `guard`; `begin` is called before parameters may change.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None]) -> None:
-        self._optimizers, self._guard, self._begin = optimizers, guard, begin
-        self._is_over = False  # the step of the gradients at hand
-        self._steps = 0  # of the guard
-        self._fresh: set[int] = set()  # optimizers that have not stepped since gradients counted
-        self._skips = False
-        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters that are not to be stepped, and their gradients
-
-    def register(self) -> Iterator[RemovableHandle]:
-        """Act before and after each step of the optimizers."""
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(_refuse_closures)
-        yield from self._guard.register()
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before)
-            yield optimizer.register_step_post_hook(self._after)
-
-    def renew(self, counted: bool) -> None:
-        """Note that a backward pass has ended, and whether its gradients `counted`."""
-        self._is_over = False
-        self._fresh = {id(optimizer) for optimizer in self._optimizers} if counted else set()
-
-    def end_step(self) -> None:
-        """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
-        self._is_over = self._guard.is_due
-        self._guard.drop()
-
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._is_over:
-            raise UsageError(OVER)
-        self._begin()
-        self._skips, self._steps = id(optimizer) not in self._fresh, self._guard.steps
-        if self._skips:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
-            for param in params:
-                param.grad = None
-
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._fresh.discard(id(optimizer))
-        for param, grad in self._hidden:
-            param.grad = grad
-        if self._skips:  # the guard counted a step that was none
-            self._guard.steps = self._steps
-        self._skips, self._hidden = False, []
-
-
-def _closure_in(args: Any, kwargs: Any) -> Callable[..., Any] | None:
+def closure_in(args: Any, kwargs: Any) -> Callable[..., Any] | None:
     """Return the closure given to ``step(optimizer, closure)``."""
     closure: Callable[..., Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure
-
-
-def _refuse_closures(_: Optimizer, args: Any, kwargs: Any) -> None:
-    if _closure_in(args, kwargs) is not None:
-        raise UsageError(CLOSURE)
 
 
 def settings_digest(optimizers: Sequence[Optimizer], salt: int) -> int:
