@@ -27,7 +27,7 @@ UNKNOWN = {"barrier", "all_to_all"}
 """Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
-def run(collective: str, nbytes: float | None, ranks: int, cluster: str, as_json: bool) -> None:
+def run(collective: str, ranks: int, cluster: str, nbytes: float | None, as_json: bool) -> None:
     """Price all schedules of `collective`, and print them with the reason; raises `UsageError`.
 
     `nbytes` is the size of the tensor that holds all ranks' pieces, such as the output of an all_gather.

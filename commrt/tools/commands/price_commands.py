@@ -161,7 +161,7 @@ def plan_collective(
     """Say which schedule the torch.distributed backend takes for a collective, and why."""
     from commrt.tools.commands import plan_collective as command  # noqa: PLC0415  # commands are imported when called
 
-    command.run(name, nbytes, ranks, cluster, as_json)
+    command.run(name, ranks, cluster, nbytes, as_json)
 
 
 @draw.command("schedule")
