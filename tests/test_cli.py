@@ -98,7 +98,8 @@ def test_bad_input_is_one_sentence(args, says):
 
 BAD_LINES = [
     *["verify tree", "verify ring --ranks 0", "verify ring --ranks 1000000", "verify ring --ranks four", "verify"],
-    *["verify torus2d --grid 3x3", "simulate gossip", "plan --backups many --model resnet50 --wire bf16"],
+    *["verify torus2d --grid 3x3", "simulate exchange gossip"],
+    *["plan backups --backups many --model resnet50 --wire bf16", "simulate gossip --nbytes 1", "plan"],
     "train --workers 2",
 ]
 
@@ -137,9 +138,22 @@ def test_help_is_short_and_groups_the_commands_by_purpose():
     assert len(result.output.splitlines()) <= 30
 
 
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("simulate", ["exchange", "step", "local", "backups"]),
+        ("plan", ["exchange", "step", "backups", "collective"]),
+        ("draw", ["schedule", "step", "scaling", "recorded"]),
+    ],
+)
+def test_help_of_a_group_lists_its_commands(group, names):
+    result = CliRunner().invoke(app, [group, "--help"], env={"COLUMNS": "100"})
+    assert re.findall(r"^│ (\w+) ", result.output, re.MULTILINE) == names
+
+
 def test_proving_and_pricing_need_no_torch():
     step = ["--model", "resnet50", "--wire", "bf16", "--steps", "50"]
-    lines = ["verify", "ring"], ["simulate", "backup", "--steps", "50"], ["plan", "--backups", "auto", *step]
+    lines = ["verify", "ring"], ["simulate", "backups", "--steps", "50"], ["plan", "backups", *step]
     calls = "; ".join(f"app({line}, standalone_mode=False)" for line in lines)
     script = f"import sys; from commrt.tools.commands.app import app; {calls}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

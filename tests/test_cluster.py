@@ -114,7 +114,7 @@ def test_kernel_efficiency_takes_numbers_and_their_texts_but_each_only_once():
 
 def test_a_step_of_few_samples_computes_at_the_speed_of_its_kernels(tmp_path):
     (tmp_path / "desk.toml").write_text(f"{WHOLE}[compute]\nresnet50 = 100\n")
-    common = ("simulate", "ring", "--ranks", 8, "--cluster", tmp_path / "desk.toml", "--model", "resnet50")
+    common = ("simulate", "step", "ring", "--ranks", 8, "--cluster", tmp_path / "desk.toml", "--model", "resnet50")
     times_s = {}
     for batch in (4, 64):
         record = told(*common, "--batch", batch)

@@ -29,7 +29,7 @@ def comments(path):
 
 def test_a_schedule_is_drawn_with_an_arrow_for_each_transfer(tmp_path):
     path = tmp_path / "torus.svg"
-    draw("torus2d", "--ranks", 12, "--grid", "4x3", "--out", path)
+    draw("schedule", "torus2d", "--ranks", 12, "--grid", "4x3", "--out", path)
     assert "torus 4x3: 12 ranks, 12 chunks, 10 steps" in comments(path)
     assert {f"rank {rank}" for rank in range(12)} <= set(comments(path))
     ids = [element.get("id", "") for element in ET.parse(path).iter()]  # noqa: S314  # our own
@@ -39,14 +39,14 @@ def test_a_schedule_is_drawn_with_an_arrow_for_each_transfer(tmp_path):
 
 def test_a_step_is_drawn_with_what_is_not_hidden(tmp_path):
     path = tmp_path / "step.svg"
-    draw("torus2d", "--ranks", 1088, "--grid", "32x34", "--model", "resnet50", "--wire", "fp16", "--out", path)
+    draw("step", "torus2d", "--ranks", 1088, "--grid", "32x34", "--model", "resnet50", "--wire", "fp16", "--out", path)
     assert "6.85 ms not hidden, efficiency 87.9%" in comments(path)
     assert "steps: 31 adding, 33 adding, 33 copying, 31 copying" in comments(path)
 
 
 def test_a_step_on_a_wire_of_codes_is_drawn(tmp_path):
     path = tmp_path / "step.svg"
-    draw("direct", "--ranks", 64, "--within", 4, "--model", "resnet50", "--wire", "int4", "--out", path)
+    draw("step", "direct", "--ranks", 64, "--within", 4, "--model", "resnet50", "--wire", "int4", "--out", path)
     assert "direct 4x16, int4" in str(comments(path))
 
 
@@ -80,7 +80,7 @@ def trace_of(path, ranks=2, steps=6):
 def test_a_recorded_step_is_drawn_for_every_rank(tmp_path):
     trace_of(tmp_path / "trace.json")
     for options, step in (([], 4), (["--step", 2], 2)):
-        draw(tmp_path / "trace.json", *options, "--out", tmp_path / "run.svg")
+        draw("recorded", tmp_path / "trace.json", *options, "--out", tmp_path / "run.svg")
         told = comments(tmp_path / "run.svg")
         assert f"trace.json, step {step}: 10.00 ms" in told
         assert {"rank 0", "rank 1", "forward", "backward", "not hidden", "pack, unpack", "hop"} <= set(told)
@@ -91,7 +91,7 @@ def test_steps_without_a_number_are_counted(tmp_path):
     path = tmp_path / "trace.json"
     trace_of(path)
     path.write_text(path.read_text().replace('"step"', '"bundle"'))
-    draw(path, "--step", 2, "--out", tmp_path / "run.svg")
+    draw("recorded", path, "--step", 2, "--out", tmp_path / "run.svg")
     assert "trace.json, step 2: 10.00 ms" in comments(tmp_path / "run.svg")
 
 
@@ -101,37 +101,54 @@ def test_steps_without_a_number_are_counted(tmp_path):
         ("[1]", [], "is no timeline of chrome_trace"),
         ('{"traceEvents": []}', [], "holds no training step: record one, as examples/mnist/train.py --trace does"),
         (None, ["--step", 9], "--step 9: .*trace.json holds steps 1 to 5"),
-        (None, ["--ranks", 4], "a recorded run is drawn as it was: leave --ranks out"),
     ],
 )
 def test_a_file_that_cannot_be_drawn_is_refused_in_words(text, args, says, tmp_path):
     path = tmp_path / "trace.json"
     trace_of(path) if text is None else path.write_text(text)
     with pytest.raises(UsageError, match=says):
-        draw(path, *args, "--out", tmp_path / "run.svg")
+        draw("recorded", path, *args, "--out", tmp_path / "run.svg")
 
 
 def test_a_png_is_one(tmp_path):
     path = tmp_path / "ring.png"
-    draw("ring", "--out", path)
+    draw("schedule", "ring", "--out", path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["ring", "--out", "ring.txt"], "--out ring.txt: give a file that ends in .svg, .png, .pdf"),
-        (["ring", "--out", "/nowhere/ring.svg"], "/nowhere/ring.svg cannot be written"),
-        (["ring", "--ranks", 100, "--out", "ring.svg"], "ring has 100 ranks: a picture can show 64 ranks and 130"),
-        (["scaling", "--out", "scaling.svg"], "efficiency is of a training step: give --model"),
-        (["gossip", "--model", "resnet50", "--out", "step.svg"], "gossip exchanges between steps"),
-        (["local", "--model", "resnet50", "--out", "step.svg"], "local SGD exchanges between steps"),
+        (["schedule", "ring", "--out", "ring.txt"], "--out ring.txt: give a file that ends in .svg, .png, .pdf"),
+        (["schedule", "ring", "--out", "/nowhere/ring.svg"], "/nowhere/ring.svg cannot be written"),
+        (
+            ["schedule", "ring", "--ranks", 100, "--out", "ring.svg"],
+            "ring has 100 ranks: a picture can show 64 ranks and 130",
+        ),
+        (["scaling", "--model", "resnet50", "--ranks", 8, "--out", "a.svg"], "8 ranks: how algorithms scale is drawn"),
+        (["step", "gossip", "--model", "resnet50", "--out", "step.svg"], "gossip exchanges between steps"),
+        (["step", "local", "--model", "resnet50", "--out", "step.svg"], "local SGD exchanges between steps"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_words(args, says):
     with pytest.raises(UsageError) as refusal:
         draw(*args)
     assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["scaling", "--out", "scaling.svg"], "Missing option '--model'"),
+        (["recorded", "trace.json", "--ranks", 4, "--out", "run.svg"], "No such option: --ranks"),
+        (["schedule", "ring", "--step", 2, "--out", "ring.svg"], "No such option: --step"),
+        (["ring", "--out", "ring.svg"], "No such command 'ring'"),
+    ],
+)
+def test_a_picture_takes_only_the_options_that_it_uses(args, says):
+    result = draw(*args)
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 def test_as_many_ranks_are_drawn_as_the_refusal_says():
@@ -156,4 +173,4 @@ def test_a_schedule_without_an_end_is_refused_after_as_many_steps_as_a_picture_c
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'commrt\[draw\]'"):
-        draw("ring", "--out", tmp_path / "ring.svg")
+        draw("schedule", "ring", "--out", tmp_path / "ring.svg")

@@ -233,8 +233,8 @@ def test_a_saved_workload_is_planned_and_simulated(tmp_path):
     workload.save(file)
     assert Workload.read(file) == workload
     step = ("--ranks", 8, "--model", file, "--compute-ms", 30)
-    assert told("simulate", "ring", *step)["nbytes"] == 4 * workload.numel
-    assert told("plan", *step)["best"]["step_seconds"] > 0.03
+    assert told("simulate", "step", "ring", *step)["nbytes"] == 4 * workload.numel
+    assert told("plan", "step", *step)["best"]["step_seconds"] > 0.03
 
 
 @for_each(
@@ -253,11 +253,11 @@ def test_a_saved_workload_is_planned_and_simulated(tmp_path):
 def test_a_file_that_describes_no_workload_is_refused_in_words(tmp_path, text, says):
     file = tmp_path / "mine.json"
     file.write_text(text)
-    assert says in refused("plan", "--model", file, "--compute-ms", 30)
+    assert says in refused("plan", "step", "--model", file, "--compute-ms", 30)
 
 
 def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
-    assert "'none.json' cannot be read" in refused("plan", "--model", "none.json", "--compute-ms", 30)
+    assert "'none.json' cannot be read" in refused("plan", "step", "--model", "none.json", "--compute-ms", 30)
     with pytest.raises(commrt.CommrtError, match="could not be written"):
         Workload.vgg_a().save(tmp_path / "none" / "mine.json")
 

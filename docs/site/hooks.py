@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Callable, Iterator
 from enum import Enum
 from inspect import Parameter, getdoc, signature
 from pathlib import Path
@@ -63,12 +64,20 @@ def command_page() -> str:
     """Return the page of all commands with their options, from the help of `commrt`."""
     codes = "Exit codes: 0 success, 1 runtime failure, 2 invalid input, 130 interrupted."
     parts = ["# The command", f"`commrt COMMAND --help` prints the same. {codes}"]
-    for function in sorted((command.callback for command in app.registered_commands), key=lambda each: each.__name__):
+    for name, function in sorted(_commands(app, "commrt")):
         hints = get_type_hints(function, include_extras=True)
         rows = [_row(each, hints[each.name]) for each in signature(function).parameters.values()]
         table = "\n".join(["| option | default | |", "|---|---|---|", *rows])
-        parts += [f"## commrt {function.__name__}", getdoc(function) or "", table]
+        parts += [f"## {name}", getdoc(function) or "", table]
     return "\n\n".join(parts) + "\n"
+
+
+def _commands(group: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield each command of `group` and of the groups in it, by its full name."""
+    for command in group.registered_commands:
+        yield f"{name} {command.name or command.callback.__name__}", command.callback
+    for inner in group.registered_groups:
+        yield from _commands(inner.typer_instance, f"{name} {inner.name}")
 
 
 def _row(parameter: Parameter, hint: Any) -> str:

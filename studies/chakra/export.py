@@ -15,7 +15,7 @@ from chakra_traces import traces  # of this folder
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.options import CLUSTER, ExchangeOptions, ShapeOptions
+from commrt.tools.commands.options import CLUSTER, ShapeOptions, below, spread
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.files import prepare_folder, write
 
@@ -25,26 +25,24 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command()
+@spread
 def export(
     algorithm: Annotated[
         str,
         typer.Argument(help="ring, rings, halving_doubling, double_tree, torus2d, direct, gossip, local or backup."),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write to: one file per rank.")],
-    nbytes: Annotated[float, typer.Option(min=1, help="Bytes of fp32 values that each rank contributes.")],
+    nbytes: Annotated[
+        float, typer.Option(min=1, callback=below(1e18), help="Bytes of fp32 values that each rank contributes.")
+    ],
+    shape: ShapeOptions,
     ranks: Annotated[int, typer.Option(min=1, max=1024, help="Number of ranks.")] = 4,
-    cluster: opt.ClusterName = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    rings: opt.RingCount = None,
+    cluster: opt.ClusterName = CLUSTER,
 ) -> None:
     """Write a trace of a schedule for each rank. The cluster says how long adding takes, and how ranks fill nodes."""
-    ExchangeOptions(ranks, cluster, nbytes).check_numbers()
-    described = Cluster.named(cluster or CLUSTER)
+    described = Cluster.named(cluster)
     described.require_capacity(ranks)
-    chosen = choose(algorithm, ShapeOptions(grid, both_ways, topology, within, rings), described)
+    chosen = choose(algorithm, shape, described)
     found = traces(chosen.schedule(0, ranks), round(nbytes), described)
     folder = prepare_folder("--out", out, "traces")
     files = [folder / f"{algorithm}.{rank}.et.json" for rank in range(ranks)]

@@ -21,7 +21,7 @@ from commrt.pricing.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, ExchangeOptions, Wire, compute_of, workload_of
+from commrt.tools.commands.options import CLUSTER, StepOptions, Wire, compute_of, workload_of
 from commrt.tools.planning.planner import CAPS_MB, Plan, short_name, step_plans
 from commrt.tools.planning.workload import Workload
 
@@ -64,9 +64,11 @@ class _Row:
 
 @app.command()
 def price_fsdp(
-    model: Annotated[str, typer.Option(help="As for commrt simulate, such as resnet50 or transformer:2048x24x1024.")],
+    model: Annotated[
+        str, typer.Option(help="As for commrt simulate step, such as resnet50 or transformer:2048x24x1024.")
+    ],
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 4,
-    cluster: opt.ClusterName = None,
+    cluster: opt.ClusterName = CLUSTER,
     wire: Annotated[Wire | None, typer.Option(show_default="fp32 and bf16", help="What travels.")] = None,
     unit_mb: Annotated[
         float | None, typer.Option(show_default="the best of several", help="Size of a unit of layers in fp32, in MB.")
@@ -77,9 +79,9 @@ def price_fsdp(
 ) -> None:
     """Price a step of FSDP with each schedule, wire and unit, beside a step that replicates the parameters."""
     wires = ["fp32", "bf16"] if wire is None else [wire.value]
-    options = ExchangeOptions(ranks, cluster, None, model, wires[0], batch=batch, compute_ms=compute_ms)
+    options = StepOptions(model, ranks, cluster, Wire(wires[0]), batch=batch, compute_ms=compute_ms)
     workload, described = _checked(options)
-    compute_s, _ = compute_of(options, workload, described)
+    compute_s, _ = compute_of(workload, described, batch, compute_ms)
     rows = _rows(ranks, workload, described, compute_s, wires, UNITS_MB if unit_mb is None else [unit_mb])
     replicated = step_plans(described, ranks, workload, compute_s, wires)[0]
     if as_json:
@@ -91,17 +93,16 @@ def price_fsdp(
     print(f"{described.name}: {' '.join(described.about.split())}")
 
 
-def _checked(options: ExchangeOptions) -> tuple[Workload, Cluster]:
+def _checked(options: StepOptions) -> tuple[Workload, Cluster]:
     if options.wire in QUANTIZERS:
         raise UsageError(f"--wire {options.wire}: codes would round the parameters; give fp32, bf16 or fp16")
-    options.check()
     if options.ranks > MOST_RANKS:
         raise UsageError(
             f"--ranks {options.ranks}: FSDP is priced up to {MOST_RANKS:,} ranks, which takes half a minute"
         )
-    cluster = Cluster.named(options.cluster or CLUSTER)
+    cluster = Cluster.named(options.cluster)
     cluster.require_capacity(options.ranks)
-    return workload_of(str(options.model)), cluster
+    return workload_of(options.model), cluster
 
 
 def _rows(
@@ -121,7 +122,7 @@ def _rows(
 
 
 def _record(
-    options: ExchangeOptions, workload: Workload, cluster: Cluster, rows: Sequence[_Row], replicated: Plan
+    options: StepOptions, workload: Workload, cluster: Cluster, rows: Sequence[_Row], replicated: Plan
 ) -> dict[str, Any]:
     return {
         "cluster": cluster.name,
@@ -139,9 +140,7 @@ def _record(
     }
 
 
-def _table(
-    options: ExchangeOptions, workload: Workload, cluster: Cluster, rows: Sequence[_Row], replicated: Plan
-) -> Table:
+def _table(options: StepOptions, workload: Workload, cluster: Cluster, rows: Sequence[_Row], replicated: Plan) -> Table:
     compute_ms = 1e3 * rows[0].step.compute_s
     title = f"FSDP of {workload.name}, {options.ranks:,} ranks of {cluster.name}, {compute_ms:.2f} ms to compute"
     table = Table(title=title)

@@ -18,7 +18,7 @@ from pathlib import Path
 from plan_hybrid import predict  # of this folder
 
 from commrt.pricing.cluster import Cluster
-from commrt.tools.commands.options import ExchangeOptions, workload_of
+from commrt.tools.commands.options import StepOptions, workload_of
 
 __all__ = ["ASSUMPTIONS", "POINTS", "Point", "Result", "result"]
 
@@ -101,7 +101,7 @@ def result(point: Point, **changes: object) -> Result:
     """Return the prediction for `point`, on its cluster with `changes`."""
     cluster = replace(Cluster.named(str(CLUSTERS / f"{point.cluster}.toml")), **changes)
     workload = workload_of(point.model)
-    options = ExchangeOptions(point.nodes, model=point.model, batch=point.samples // point.nodes)
+    options = StepOptions(point.model, point.nodes, batch=point.samples // point.nodes)
     found = predict(options, workload, cluster)
     dense = [number for number, layer in zip(found.hybrid.groups, workload.layers, strict=True) if layer.inputs]
     return Result(point, found.speed_up(found.data_parallel), found.speed_up(found.hybrid), tuple(dense))

@@ -7,7 +7,7 @@ Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +19,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import BATCH, CLUSTER, ExchangeOptions, compute_of, workload_of
+from commrt.tools.commands.options import BATCH, CLUSTER, StepOptions, compute_of, workload_of
 from commrt.tools.planning.planner import Plan, step_plans
 from commrt.tools.planning.workload import Workload
 
@@ -54,13 +54,15 @@ class Prediction:
         return self.hybrid.seconds < min(self.plan.seconds, self.data_parallel.seconds)
 
 
-def predict(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> Prediction:
+def predict(options: StepOptions, workload: Workload, cluster: Cluster) -> Prediction:
     """Return the best hybrid step; the samples per rank are `options.batch`, or 32. Raises `UsageError`."""
     batch = options.batch or BATCH
-    compute_s, _ = compute_of(options, workload, cluster)
-    one_rank_s = options.ranks * compute_s
     if options.compute_ms is None:
-        one_rank_s, _ = compute_of(replace(options, batch=batch * options.ranks), workload, cluster)
+        compute_s, _ = compute_of(workload, cluster, batch, None)
+        one_rank_s, _ = compute_of(workload, cluster, batch * options.ranks, None)
+    else:
+        compute_s = options.compute_ms / 1e3
+        one_rank_s = options.ranks * compute_s
     pricing = HybridPricing(cluster, options.ranks, workload, batch, compute_s)
     best = pricing.best()
     plan = step_plans(cluster, options.ranks, workload, compute_s, ["fp32"])[0]
@@ -71,15 +73,14 @@ def predict(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> P
 def plan_hybrid(
     model: Annotated[str, typer.Option(help="vgg_a, overfeat_fast, cd_dnn, resnet50, or a file of commrt.Workload.")],
     ranks: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks.")] = 4,
-    cluster: opt.ClusterName = None,
+    cluster: opt.ClusterName = CLUSTER,
     batch: opt.Batch = None,
     compute_ms: opt.ComputeMs = None,
     as_json: opt.Json = False,
 ) -> None:
     """Find the best groups of ranks for each fully connected layer, and print what each layer then exchanges."""
-    options = ExchangeOptions(ranks, cluster, None, model, batch=batch, compute_ms=compute_ms)
-    options.check_numbers()
-    described, workload = Cluster.named(cluster or CLUSTER), workload_of(model)
+    options = StepOptions(model, ranks, cluster, batch=batch, compute_ms=compute_ms)
+    described, workload = Cluster.named(cluster), workload_of(model)
     found = predict(options, workload, described)
     if as_json:
         told = {"cluster": described.name, "ranks": ranks, "model": workload.name}
@@ -91,7 +92,7 @@ def plan_hybrid(
     print(f"{described.name}: {' '.join(described.about.split())}")
 
 
-def _record(options: ExchangeOptions, found: Prediction) -> dict[str, Any]:
+def _record(options: StepOptions, found: Prediction) -> dict[str, Any]:
     return {
         "batch": options.batch or BATCH,
         "layers": [_run_record(cost, options) for cost in found.costs],
@@ -119,7 +120,7 @@ def _step_record(step: HybridStep, found: Prediction) -> dict[str, Any]:
     }
 
 
-def _run_record(cost: RunCost, options: ExchangeOptions) -> dict[str, Any]:
+def _run_record(cost: RunCost, options: StepOptions) -> dict[str, Any]:
     return {
         "first": cost.first + 1,
         "last": cost.first + len(cost.layers),
@@ -135,12 +136,12 @@ def _run_record(cost: RunCost, options: ExchangeOptions) -> dict[str, Any]:
     }
 
 
-def _closed_form(cost: RunCost, options: ExchangeOptions) -> float | None:
+def _closed_form(cost: RunCost, options: StepOptions) -> float | None:
     outputs = cost.layers[0].outputs
     return None if outputs is None else closed_form_groups(options.ranks, options.batch or BATCH, outputs)
 
 
-def _show(title: str, options: ExchangeOptions, found: Prediction) -> None:
+def _show(title: str, options: StepOptions, found: Prediction) -> None:
     table = Table(title=title)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in COLUMNS[:3] else "right", no_wrap=True)
@@ -149,7 +150,7 @@ def _show(title: str, options: ExchangeOptions, found: Prediction) -> None:
     Console(width=max(Console().width, 110)).print(table)
 
 
-def _cells(cost: RunCost, options: ExchangeOptions) -> Sequence[str]:
+def _cells(cost: RunCost, options: StepOptions) -> Sequence[str]:
     layer, last = cost.layers[0], cost.first + len(cost.layers)
     closed = _closed_form(cost, options)
     return (

@@ -44,7 +44,7 @@ ONLY_PRICED = (
 @app.command()
 def price_layers(
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 64,
-    cluster: opt.ClusterName = None,
+    cluster: opt.ClusterName = CLUSTER,
     wire: opt.WireDtype = Wire.fp32,
     size: Annotated[
         list[str] | None,
@@ -62,7 +62,7 @@ def price_layers(
 ) -> None:
     """Prove and price the schedules of each layout and size, on each grid that divides the layer."""
     _require_possible(wire.value, ranks, tflops)
-    described = Cluster.named(cluster or CLUSTER)
+    described = Cluster.named(cluster)
     described.require_capacity(ranks)
     sizes, itemsize = [_size(text) for text in size or SIZES], int(wire_nbytes(1, ITEMS[wire.value]))
     costs = {each: layer_costs(described, ranks, each, itemsize) for each in sizes}

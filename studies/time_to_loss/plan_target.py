@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Annotated, Any
 
@@ -24,8 +24,8 @@ from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, ExchangeOptions, LocalOptions, Wire, compute_of, workload_of
-from commrt.tools.commands.simulate import ExchangeEstimate
+from commrt.tools.commands.options import CLUSTER, LocalOptions, Wire, compute_of, workload_of
+from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.pictures.files import require_picture, save_picture
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.planner import exchange_plans, step_plans
@@ -54,8 +54,10 @@ def plan_target(
         int | None,
         typer.Option(min=1, max=65536, show_default="twice the recorded ones", help="Up to so many ranks."),
     ] = None,
-    cluster: opt.ClusterName = None,
-    model: opt.Model = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", show_default=CLUSTER, help="A cluster, or a TOML file.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="As for commrt simulate step, such as resnet50.")] = None,
     wire: Annotated[Wire | None, typer.Option(show_default="as recorded", help="What travels.")] = None,
     compute_ms: opt.ComputeMs = None,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw times over ranks: .svg, .png or .pdf.")] = None,
@@ -63,12 +65,11 @@ def plan_target(
 ) -> None:
     """Predict times to a loss for up to --ranks ranks from recorded curves. Without --model, print only steps."""
     target, most = target_loss, ranks
-    options = ExchangeOptions(ranks or 4, cluster, None, model, "fp32", compute_ms=compute_ms)
     if out is not None:
         require_picture(out)
     curves = _curves(files, target)
     known = convergence_of(curves, target)
-    prices = _prices(curves, options, wire and wire.value)
+    prices = _prices(curves, cluster, model, wire and wire.value, compute_ms)
     counts = _rank_counts(known, most, inf if prices is None else prices.cluster.ranks())
     steps = {(each.method, ranks): each.steps(ranks) for each in known for ranks in counts if each.knows(ranks)}
     times = [] if prices is None else [prices.time(*at, found) for at, found in steps.items()]
@@ -131,18 +132,19 @@ def _rank_counts(known: Sequence[Convergence], most: int | None, room: float) ->
     return sorted({*powers, *(count for count in recorded if count <= most), most})
 
 
-def _prices(curves: Mapping[str, Curve], options: ExchangeOptions, wire: str | None) -> Prices | None:
+def _prices(
+    curves: Mapping[str, Curve], cluster: str | None, model: str | None, wire: str | None, compute_ms: float | None
+) -> Prices | None:
     """Return what prices steps; None without a model."""
-    options.check_numbers()
-    if options.model is None:
-        if options.compute_ms is not None or options.cluster is not None or wire is not None:
+    if model is None:
+        if compute_ms is not None or cluster is not None or wire is not None:
             raise UsageError("--cluster, --compute-ms and --wire are for the time of a step: give --model too")
         return None
     first = next(iter(curves.values()))
-    cluster, workload = Cluster.named(options.cluster or CLUSTER), workload_of(options.model)
-    batch = first.batch // first.ranks if options.compute_ms is None else None
-    compute_s, _ = compute_of(replace(options, batch=batch), workload, cluster)
-    return Prices({each.method: each for each in curves.values()}, options, wire, cluster, workload, compute_s)
+    described, workload = Cluster.named(cluster or CLUSTER), workload_of(model)
+    batch = first.batch // first.ranks if compute_ms is None else None
+    compute_s, _ = compute_of(workload, described, batch, compute_ms)
+    return Prices({each.method: each for each in curves.values()}, wire, described, workload, compute_s)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,6 @@ class Prices:
 
     curves: Mapping[str, Curve]
     """One of each method, which says how it trains."""
-    options: ExchangeOptions
     wire: str | None
     """As it was asked for."""
     cluster: Cluster
@@ -200,10 +201,11 @@ class Prices:
 
     def _gossip_step(self, ranks: int, wire: str) -> tuple[str, float]:
         """Return gossip, and a step whose exchange runs under the next forward pass."""
-        options = replace(self.options, ranks=ranks, wire=wire, batch=None, compute_ms=1e3 * self.compute_s)
-        estimate = ExchangeEstimate(Gossip(), options, self.cluster)
-        times_s = estimate.step_times_s(self.workload, self.compute_s, estimate.price().seconds)
-        return "Gossip()", times_s["under the next forward pass"]
+        nbytes = wire_nbytes(self.workload.numel, ITEMS[wire])
+        exchange = ExchangeEstimate(Gossip(), ranks, self.cluster, nbytes, wire)
+        return "Gossip()", StepEstimate(exchange, self.workload, self.compute_s).times_s()[
+            "under the next forward pass"
+        ]
 
     @property
     def title(self) -> str:

@@ -53,7 +53,7 @@ def two_methods(tmp_path_factory):
 
 def test_times_are_steps_times_the_time_of_a_step_on_the_cluster(one_method):
     record = planned(one_method, *STEP)
-    priced = told("plan", "--ranks", 4, *STEP, "--wire", "fp32")["best"]
+    priced = told("plan", "step", "--ranks", 4, *STEP, "--wire", "fp32")["best"]
     plan = next(each for each in record["plans"] if each["ranks"] == 4)
     assert (plan["algorithm"], plan["step_seconds"]) == (priced["algorithm"], priced["step_seconds"])
     for end in ("", "_low", "_high"):
@@ -81,7 +81,7 @@ def test_local_sgd_is_priced_with_its_period_and_delay(tmp_path):
         curves = curves_of(synchronous, (4,), seeds=2, training=LOCAL, **settings)
         return planned(written(tmp_path, curves), *STEP)["plans"][0]["step_seconds"]
 
-    exchange_s = told("simulate", "halving_doubling", "--ranks", 4, *STEP)["seconds"]
+    exchange_s = told("simulate", "step", "halving_doubling", "--ranks", 4, *STEP)["seconds"]
     packing_s = 2e-3
     assert step_s(period=8) == pytest.approx(0.1 + exchange_s / 8, abs=packing_s)
     assert step_s(period=16) == pytest.approx(0.1 + exchange_s / 16, abs=packing_s)
@@ -90,7 +90,7 @@ def test_local_sgd_is_priced_with_its_period_and_delay(tmp_path):
 
 def test_gossip_is_priced_under_the_next_forward_pass(tmp_path):
     files = written(tmp_path, curves_of(synchronous, (4,), seeds=2, training=GOSSIP))
-    simulated = told("simulate", "gossip", "--ranks", 4, *STEP)["exchanges"][1]
+    simulated = told("simulate", "step", "gossip", "--ranks", 4, *STEP)["exchanges"][1]
     assert planned(files, *STEP)["plans"][0]["step_seconds"] == pytest.approx(simulated["step_seconds"])
 
 
@@ -113,7 +113,7 @@ def test_curves_that_were_recorded_with_a_wire_are_priced_with_it(tmp_path):
 
 def test_computing_takes_as_long_as_the_recorded_batch_where_the_speed_is_known(one_method):
     record = planned(one_method[::-1], "--model", "resnet50", "--cluster", "abci")
-    same = told("simulate", "ring", "--model", "resnet50", "--cluster", "abci", "--batch", 16)
+    same = told("simulate", "step", "ring", "--model", "resnet50", "--cluster", "abci", "--batch", 16)
     assert record["compute_seconds"] == pytest.approx(same["compute_seconds"])
 
 
@@ -312,7 +312,7 @@ def test_a_target_above_the_first_loss_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_for_65_536_ranks_prices_few_candidates():
-    record = told("plan", "--ranks", 65536, "--cluster", "h100", *STEP[:2], *STEP[4:], "--wire", "fp32")
+    record = told("plan", "step", "--ranks", 65536, "--cluster", "h100", *STEP[:2], *STEP[4:], "--wire", "fp32")
     assert record["best"]["step_seconds"] > 0.1
 
 

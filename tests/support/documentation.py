@@ -355,8 +355,10 @@ def parsed(program, words, *, whole=True):
     command, name, rest = _command(program), program, list(words)
     if not words:
         return
-    if program == "commrt":
-        name, command, rest = command.resolve_command(command.make_context(program, rest), rest)
+    while hasattr(command, "commands"):  # of commrt, and of its groups
+        if not rest:
+            return
+        name, command, rest = command.resolve_command(command.make_context(name, [*rest]), rest)
     try:
         command.make_context(name, rest)
     except Exception as error:

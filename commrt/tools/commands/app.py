@@ -12,7 +12,6 @@ import commrt
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.tools.commands import options as opt
 from commrt.tools.commands import price_commands as commands
-from commrt.tools.commands.plan_command import plan
 
 __all__ = ["app", "in_one_line", "main"]
 
@@ -41,8 +40,10 @@ def commrt_(
     """
 
 
-for command_ in (commands.verify, commands.simulate, plan, commands.draw):
-    app.command(rich_help_panel=PRICE)(command_)
+app.command(rich_help_panel=PRICE)(commands.verify)
+app.add_typer(commands.simulate, name="simulate", rich_help_panel=PRICE)
+app.add_typer(commands.plan, name="plan", rich_help_panel=PRICE)
+app.add_typer(commands.draw, name="draw", rich_help_panel=PRICE)
 
 
 @app.command(rich_help_panel=MACHINE)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, as typer reads them and as commands get them."""
+"""Options that several commands take, and groups of options that a command gets as one object."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from math import ceil
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -21,41 +21,11 @@ from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = [
-    "BATCH",
-    "CLUSTER",
-    "WIRE_HELP",
-    "BackupOptions",
-    "Batch",
-    "BothWays",
-    "BucketCapMb",
-    "ClusterName",
-    "ComputeMs",
-    "Delay",
-    "ExchangeOptions",
-    "Exponent",
-    "Fragments",
-    "Grid",
-    "Json",
-    "Law",
-    "LawName",
-    "LocalOptions",
-    "Model",
-    "Nbytes",
-    "Parameters",
-    "Period",
-    "RingCount",
-    "Seed",
-    "ShapeOptions",
-    "Steps",
-    "TimesFile",
-    "TopologyName",
-    "Wire",
-    "WireDtype",
-    "Within",
-    "compute_of",
-    "leave_out",
-    "local_option",
-    "workload_of",
+    "BATCH", "CLUSTER", "AlgorithmName", "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName",
+    "CollectiveOptions", "ComputeMs", "Delay", "ExchangeOptions", "Fragments", "Grid", "JitterOptions", "Json",
+    "LocalOptions", "Model", "Nbytes", "Out", "Period", "PlanOptions", "Ranks", "RingCount", "ShapeOptions",
+    "StepOptions", "TopologyName", "Wire", "WireDtype", "Within", "below", "compute_of", "leave_out", "local_option",
+    "spread", "workload_of",
 ]  # fmt: skip
 
 BATCH, CLUSTER = 32, "abci"
@@ -71,6 +41,18 @@ MOST_PARAMETERS = 10**15
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
 LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
 
+
+def below(most: float) -> Callable[[typer.CallbackParam, float | None], float | None]:
+    """Return what refuses numbers that are not finite or too large to compute with."""
+
+    def checked(param: typer.CallbackParam, value: float | None) -> float | None:
+        if value is not None and not 0 <= value < most:
+            raise UsageError(f"{param.opts[0]} {value:g}: give a number from 0 to {most:g}")
+        return value
+
+    return checked
+
+
 option = typer.Option
 shape_option = partial(typer.Option, rich_help_panel="Shape of the algorithm")
 slow_option = partial(typer.Option, rich_help_panel="Backup workers: how slow ranks are")
@@ -78,16 +60,22 @@ local_option = partial(typer.Option, rich_help_panel="Local SGD")
 
 Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
-SeedOfTimes = Annotated[int | None, option(min=0, show_default="0", help="Seed of the ranks' random times.")]
-ClusterName = Annotated[
-    str | None, option(metavar="NAME|FILE", show_default="abci", help="A cluster that commrt ships, or a TOML file.")
+AlgorithmName = Annotated[
+    str, typer.Argument(help="ring, rings, halving_doubling, double_tree, torus2d, direct or gossip.")
 ]
+Out = Annotated[str, option(metavar="FILE", help="The picture: .svg, .png or .pdf.")]
+Ranks = Annotated[int, option(min=1, max=65536, help="Number of ranks.")]
+ClusterName = Annotated[str, option(metavar="NAME|FILE", help="A cluster that commrt ships, or a TOML file.")]
 Nbytes = Annotated[
-    float | None,
-    option(min=0, help="Bytes that each rank contributes; before they are quantized, if --wire names codes."),
+    float,
+    option(
+        min=0,
+        callback=below(1e18),
+        help="Bytes that each rank contributes; before they are quantized, if --wire names codes.",
+    ),
 ]
 Model = Annotated[
-    str | None,
+    str,
     option(
         help="Exchange this model's gradients in a training step: resnet50, vgg_a, overfeat_fast, cd_dnn, "
         "transformer:WIDTHxDEPTHxTOKENS, a number of parameters, or a .json file of "
@@ -98,10 +86,12 @@ Batch = Annotated[
     int | None,
     option(min=1, max=1_000_000_000, show_default="32", help="Images per rank, if the cluster's speed is known."),
 ]
-ComputeMs = Annotated[float | None, option(min=0.001, help="How long a step computes, in milliseconds.")]
+ComputeMs = Annotated[
+    float | None, option(min=0.001, callback=below(1e9), help="How long a step computes, in milliseconds.")
+]
 WIRE_HELP = "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2, float8."
 WireDtype = Annotated[Wire, option(help=WIRE_HELP)]
-BucketCapMb = Annotated[float, option(min=0.001, help="Size of a gradient bucket, in MiB.")]
+BucketCapMb = Annotated[float, option(min=0.001, callback=below(1e9), help="Size of a gradient bucket, in MiB.")]
 
 Grid = Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")]
 BothWays = Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")]
@@ -119,33 +109,6 @@ RingCount = Annotated[
     ),
 ]
 
-Steps = Annotated[int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")]
-Law = Annotated[
-    LawName | None,
-    slow_option(
-        show_default="paper",
-        help="How long ranks take. paper: a fit to published figures, as recalled. exponential: a constant and an "
-        "exponential tail. slow: all equal, but 5 to 20 times as long in 3 % of steps.",
-    ),
-]
-Parameters = Annotated[
-    list[str] | None, slow_option("--set", metavar="NAME=NUMBER", help="Set a parameter of the law; repeatable.")
-]
-TimesFile = Annotated[
-    str | None,
-    slow_option(
-        metavar="FILE",
-        help="Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step.",
-    ),
-]
-Exponent = Annotated[
-    float | None,
-    slow_option(
-        show_default="published counts with --law paper, else 1",
-        help="Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch halves them, 0 if it "
-        "does not help.",
-    ),
-]
 MOST_STEPS = 1_000_000
 Period = Annotated[
     int | None,
@@ -166,64 +129,64 @@ Fragments = Annotated[
         min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave one after the other in a period."
     ),
 ]
-LIMITS = {"compute_ms": 1e9, "jitter": 1e9, "bucket_cap_mb": 1e9, "nbytes": 1e18}
-JITTER_STEPS, MOST_JITTER_TIMES = 50, 10_000_000
-"""Default of --steps with --jitter, and the most ranks x steps that are simulated one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeOptions:
-    """The options of an exchange; None if an option was not given."""
+class ExchangeOptions(NamedTuple):
+    """An exchange of a buffer."""
 
-    ranks: int = 4
-    cluster: str | None = None
-    nbytes: float | None = None
-    model: str | None = None
-    wire: str = "fp32"
-    bucket_cap_mb: float = 25.0
-    batch: int | None = None
-    compute_ms: float | None = None
-    jitter: float | None = None
-    steps: int | None = None
-    seed: int = 0
+    nbytes: Nbytes
+    ranks: Ranks = 4
+    cluster: ClusterName = CLUSTER
+    wire: WireDtype = Wire.fp32
 
     @property
     def wire_nbytes(self) -> float:
-        """Return the bytes that --nbytes has on the wire: fewer if they are quantized."""
+        """Return the bytes that travel: fewer if they are quantized."""
         quantizer = QUANTIZERS.get(self.wire)
-        nbytes = self.nbytes or 0.0
-        return nbytes if quantizer is None else wire_nbytes(ceil(nbytes / GRADIENT_NBYTES), quantizer)
+        return self.nbytes if quantizer is None else wire_nbytes(ceil(self.nbytes / GRADIENT_NBYTES), quantizer)
 
-    def check(self) -> None:
-        """Raise `UsageError` for options that do not fit together."""
-        if (self.nbytes is None) == (self.model is None):
-            raise UsageError("say what is exchanged: --nbytes for a buffer, or --model for a model's gradients")
-        of_a_step = {"--batch": self.batch, "--compute-ms": self.compute_ms, "--jitter": self.jitter}
-        if self.model is None and (given := [name for name, value in of_a_step.items() if value is not None]):
-            raise UsageError(f"{given[0]} describes a training step: give --model too")
-        self.check_numbers()
-        if self.batch is not None and self.compute_ms is not None:
-            raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
 
-    def check_numbers(self) -> None:
-        """Raise `UsageError` for numbers that are not finite or too large to compute with."""
-        for name, most in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < most:
-                raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number from 0 to {most:g}")
-        steps, most_steps = self.steps or JITTER_STEPS, MOST_JITTER_TIMES // self.ranks
-        if steps > most_steps:
-            raise UsageError(f"{steps:,} steps of {self.ranks:,} ranks are too many: give up to --steps {most_steps}")
+class StepOptions(NamedTuple):
+    """A training step."""
+
+    model: Model
+    ranks: Ranks = 4
+    cluster: ClusterName = CLUSTER
+    wire: WireDtype = Wire.fp32
+    bucket_cap_mb: BucketCapMb = 25.0
+    batch: Batch = None
+    compute_ms: ComputeMs = None
+
+
+class PlanOptions(NamedTuple):
+    """A training step whose algorithm and buckets are to be found, and whose wire is if none is given."""
+
+    model: Model
+    cluster: ClusterName = CLUSTER
+    wire: Annotated[Wire | None, option(show_default="fp32 and bf16", help=WIRE_HELP)] = None
+    batch: Batch = None
+    compute_ms: ComputeMs = None
+
+
+class JitterOptions(NamedTuple):
+    """How much the computing of ranks varies."""
+
+    jitter: Annotated[
+        float | None,
+        option(min=0, callback=below(1e9), help="How much computing varies: standard deviation / mean."),
+    ] = None
+    steps: Annotated[int, option(min=1, help="With --jitter: number of steps to sample.")] = 50
+    seed: Seed = 0
 
 
 class ShapeOptions(NamedTuple):
     """The shape of an algorithm; None if an option was not given."""
 
-    grid: str | None = None
-    both_ways: bool = False
-    topology: str | None = None
-    within: int | None = None
-    rings: int | None = None
+    grid: Grid = None
+    both_ways: BothWays = False
+    topology: TopologyName = None
+    within: Within = None
+    rings: RingCount = None
 
     def given(self) -> dict[str, object]:
         """Return the options by name; None for one that was not given."""
@@ -231,27 +194,49 @@ class ShapeOptions(NamedTuple):
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 
+class CollectiveOptions(NamedTuple):
+    """What a collective is proven with; None if an option was not given."""
+
+    schedule: Annotated[str | None, option(show_default="all", help="For a collective: which schedule to prove.")] = (
+        None
+    )
+    root: Annotated[int | None, option(min=0, show_default="0", help="For broadcast, reduce, gather and scatter.")] = (
+        None
+    )
+
+
 class BackupOptions(NamedTuple):
-    """The options about backup workers; None if an option was not given."""
+    """How slow ranks are, and what training loses with some of them; None if an option was not given."""
 
-    ranks: int | None
-    steps: int | None
-    seed: int
-    law: str | None
-    parameters: Sequence[str]
-    """Of the law, each as NAME=NUMBER."""
-    times: str | None
-    exponent: float | None
-
-    def given(self) -> dict[str, object]:
-        """Return the options about times of ranks by name; None for one that was not given."""
-        return {
-            "--law": self.law,
-            "--set": self.parameters or None,
-            "--times": self.times,
-            "--steps": self.steps,
-            "--exponent": self.exponent,
-        }
+    ranks: Annotated[int | None, option(min=1, max=65536, show_default="100", help="Number of ranks.")] = None
+    steps: Annotated[int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")] = None
+    seed: Seed = 0
+    law: Annotated[
+        LawName | None,
+        slow_option(
+            show_default="paper",
+            help="How long ranks take. paper: a fit to published figures, as recalled. exponential: a constant and an "
+            "exponential tail. slow: all equal, but 5 to 20 times as long in 3 % of steps.",
+        ),
+    ] = None
+    parameters: Annotated[
+        list[str] | None, slow_option("--set", metavar="NAME=NUMBER", help="Set a parameter of the law; repeatable.")
+    ] = None
+    times: Annotated[
+        str | None,
+        slow_option(
+            metavar="FILE",
+            help="Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step.",
+        ),
+    ] = None
+    exponent: Annotated[
+        float | None,
+        slow_option(
+            show_default="published counts with --law paper, else 1",
+            help="Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch halves them, "
+            "0 if it does not help.",
+        ),
+    ] = None
 
     @property
     def law_name(self) -> str:
@@ -260,15 +245,11 @@ class BackupOptions(NamedTuple):
 
 
 class LocalOptions(NamedTuple):
-    """The options about local SGD; None if an option was not given."""
+    """Local SGD; None if an option was not given."""
 
-    period: int | None = None
-    delay: int | None = None
-    fragments: int | None = None
-
-    def given(self) -> dict[str, object]:
-        """Return the options by name."""
-        return {f"--{name}": value for name, value in self._asdict().items()}
+    period: Period = None
+    delay: Delay = None
+    fragments: Fragments = None
 
     def algorithm(self, wire: str = "fp32") -> LocalSGD:
         """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
@@ -276,17 +257,49 @@ class LocalOptions(NamedTuple):
         return LocalSGD(**{name: value for name, value in values.items() if value is not None})
 
 
-def compute_of(options: ExchangeOptions, workload: Workload, cluster: Cluster) -> tuple[float, float | None]:
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` as typer reads it: each field of a group, which is a named tuple, is an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, tuple)
+    }
+
+    @wraps(command)
+    def spread_out(**given: Any) -> None:
+        whole = {name: kind(**{field: given.pop(field) for field in kind._fields}) for name, kind in groups.items()}
+        command(**given, **whole)
+
+    options = list[Parameter]()
+    for name, parameter in signature(command).parameters.items():
+        options += _fields(groups[name]) if name in groups else [parameter.replace(annotation=hints[name])]
+    told: Any = spread_out
+    told.__signature__ = Signature([option.replace(kind=Parameter.KEYWORD_ONLY) for option in options])
+    told.__annotations__ = {option.name: option.annotation for option in options}
+    return spread_out
+
+
+def _fields(group: Any) -> list[Parameter]:
+    hints, default = get_type_hints(group, include_extras=True), group._field_defaults
+    return [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default.get(name, Parameter.empty), annotation=hints[name])
+        for name in group._fields
+    ]
+
+
+def compute_of(
+    workload: Workload, cluster: Cluster, batch: int | None, compute_ms: float | None
+) -> tuple[float, float | None]:
     """Return how long a step computes in seconds, and images per second of a rank with that batch if it is known."""
-    if options.compute_ms is not None:
-        return options.compute_ms / 1e3, None
+    if compute_ms is not None:
+        if batch is not None:
+            raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
+        return compute_ms / 1e3, None
     if workload.name not in cluster.compute:
         raise UsageError(
             f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
         )
-    batch = options.batch or BATCH
-    rate = cluster.compute[workload.name] * cluster.efficiency_at(batch)
-    return batch / rate, rate
+    rate = cluster.compute[workload.name] * cluster.efficiency_at(batch or BATCH)
+    return (batch or BATCH) / rate, rate
 
 
 def workload_of(model: str) -> Workload:

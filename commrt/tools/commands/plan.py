@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan``: which algorithm, grid, wire and buckets to use, how many backup workers, and why. Needs no torch.
+"""``commrt plan exchange``, ``step`` and ``backups``: what to use, and why. Needs no torch.
 
 Backups are planned for late ranks that finish their gradients before they go on, as measured (docs/evidence.md).
 """
@@ -25,13 +25,14 @@ from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, require_carried
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, BackupOptions, ExchangeOptions, compute_of, workload_of
-from commrt.tools.commands.simulate import estimate_backups, quantizer_sentence
+from commrt.tools.commands.options import BackupOptions, ExchangeOptions, PlanOptions, compute_of, workload_of
+from commrt.tools.commands.simulate import quantizer_sentence
+from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.local_steps import LocalSteps, hiding_period
 from commrt.tools.planning.planner import BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 
-__all__ = ["gains", "run", "waitings"]
+__all__ = ["gains", "run_backups", "run_exchange", "run_step"]
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -57,55 +58,65 @@ COLUMNS: dict[str, Callable[[Plan], str | None]] = {
 }
 
 
-def run(options: ExchangeOptions, wires: Sequence[str], as_json: bool, waitings: Sequence[BackupCost] = ()) -> None:
-    """Rank all plans that fit `options`, and print them with the reason; raises `UsageError`."""
-    options.check()
-    cluster = Cluster.named(options.cluster or CLUSTER)
-    plans = _plans(options, cluster, wires, waitings)
-    best, is_proven = plans[0], options.ranks <= PROVEN_RANKS
-    if options.ranks - best.backups <= PROVEN_RANKS:
-        schedule = best.algorithm.schedule(0, options.ranks - best.backups)
+def run_exchange(options: ExchangeOptions, as_json: bool) -> None:
+    """Rank all plans that exchange a buffer, and print them with the reason; raises `UsageError`."""
+    cluster = Cluster.named(options.cluster)
+    cluster.require_capacity(options.ranks)
+    quantized = options.wire if options.wire in QUANTIZERS else None
+    plans = exchange_plans(cluster, options.ranks, options.wire_nbytes, quantized)
+    _report(plans, cluster, options.ranks, options.nbytes, None, as_json)
+
+
+def run_step(options: PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost] = ()) -> None:
+    """Rank all plans of a training step, and print them with the reason; raises `UsageError`."""
+    cluster, workload = Cluster.named(options.cluster), workload_of(options.model)
+    cluster.require_capacity(ranks)
+    wires = ["fp32", "bf16"] if options.wire is None else [options.wire.value]
+    for backups, wire in product({cost.backups for cost in waitings} - {0}, wires):
+        require_carried(BackupWorkers(backups, Direct()), ranks, wire)
+    compute_s, _ = compute_of(workload, cluster, options.batch, options.compute_ms)
+    plans = step_plans(cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else []))
+    local = None if waitings else _local(plans[0], ranks, cluster)
+    _report(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
+
+
+def run_backups(backups: str, options: PlanOptions, slow: BackupOptions, as_json: bool) -> None:
+    """Do what `run_step` does, with no backups and with `backups`; raises `UsageError`."""
+    ranks, found = _waitings(backups, slow)
+    run_step(options, ranks, as_json, found)
+
+
+def _report(
+    plans: Sequence[Plan], cluster: Cluster, ranks: int, nbytes: float, local: dict[str, Any] | None, as_json: bool
+) -> None:
+    """Prove the best plan for an exchange of `nbytes` in fp32, and print all plans."""
+    best, is_proven = plans[0], ranks <= PROVEN_RANKS
+    if ranks - best.backups <= PROVEN_RANKS:
+        schedule = best.algorithm.schedule(0, ranks - best.backups)
         prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-    local = None if waitings else _local(best, options, cluster)
     if as_json:
         record = {
             "cluster": cluster.name,
-            "ranks": options.ranks,
+            "ranks": ranks,
             "best": _record(best),
             "proven": is_proven,
             "reason": _reason(plans, cluster),
-            "lower_bound_seconds": all_reduce_bound_s(cluster, options.ranks, best.nbytes),
+            "lower_bound_seconds": all_reduce_bound_s(cluster, ranks, best.nbytes),
             "local_sgd": local,
             "plans": [_record(plan) for plan in plans],
         }
         print(json_of(record))
         return
-    _show(f"{options.ranks:,} ranks of {cluster.name}", plans[:SHOWN])
+    _show(f"{ranks:,} ranks of {cluster.name}", plans[:SHOWN])
     print(_reason(plans, cluster))
     if not is_proven:
         print(f"not proven: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify proves fewer")
-    for line in (*_other_backups(plans), *_on_codes(best, options, cluster)):
+    for line in (*_other_backups(plans), *_on_codes(best, ranks, nbytes, cluster)):
         print(line)
     print(best.python)
     if local is not None:
         print(_local_sentence(local))
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
-
-
-def _plans(
-    options: ExchangeOptions, cluster: Cluster, wires: Sequence[str], waitings: Sequence[BackupCost]
-) -> list[Plan]:
-    cluster.require_capacity(options.ranks)
-    for backups, wire in product({cost.backups for cost in waitings} - {0}, wires):
-        require_carried(BackupWorkers(backups, Direct()), options.ranks, wire)
-    if options.model is None:
-        quantized = options.wire if options.wire in QUANTIZERS else None
-        return exchange_plans(cluster, options.ranks, options.wire_nbytes, quantized)
-    workload = workload_of(options.model)
-    compute_s, _ = compute_of(options, workload, cluster)
-    if waitings:
-        return step_plans(cluster, options.ranks, workload, compute_s, wires, waitings)
-    return step_plans(cluster, options.ranks, workload, compute_s, wires)
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -160,24 +171,23 @@ def gains(seconds: float, latency_s: float, digits: int) -> str:
     return " and ".join(sides)
 
 
-def _on_codes(best: Plan, options: ExchangeOptions, cluster: Cluster) -> Iterator[str]:
-    """Yield what a quantized wire gains over fp32, and what quantizing takes."""
+def _on_codes(best: Plan, ranks: int, nbytes: float, cluster: Cluster) -> Iterator[str]:
+    """Yield what a quantized wire gains over `nbytes` in fp32, and what quantizing takes."""
     if best.wire not in QUANTIZERS:
         return
-    nbytes = options.nbytes if options.model is None else workload_of(options.model).numel * GRADIENT_NBYTES
-    plain = exchange_plans(cluster, options.ranks, float(nbytes or 0.0))[0]
+    plain = exchange_plans(cluster, ranks, float(nbytes))[0]
     ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
     yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
-    schedule = best.algorithm.schedule(0, options.ranks - best.backups)
+    schedule = best.algorithm.schedule(0, ranks - best.backups)
     yield quantizer_sentence(2 * Pricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
-def _local(best: Plan, options: ExchangeOptions, cluster: Cluster) -> dict[str, Any] | None:
+def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
     """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
     if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
         return None
-    pricing = Pricing(best.algorithm.schedule(0, options.ranks), cluster, QUANTIZERS.get(best.wire or ""))
+    pricing = Pricing(best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or ""))
     shortest, longest = LOCAL_PERIODS
     steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
     if steps is None or steps.hiding_delay is None:
@@ -217,7 +227,7 @@ def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
         yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
 
 
-def waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCost]]:
+def _waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCost]]:
     """Return the number of ranks, and how steps change with no backups and with `backups`.
 
     For auto: with one, and with as many as are best if nothing is exchanged.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan --collective``: which schedule the torch.distributed backend takes, and why. Needs no torch."""
+"""``commrt plan collective``: which schedule the torch.distributed backend takes, and why. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from commrt.tools.commands.plan import gains
 
 __all__ = ["run"]
 
-ONE_HOST = "host"
-"""The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
-LARGEST = 1e18
 MOST_RANKS = 4096
 DEVICE = "cpu"
 """Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
@@ -30,18 +27,16 @@ UNKNOWN = {"barrier", "all_to_all"}
 """Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
-def run(collective: str, ranks: int, cluster: str | None, nbytes: float | None, as_json: bool) -> None:
+def run(collective: str, ranks: int, cluster: str, nbytes: float | None, as_json: bool) -> None:
     """Price all schedules of `collective`, and print them with the reason; raises `UsageError`.
 
     `nbytes` is the size of the tensor that holds all ranks' pieces, such as the output of an all_gather.
     """
     if nbytes is None and collective != "barrier":
         raise UsageError("say how much is exchanged: --nbytes, of the tensor that holds all ranks' pieces")
-    if not 0 <= (nbytes or 0) < LARGEST:
-        raise UsageError(f"--nbytes {nbytes:g}: give a number from 0 to {LARGEST:g}")
     if ranks > MOST_RANKS:
         raise UsageError(f"--ranks {ranks}: a collective is planned up to {MOST_RANKS:,} ranks, in some seconds")
-    chosen = Cluster.named(cluster or ONE_HOST)
+    chosen = Cluster.named(cluster)
     pieces = 1 if slots_of(collective, ranks) == 1 else ranks
     piece_nbytes = 0 if collective in UNKNOWN else ceil((nbytes or 0.0) / pieces)
     slices = max(1, ceil(piece_nbytes / slice_nbytes(collective, ranks, DEVICE)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of ``commrt verify``, ``simulate`` and ``draw``; their code is imported late."""
+"""The options of ``commrt verify``, ``simulate``, ``plan`` and ``draw``; their code is imported late."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from typing import Annotated
 
 import typer
 
-from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
-from commrt.tools.commands.options import (
-    CLUSTER,
-    BackupOptions,
-    ExchangeOptions,
-    LocalOptions,
-    ShapeOptions,
-    Wire,
-    leave_out,
+
+__all__ = ["draw", "plan", "simulate", "verify"]
+
+simulate = typer.Typer(
+    no_args_is_help=True,
+    help="Estimate an exchange or a training step on a cluster.\n\n"
+    "You do not need the cluster: its links are described in a file.",
 )
+plan = typer.Typer(
+    no_args_is_help=True,
+    help="Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.",
+)
+draw = typer.Typer(no_args_is_help=True, help="Draw a schedule, a training step, or how algorithms scale.")
 
-__all__ = ["draw", "simulate", "verify"]
+ONE_HOST = "host"
+"""The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
 
 
+@opt.spread
 def verify(
     algorithm: Annotated[
         str,
@@ -31,18 +36,9 @@ def verify(
             "barrier."
         ),
     ],
+    collective: opt.CollectiveOptions,
+    shape: opt.ShapeOptions,
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks.")] = 4,
-    schedule: Annotated[
-        str | None, typer.Option(show_default="all", help="For a collective: which schedule to prove.")
-    ] = None,
-    root: Annotated[
-        int | None, typer.Option(min=0, show_default="0", help="For broadcast, reduce, gather and scatter.")
-    ] = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    rings: opt.RingCount = None,
     backups: Annotated[
         int | None, typer.Option(min=0, help="For backup: how many ranks a step does not wait for.")
     ] = None,
@@ -56,134 +52,166 @@ def verify(
     from commrt.algorithms.catalogue import COLLECTIVES  # noqa: PLC0415  # commands are imported when called
     from commrt.tools.commands import verify as command  # noqa: PLC0415
 
-    shape = ShapeOptions(grid, both_ways, topology, within, rings)
     if algorithm in COLLECTIVES:
-        leave_out("a collective takes --schedule and --root", shape.given() | {"--backups": backups})
-        ok = command.run_collective(algorithm, schedule, ranks, root, show, as_json)
+        opt.leave_out("a collective takes --schedule and --root", shape.given() | {"--backups": backups})
+        ok = command.run_collective(algorithm, collective.schedule, ranks, collective.root, show, as_json)
     else:
-        leave_out(f"{algorithm} is no collective", {"--schedule": schedule, "--root": root})
-        chosen = command.choose(algorithm, shape, backups=backups)
-        ok = command.run(chosen, ranks, show, as_json)
+        schedule, root = collective
+        opt.leave_out(f"{algorithm} is no collective", {"--schedule": schedule, "--root": root})
+        ok = command.run(command.choose(algorithm, shape, backups=backups), ranks, show, as_json)
     if not ok:
         raise typer.Exit(1)
 
 
-def simulate(
-    algorithm: Annotated[
-        str,
-        typer.Argument(
-            help="ring, halving_doubling, torus2d, direct or gossip; local, for steps of local SGD; or "
-            "backup, for steps that wait for some ranks."
-        ),
-    ],
-    ranks: Annotated[
-        int | None, typer.Option(min=1, max=65536, show_default="4; backup: 100", help="Number of ranks.")
-    ] = None,
-    cluster: opt.ClusterName = None,
-    nbytes: opt.Nbytes = None,
-    model: opt.Model = None,
-    wire: opt.WireDtype = Wire.fp32,
-    bucket_cap_mb: opt.BucketCapMb = 25.0,
-    batch: opt.Batch = None,
-    compute_ms: opt.ComputeMs = None,
-    jitter: Annotated[
-        float | None, typer.Option(min=0, help="How much computing varies: standard deviation / mean.")
-    ] = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    rings: opt.RingCount = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, show_default="50; backup: 10000", help="Number of steps to sample.")
-    ] = None,
-    seed: opt.Seed = 0,
-    law: opt.Law = None,
-    parameters: opt.Parameters = None,
-    times: opt.TimesFile = None,
-    exponent: opt.Exponent = None,
-    period: opt.Period = None,
-    delay: opt.Delay = None,
-    fragments: opt.Fragments = None,
+@simulate.command("exchange")
+@opt.spread
+def simulate_exchange(
+    algorithm: opt.AlgorithmName, options: opt.ExchangeOptions, shape: opt.ShapeOptions, as_json: opt.Json = False
+) -> None:
+    """Estimate how long an exchange takes, and what no schedule can beat."""
+    from commrt.tools.commands import simulate as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run_exchange(algorithm, options, shape, as_json)
+
+
+@simulate.command("step")
+@opt.spread
+def simulate_step(
+    algorithm: opt.AlgorithmName,
+    options: opt.StepOptions,
+    jitter: opt.JitterOptions,
+    shape: opt.ShapeOptions,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate an exchange or a training step on a cluster.
-
-    You do not need the cluster: its links are described in a file.
-    """
+    """Estimate a training step, and how much of its exchange is hidden."""
     from commrt.tools.commands import simulate as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.tools.commands.verify import choose  # noqa: PLC0415
 
-    local = LocalOptions(period, delay, fragments)
-    if algorithm != "local":
-        leave_out(f"{algorithm} is not local SGD", local.given())
-    if algorithm == "backup":
-        exchange = {"--nbytes": nbytes, "--model": model, "--cluster": cluster, "--batch": batch, "--jitter": jitter}
-        leave_out("backup is simulated without exchanges", exchange | {"--compute-ms": compute_ms, "--grid": grid})
-        command.run_backups(BackupOptions(ranks, steps, seed, law, parameters or [], times, exponent), as_json)
-        return
-    times_of_ranks = {"--law": law, "--set": parameters, "--times": times, "--exponent": exponent}
-    leave_out("an exchange is simulated with --jitter", times_of_ranks)
-    options = ExchangeOptions(
-        ranks or 4, cluster, nbytes, model, wire.value, bucket_cap_mb, batch, compute_ms, jitter, steps, seed
-    )
-    shape = ShapeOptions(grid, both_ways, topology, within, rings)
-    chosen = choose(algorithm, shape, Cluster.named(cluster or CLUSTER))
-    if algorithm == "local":
-        from commrt.tools.commands import simulate_local  # noqa: PLC0415
-
-        simulate_local.run(local, options, as_json)
-        return
-    command.run(chosen, options, as_json)
+    command.run_step(algorithm, options, jitter, shape, as_json)
 
 
-def draw(
-    what: Annotated[
+@simulate.command("local")
+@opt.spread
+def simulate_local(options: opt.StepOptions, local: opt.LocalOptions, as_json: opt.Json = False) -> None:
+    """Estimate steps of local SGD, by how late averages may be."""
+    from commrt.tools.commands import simulate_local as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run(options, local, as_json)
+
+
+@simulate.command("backups")
+@opt.spread
+def simulate_backups(options: opt.BackupOptions, as_json: opt.Json = False) -> None:
+    """Estimate steps that wait for some of the ranks, and recommend how many backups to use."""
+    from commrt.tools.commands import simulate_backups as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run(options, as_json)
+
+
+@plan.command("exchange")
+@opt.spread
+def plan_exchange(options: opt.ExchangeOptions, as_json: opt.Json = False) -> None:
+    """Recommend an algorithm for an exchange."""
+    from commrt.tools.commands import plan as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run_exchange(options, as_json)
+
+
+@plan.command("step")
+@opt.spread
+def plan_step(options: opt.PlanOptions, ranks: opt.Ranks = 4, as_json: opt.Json = False) -> None:
+    """Recommend algorithm, wire and buckets for a training step."""
+    from commrt.tools.commands import plan as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run_step(options, ranks, as_json)
+
+
+@plan.command("backups")
+@opt.spread
+def plan_backups(
+    options: opt.PlanOptions,
+    slow: opt.BackupOptions,
+    backups: Annotated[str, typer.Option(help="auto, or a number of ranks that a step does not wait for.")] = "auto",
+    as_json: opt.Json = False,
+) -> None:
+    """Recommend how many backup workers a training step has, and algorithm, wire and buckets with them."""
+    from commrt.tools.commands import plan as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run_backups(backups, options, slow, as_json)
+
+
+@plan.command("collective")
+def plan_collective(
+    name: Annotated[
         str,
         typer.Argument(
-            help="An algorithm; or scaling, to compare all algorithms; or the timeline of a run, such as trace.json."
+            help="A collective of torch.distributed: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, "
+            "reduce, gather, scatter or barrier."
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="FILE", help="The picture: .svg, .png or .pdf.")],
-    ranks: Annotated[
-        int | None,
+    nbytes: Annotated[
+        float | None,
         typer.Option(
-            min=1,
-            max=65536,
-            show_default="4; scaling: up to 4096",
-            help="Number of ranks; at most 64 for a schedule without --model.",
+            min=0, callback=opt.below(1e18), help="Bytes of the tensor that holds all ranks' pieces; not for barrier."
         ),
     ] = None,
-    cluster: opt.ClusterName = None,
-    model: opt.Model = None,
-    wire: opt.WireDtype = Wire.fp32,
-    bucket_cap_mb: opt.BucketCapMb = 25.0,
+    ranks: opt.Ranks = 4,
+    cluster: opt.ClusterName = ONE_HOST,
+    as_json: opt.Json = False,
+) -> None:
+    """Say which schedule the torch.distributed backend takes for a collective, and why."""
+    from commrt.tools.commands import plan_collective as command  # noqa: PLC0415  # commands are imported when called
+
+    command.run(name, ranks, cluster, nbytes, as_json)
+
+
+@draw.command("schedule")
+@opt.spread
+def draw_schedule(
+    algorithm: opt.AlgorithmName,
+    out: opt.Out,
+    shape: opt.ShapeOptions,
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks, at most 64.")] = 4,
+    cluster: opt.ClusterName = opt.CLUSTER,
+) -> None:
+    """Draw a schedule: an arrow for each transfer."""
+    from commrt.tools.commands import draw as command  # noqa: PLC0415  # commands are imported when called
+
+    command.draw_schedule_of(algorithm, shape, ranks, cluster, out)
+
+
+@draw.command("step")
+@opt.spread
+def draw_step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, shape: opt.ShapeOptions) -> None:
+    """Draw a simulated training step, and what of its exchange is not hidden."""
+    from commrt.tools.commands import draw as command  # noqa: PLC0415  # commands are imported when called
+
+    command.draw_step(algorithm, options, shape, out)
+
+
+@draw.command("scaling")
+def draw_scaling(
+    out: opt.Out,
+    model: opt.Model,
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="The largest number of ranks.")] = 4096,
+    cluster: opt.ClusterName = opt.CLUSTER,
+    wire: opt.WireDtype = opt.Wire.fp32,
     batch: opt.Batch = None,
     compute_ms: opt.ComputeMs = None,
-    grid: opt.Grid = None,
-    both_ways: opt.BothWays = False,
-    topology: opt.TopologyName = None,
-    within: opt.Within = None,
-    rings: opt.RingCount = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, show_default="a typical one", help="For a recorded run: the step to draw.")
-    ] = None,
 ) -> None:
-    """Draw a schedule, a training step, or how algorithms scale.
-
-    With --model: a simulated step. With a timeline: a recorded step.
-    """
+    """Draw the efficiency of all algorithms over the number of ranks."""
     from commrt.tools.commands import draw as command  # noqa: PLC0415  # commands are imported when called
-    from commrt.tools.commands.verify import choose  # noqa: PLC0415
 
-    if what.endswith(".json"):
-        of_a_plan = {"--ranks": ranks, "--cluster": cluster, "--model": model, "--batch": batch, "--grid": grid}
-        leave_out("a recorded run is drawn as it was", of_a_plan | {"--compute-ms": compute_ms})
-        command.draw_recorded(what, step, out)
-        return
-    leave_out("only a recorded run has steps", {"--step": step})
-    is_scaling = what == command.SCALING
-    most = ranks or (4096 if is_scaling else 4)
-    options = ExchangeOptions(most, cluster, None, model, wire.value, bucket_cap_mb, batch, compute_ms)
-    shape = ShapeOptions(grid, both_ways, topology, within, rings)
-    command.run(None if is_scaling else choose(what, shape, Cluster.named(cluster or CLUSTER)), options, out)
+    options = opt.StepOptions(model, ranks, cluster, wire, batch=batch, compute_ms=compute_ms)
+    command.draw_scaling_of(options, out)
+
+
+@draw.command("recorded")
+def draw_recorded(
+    file: Annotated[str, typer.Argument(help="The timeline of a run, such as trace.json.")],
+    out: opt.Out,
+    step: Annotated[int | None, typer.Option(min=0, show_default="a typical one", help="The step to draw.")] = None,
+) -> None:
+    """Draw a step of a run."""
+    from commrt.tools.commands import draw as command  # noqa: PLC0415  # commands are imported when called
+
+    command.draw_recorded(file, step, out)

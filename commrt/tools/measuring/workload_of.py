@@ -36,7 +36,7 @@ class _Call(NamedTuple):
 
 
 def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Workload:
-    """Return the workload of `model`, for ``commrt plan --model`` and `Workload.buckets`; raises `UsageError`.
+    """Return the workload of `model`, for ``commrt plan step --model`` and `Workload.buckets`; raises `UsageError`.
 
     `batch` is an example input: a tensor, a tuple of arguments, or a dict of keyword arguments. It lies on the model's
     device, which may be meta. The first dimension of its first tensor counts samples. `name` defaults to the class.

@@ -192,7 +192,7 @@ class Workload:
         return f'{{"name": {json.dumps(self.name)}, "layers": [\n{layers}\n]}}'
 
     def save(self, file: str | Path) -> None:
-        """Write the workload to `file`, for ``commrt plan --model file.json``; `CommrtError` if that fails."""
+        """Write the workload to `file`, for ``commrt plan step --model file.json``; `CommrtError` if that fails."""
         try:
             Path(file).write_text(self.text() + "\n", encoding="utf-8")
         except (OSError, ValueError) as error:

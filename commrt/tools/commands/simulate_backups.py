@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt simulate backups``: steps that wait for some of the ranks, and how many backups to use. Needs no torch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import ceil, inf, isnan
+from typing import Any
+
+import numpy as np
+from numpy.random import default_rng
+from rich.console import Console
+from rich.table import Table
+
+from commrt.errors import UsageError
+from commrt.tools.commands.json_output import json_of
+from commrt.tools.commands.options import BackupOptions
+from commrt.tools.pictures.traces import read_times
+from commrt.tools.planning.stragglers import (
+    Exponential,
+    HeavyTails,
+    PerRank,
+    Published,
+    QuorumChoice,
+    Recorded,
+    Scaling,
+    SlowSteps,
+    Times,
+    choose,
+    step_time_s,
+)
+
+__all__ = ["BackupEstimate", "estimate_backups", "run"]
+
+Sampled = HeavyTails | Exponential | SlowSteps
+LAWS: dict[str, Sampled] = {"paper": HeavyTails(), "exponential": Exponential(), "slow": SlowSteps()}
+RANKS, STEPS, MOST_TIMES = 100, 10_000, 20_000_000
+"""Defaults, and the most times of ranks in steps: they fit into memory several times over."""
+FEW, GROWTH = 12, 1.25
+"""Every number of backups up to the first is tried; after it, each one tried is so many times the one before."""
+COLUMNS = {
+    "quorum": "wait for",
+    "backups": "backups",
+    "kth_time_s": "step, s",  # mean, if all ranks begin each step together
+    "hours": "hours",  # to the goal
+    "relative_time": "time",  # to the goal, compared with waiting for all
+    "late_finish_step_s": "step, s *",  # mean, if a late rank finishes its gradient before it goes on
+    "late_finish_relative_time": "time *",
+}
+"""Titles of columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class BackupEstimate:
+    """What backup workers cost and save, for each quorum."""
+
+    options: BackupOptions
+    law: Sampled | Recorded
+    goal: Published | Scaling
+    times_s: Times
+    choice: QuorumChoice
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.choice.kth_s)
+
+    @cached_property
+    def per_quorum(self) -> dict[str, PerRank]:
+        """Return columns [ranks] for quorums of 1 to all ranks."""
+        return {
+            "kth_time_s": self.choice.kth_s,
+            "hours": self.choice.goal_s * (1 / 3600 if self.goal.in_updates else np.nan),
+            "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
+        }
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row by names of `COLUMNS` for each split that is tried, the one without backups last."""
+        tried = {*range(FEW + 1), self.ranks - self.choice.best}
+        while (larger := ceil(GROWTH * max(tried))) <= (self.ranks - 1) // 2:
+            tried.add(larger)
+        needed = np.array([self.ranks - backups for backups in sorted(tried, reverse=True) if backups < self.ranks])
+        late_s = step_time_s(self.times_s, needed)
+        late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
+        known = [column[needed - 1] for column in self.per_quorum.values()]
+        cells = [column.tolist() for column in (needed, self.ranks - needed, *known, late_s, late)]
+        return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*cells, strict=True)]
+
+    @cached_property
+    def best_if_late_finish(self) -> dict[str, Any]:
+        """Return the row of the best quorum that backup workers may have, of those tried."""
+        allowed = [row for row in self.rows if row["backups"] <= (self.ranks - 1) // 2]
+        return min(reversed(allowed), key=lambda row: np.nan_to_num(row["late_finish_relative_time"], nan=inf))
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        choice = self.choice
+        parameters = {"file": self.options.times} if isinstance(self.law, Recorded) else asdict(self.law)
+        columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in self.per_quorum.items()}
+        return {
+            "ranks": self.ranks,
+            "steps": len(self.times_s),
+            "seed": self.options.seed,
+            "law": {"name": self.options.law_name} | parameters,
+            "iterations": {"name": type(self.goal).__name__.lower()} | asdict(self.goal),
+            "sources": self.sources(),
+            "best_quorum": choice.best,
+            "backups": self.ranks - choice.best,
+            "likely_quorums": choice.likely,
+            "best_quorum_if_late_finish": self.best_if_late_finish["quorum"],
+            **columns,
+            "table": self.rows,
+        }
+
+    def sources(self) -> str:
+        """Return where times and numbers of updates come from."""
+        fitted = ", a fit of ours to two percentages published for 100 machines, as recalled"
+        times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
+        if isinstance(self.law, Recorded):
+            times = f"recorded, {self.options.times}"
+        updates = "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
+        if isinstance(self.goal, Scaling):
+            updates = f"assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
+        return f"times: {times}; updates: {updates}"
+
+
+def estimate_backups(options: BackupOptions) -> BackupEstimate:
+    """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit together."""
+    rng = default_rng(options.seed)
+    law = _sampled(options) if options.times is None else _recorded(options, options.times)
+    if isinstance(law, Recorded):
+        times_s = law.times_s
+    else:
+        ranks, steps = options.ranks or RANKS, options.steps or STEPS
+        if ranks * steps > MOST_TIMES:
+            most = MOST_TIMES // ranks
+            raise UsageError(f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}")
+        times_s = law.sample(rng, steps, ranks)
+    goal = _goal(options, times_s.shape[1])
+    return BackupEstimate(options, law, goal, times_s, choose(times_s, goal, rng))
+
+
+def _recorded(options: BackupOptions, file: str) -> Recorded:
+    if options.law or options.parameters or options.steps:
+        raise UsageError("--times replaces sampled times: leave out --law, --set and --steps")
+    law = read_times(file)
+    ranks = law.times_s.shape[1]
+    if options.ranks not in {None, ranks}:
+        raise UsageError(f"{file} holds times of {ranks} ranks, not of {options.ranks}: leave --ranks out")
+    return law
+
+
+def _sampled(options: BackupOptions) -> Sampled:
+    law = LAWS[options.law_name]
+    parameters = asdict(law)
+    for text in options.parameters or ():
+        name, _, number = text.partition("=")
+        with suppress(ValueError):
+            if name in parameters:
+                parameters[name] = float(number)
+                continue
+        raise UsageError(f"--set {text}: write NAME=NUMBER, where NAME is one of {', '.join(parameters)}")
+    return type(law)(**parameters)
+
+
+def _goal(options: BackupOptions, ranks: int) -> Published | Scaling:
+    """Return the published counts for the published law, unless --exponent is given."""
+    if options.exponent is not None or options.law_name != "paper":
+        return Scaling(1.0 if options.exponent is None else options.exponent)
+    if np.isnan(Published().iterations(np.array([ranks]))[0]):
+        raise UsageError(
+            f"the published counts of updates are for 50 to 100 gradients each, and say nothing of {ranks} ranks: give "
+            "--exponent, 1 if twice the batch halves the updates, 0 if it does not help"
+        )
+    return Published()
+
+
+def run(options: BackupOptions, as_json: bool) -> None:
+    """Print what steps cost that wait for some of the ranks, and how many backups to use; raises `UsageError`."""
+    found = estimate_backups(options)
+    if as_json:
+        print(json_of(found.record()))
+        return
+    rows, best = found.rows, found.best_if_late_finish
+    table = Table(title=f"{found.ranks} ranks, {len(found.times_s):,} steps")
+    shown = [name for name in COLUMNS if not all(isnan(row[name]) for row in rows)]
+    for name in shown:
+        table.add_column(COLUMNS[name], justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in shown), style="bold" if row is best else None)
+    Console().print(table)
+    print("time: to the goal, compared with waiting for all")
+    print("*: if a late rank finishes its gradient before it goes on, as in commrt")
+    print(found.sources())
+    print(_advice(found, best))
+
+
+def _cell(value: float) -> str:
+    return "-" if isnan(value) else str(value) if isinstance(value, int) else f"{value:#.4g}"
+
+
+def _advice(found: BackupEstimate, best: dict[str, Any]) -> str:
+    """Return how many backups to use, and what the published rule says."""
+    choice, (low, high) = found.choice, (found.ranks - quorum for quorum in reversed(found.choice.likely))
+    return (
+        f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of the time without\n"
+        f"the published rule, by which all begin each step together, says {found.ranks - choice.best} ({low} to {high} "
+        "in 90 % of resamplings)"
+    )
