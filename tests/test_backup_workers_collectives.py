@@ -28,7 +28,7 @@ from late_ranks import (
 )
 
 import commrt
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import DeadlineExceeded, Place, QuorumLost
 from commrt.testing.ranks import run_ranks
 from commrt.training.broadcast_state import gather_integers
@@ -203,7 +203,7 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
             replica.detach()
         all_are_done.wait()
         if world.rank < 2:
-            membership_of(world).recover_now(commrt.PeerLost("made up", Place(world.rank)))
+            make_elastic(world).recover_now(commrt.PeerLost("made up", Place(world.rank)))
             both_are_left.wait(LIMIT_S)
         return tuple(world.members)
 

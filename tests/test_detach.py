@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import TransportClosed, TransportError
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
@@ -160,7 +160,7 @@ def test_a_ctrl_c_while_a_membership_ends_loses_nothing():
             raise interrupts.pop()
         done.append((why, finished))
 
-    elastic = membership_of(world)
+    elastic = make_elastic(world)
     elastic._membership = SimpleNamespace(
         generation=elastic.generation, depart=depart, close=lambda: done.append("closed")
     )

@@ -22,7 +22,7 @@ from commrt.backup_workers.catch_up import CatchUp, FinalCalls
 from commrt.backup_workers.replica_state import ReplicaState
 from commrt.backup_workers.step_skipper import StepSkipper
 from commrt.buckets.engine import BuildBuckets, Engine
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.world import Hooks
 from commrt.store.world_config import WorldConfig
@@ -81,12 +81,12 @@ class BackupWorkersReplica(Replica):
         self._state = ReplicaState(model, params, self._owners_of_state)
         self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
         world, is_founder = self._world, self._world.config is None
-        membership_of(world).begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
+        make_elastic(world).begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
         self._backup_step = BackupStep(
             model, engine, self._guard, cut, algorithm, store, with_buffers=broadcast_buffers
         )
-        self._catch_up = CatchUp(world, membership_of(world), store, self._state)
+        self._catch_up = CatchUp(world, make_elastic(world), store, self._state)
         if is_founder:
             self._catch_up.open()
         world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
@@ -217,7 +217,7 @@ class BackupWorkersReplica(Replica):
         with suppress(CommrtError, RuntimeError):
             self.drain()
             self._before_collective()
-            if membership_of(self._world).finish():
+            if make_elastic(self._world).finish():
                 WorldConfig.withdraw(self._world.store)
 
     def _leave(self) -> None:
@@ -226,7 +226,7 @@ class BackupWorkersReplica(Replica):
 
     def join_as_replacement(self) -> None:
         """Take the place of a lost rank, between two collectives of the others; not collective."""
-        membership_of(self._world).join_as_replacement(self._fetch_from_a_pass)
+        make_elastic(self._world).join_as_replacement(self._fetch_from_a_pass)
         self._catch_up.open()
         self._catch_up.require(self.step, self._others)  # again before the first step, whatever is loaded until then
         self._is_replacement = True
@@ -253,7 +253,7 @@ class BackupWorkersReplica(Replica):
 
     def _restart_at_step(self, step: int) -> None:
         self._forget()
-        membership_of(self._world).restart_at_step(step)
+        make_elastic(self._world).restart_at_step(step)
         self._backup_step.restart_at_step(step)
         self._state.keep_buffers()
 
@@ -328,7 +328,7 @@ class BackupWorkersReplica(Replica):
         self._world.hooks = Hooks()
         self._state.shut()
         self._leave()
-        membership_of(self._world).end(self)
+        make_elastic(self._world).end(self)
         self._engine.release()
 
 

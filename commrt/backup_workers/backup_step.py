@@ -27,7 +27,7 @@ from commrt.buckets.engine import BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.layout import WIDTHS, Header, Named
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
@@ -89,7 +89,7 @@ class BackupStep:
         """The votes on whose gradients count, of this session."""
         self._model, self._engine, self._guard, self._cut, self._store = model, engine, guard, cut, store
         self._world, self._early = engine.world, algorithm.early
-        self._membership = membership_of(engine.world)
+        self._membership = make_elastic(engine.world)
         self._needed = algorithm.needed(engine.world.size)
         self._with_buffers = with_buffers and any(True for _ in model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]

@@ -20,12 +20,12 @@ from commrt.errors import CommrtError, DisagreementError, PeerLost, Place, Trans
 from commrt.runtime.membership import LOST, REFUSALS
 from commrt.runtime.world import World
 
-__all__ = ["ElasticMembership", "membership_of"]
+__all__ = ["ElasticMembership", "make_elastic"]
 
 T = TypeVar("T")
 
 
-def membership_of(world: World) -> ElasticMembership:
+def make_elastic(world: World) -> ElasticMembership:
     """Return the membership of `world`, one that can go on without lost ranks."""
     if not isinstance(world.membership, ElasticMembership):
         own = world.store, world.transport, world.comm_thread, world.reconnect_options, world.connect_gpu

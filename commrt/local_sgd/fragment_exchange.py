@@ -18,7 +18,7 @@ from commrt.algorithms.local import LocalSGD
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Header, Named
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import Fragment, InFlight
@@ -68,7 +68,7 @@ class FragmentExchange(WorldBroadcaster):
         self.algorithm, self.fragments = algorithm, fragments
         self._build, self._number = build, number
         self._session = 0
-        self._membership = membership_of(world)
+        self._membership = make_elastic(world)
         self._agreed = self._membership.number  # the generation of the latest average that all ranks have
         self._buckets = self._new_buckets()
         self._memory_epoch = self._membership.memory_epoch

@@ -36,10 +36,14 @@ WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedWire(Protocol):
-    """A wire of few bits."""
+    """A wire of few bits, as `attach` takes it: hashable, with a ``repr`` that is equal on all ranks that agree."""
 
     carried_by: ClassVar[str]
     """The module that offers what `Carrier` says."""
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What `commrt.options` calls it: at least "quantized wire", by which gossip and graphs refuse it."""
 
     @property
     def feedback(self) -> bool:

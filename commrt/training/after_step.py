@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.layout import Named
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.schedule import Algorithm
@@ -61,7 +61,7 @@ class AfterStepReplica(Replica):
         self._passes_unused = 0  # since an optimizer has stepped
         self._progress: JoinProgress | None = None  # inside join()
         self._joins = 0
-        membership_of(broadcaster.world).begin(self, number, alone=alone)
+        make_elastic(broadcaster.world).begin(self, number, alone=alone)
 
     @abstractmethod
     def _advance(self) -> None:
@@ -191,7 +191,7 @@ class AfterStepReplica(Replica):
                 for _ in progress.outlast(self._step):
                     self.average()
             except LOST as failure:
-                membership_of(self._world).recover_now(failure)
+                make_elastic(self._world).recover_now(failure)
             else:
                 return
 
@@ -206,4 +206,4 @@ class AfterStepReplica(Replica):
     def detach(self) -> None:
         """Remove all hooks, and drop exchanges that are in flight; not collective."""
         super().detach()
-        membership_of(self._world).end(self)
+        make_elastic(self._world).end(self)

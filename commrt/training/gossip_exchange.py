@@ -14,7 +14,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import explain_mismatch
 from commrt.buckets.weight_bucket import Message, WeightBucket
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
 from commrt.program import Program, member_program
@@ -48,7 +48,7 @@ class GossipExchange(WorldBroadcaster):
     def __init__(self, world: World, algorithm: Gossip) -> None:
         super().__init__(world)
         self._attached = algorithm
-        self.membership = membership_of(world)
+        self.membership = make_elastic(world)
         """That of the world; it goes on without lost ranks."""
         self._generation = self._shared = self.membership.number
         self._ranks = np.array(self.members)

@@ -14,7 +14,7 @@ import torch
 from failing_ranks import joined, model_of, one_step
 
 import commrt
-from commrt.elastic.elastic_membership import membership_of
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import PeerLost, Place, TransportError
 from commrt.runtime.collectives import Collectives
 from commrt.runtime.consistency import ConsistencyCheck
@@ -165,7 +165,7 @@ def connecting_in_vain(tell, timeout_s, times):
     """Kill rank 3 and let rank 1 fail to connect `times` times; return if replicas are equal after two more steps."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    elastic, left = membership_of(world), iter(range(times))
+    elastic, left = make_elastic(world), iter(range(times))
     connect = elastic._reconnector.options.connect
 
     def unlucky(*where):
