@@ -18,7 +18,7 @@ from commrt.pricing.cluster import builtin_clusters
 from commrt.pricing.wires import QUANTIZERS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.tools.planning.planner import all_reduce_candidates, coded_candidates
+from commrt.tools.planning.planner import all_reduce_candidates, coded_candidates, python_call, short_name
 
 BUFFER = ("--nbytes", "51.1e6")
 
@@ -450,3 +450,8 @@ def test_a_plan_that_hides_most_or_has_backups_does_not_name_local_sgd():
     assert told(*SLOW, "--compute-ms", 1000)["local_sgd"] is None
     with_backups = told("plan", "backups", *SLOW[2:], "--backups", "1", "--law", "slow", "--steps", 100)
     assert with_backups["local_sgd"] is None
+
+
+def test_what_a_plan_says_in_python_makes_its_algorithm():
+    for algorithm in all_reduce_candidates(8, 4):
+        assert eval(python_call(short_name(algorithm)), {"commrt": commrt}) == algorithm  # noqa: S307  # a user pastes it

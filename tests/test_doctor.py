@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
-from commrt.store.launcher import VARIABLES, Launch, launched
+from commrt.store.launcher import TRANSPORTS, VARIABLES, Launch, launched
 from commrt.testing.workers import run_workers
 from commrt.tools.commands.app import app
 from commrt.tools.commands.doctor import examine
@@ -35,7 +35,7 @@ from commrt.tools.measuring.doctor_environment import (
     packages,
     variables,
 )
-from commrt.tools.measuring.doctor_machine import gpus
+from commrt.tools.measuring.doctor_machine import EXCHANGE_ADVICE, gpus
 
 ROOT = Path(__file__).parent.parent
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
@@ -407,3 +407,7 @@ def test_the_nccl_of_cupy_its_build_and_torch_are_told(monkeypatch):
 )
 def test_an_old_nccl_or_two_of_them_are_told(given, verdict, monkeypatch):
     assert nccl_finding(monkeypatch, **given).verdict == verdict
+
+
+def test_there_is_advice_for_each_transport_of_host_memory():
+    assert set(EXCHANGE_ADVICE) == set(TRANSPORTS)

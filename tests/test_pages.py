@@ -128,6 +128,13 @@ def test_every_file_of_ours_that_is_named_exists():
     assert_none(wrong(absent, [page for page in PAGES if "decisions" not in page.parts]))
 
 
+def test_every_module_that_architecture_names_by_its_room_exists():
+    rooms = "|".join(path.name for path in (ROOT / "commrt").iterdir() if path.is_dir() and path.name != "__pycache__")
+    named = re.findall(rf"`((?:{rooms})/[\w/]+)(?:\.py)?`", (ROOT / "docs/architecture.md").read_text())
+    assert len(named) > 20
+    assert_none(name for name in named if not any((ROOT / "commrt").glob(f"{name.rstrip('/')}*")))
+
+
 def test_each_program_of_bench_has_a_row_in_its_table():
     """Add the question, the command and where the answer stands to bench/README.md."""
     table = (ROOT / "bench/README.md").read_text()

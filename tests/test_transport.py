@@ -14,6 +14,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
 from commrt.runtime import connection
+from commrt.runtime.connection import connect_hosts
+from commrt.store import launcher
 from commrt.store.launcher import LOOPBACK
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
@@ -257,3 +259,10 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
+
+
+def test_a_transport_that_is_offered_and_never_connected_is_no_other_one(monkeypatch):
+    monkeypatch.setattr(launcher, "TRANSPORTS", ("shared", "gloo", "pigeons"))
+    monkeypatch.setenv("COMMRT_TRANSPORT", "pigeons")
+    with pytest.raises(NotImplementedError, match="pigeons is offered, and connect_hosts"):
+        connect_hosts(HashStore(), 0, [0], 1.0)

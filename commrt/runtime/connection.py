@@ -22,7 +22,7 @@ from commrt.store.client import (
     parse_list,
     require,
 )
-from commrt.store.launcher import chosen_transport, launched
+from commrt.store.launcher import GPU_TRANSPORTS, chosen_transport, launched
 from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.hierarchical import HierarchicalTransport
@@ -54,6 +54,8 @@ def connect_hosts(
     shared_store, gloo_store = PrefixStore("shared", store), PrefixStore("gloo", store)
     if kind == "gloo":
         return GlooTransport(gloo_store, rank, members, timeout_s, host)
+    if kind not in CHOSEN_BY_HOST:
+        raise NotImplementedError(f"COMMRT_TRANSPORT={kind} is offered, and connect_hosts() does not connect it")
     if len(set(hosts)) == 1:
         return SharedTransport(shared_store, rank, members, timeout_s)
     gloo = GlooTransport(gloo_store, rank, members, timeout_s, host)
@@ -68,6 +70,8 @@ def connect_hosts(
 
 
 _log = logging.getLogger("commrt")
+CHOSEN_BY_HOST = (None, "shared", *GPU_TRANSPORTS)
+"""Values of COMMRT_TRANSPORT with which host memory travels as the hosts allow."""
 
 
 class _Start(NamedTuple):

@@ -15,6 +15,7 @@ from inject_faults import Fault, check
 from recipes import RECIPES, Recipe
 
 import commrt
+from commrt.algorithms import catalogue
 from commrt.errors import UsageError
 from commrt.pricing.wires import require_carried
 from commrt.store.launcher import require_deadlines
@@ -25,12 +26,7 @@ __all__ = ["ALGORITHMS", "BACKUP", "DDP", "DIRECT", "FP32", "GOSSIP", "LOCAL", "
 
 GOSSIP, LOCAL, BACKUP, DIRECT, DDP = "gossip", "local", "backup", "direct", "ddp"
 ALGORITHMS: Mapping[str, Callable[[], commrt.Algorithm]] = {
-    "ring": commrt.Ring,
-    "rings": commrt.algorithms.Rings,
-    "halving_doubling": commrt.HalvingDoubling,
-    "double_tree": commrt.algorithms.DoubleTree,
-    "torus2d": commrt.Torus2D,
-    DIRECT: commrt.Direct,
+    **catalogue.ALGORITHMS,
     GOSSIP: commrt.Gossip,
     LOCAL: commrt.local_sgd.LocalSGD,
     BACKUP: commrt.BackupWorkers,

@@ -79,7 +79,7 @@ BAD = [
     (("--period", "4"), "torus2d is not local SGD: leave --period out"),
     (("--algorithm", "gossip", "--outer", "1,0"), "gossip is not local SGD: leave --outer out"),
     (("--lr", "inf"), "--lr inf: give a finite number, 0 or more"),
-    (("--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a finite number, 0 or more"),
+    (("--bucket-cap-mb", "inf"), "--bucket-cap-mb inf: give a number from 0 to"),
     (("--inject", "slow"), "a field is missing, unknown or given twice: write slow:prob=0.1"),
     (("--inject", "kill:rank=4,step=1"), r"kill: rank=4 must be in 0\.\.3 in this run"),
 ]

@@ -17,7 +17,7 @@ import typer
 from dataset import Feed, Images, lenet
 from ddp_replica import DdpReplica, ddp_group
 from inject_faults import Injection, parse
-from job import BACKUP, DDP, LOCAL, WIRES, Job, LocalSettings
+from job import ALGORITHMS, BACKUP, DDP, LOCAL, WIRES, Job, LocalSettings
 from recipes import RECIPES
 from result import Result, result_of
 from run_jobs import Progress, default_algorithm, run
@@ -97,7 +97,7 @@ def train(
         str | None,
         typer.Option(
             show_default="torus2d; direct for a wire of codes",
-            help="ring, rings, halving_doubling, double_tree, torus2d, direct, gossip, local, backup, or ddp for DDP.",
+            help=f"{', '.join(ALGORITHMS)}, or ddp for DDP.",
         ),
     ] = None,
     backups: Annotated[

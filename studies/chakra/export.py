@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from chakra_traces import traces  # of this folder
 
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
@@ -29,7 +30,7 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 def export(
     algorithm: Annotated[
         str,
-        typer.Argument(help="ring, rings, halving_doubling, double_tree, torus2d, direct, gossip, local or backup."),
+        typer.Argument(help=f"{', '.join(ALGORITHMS)}, gossip, local or backup."),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write to: one file per rank.")],
     nbytes: Annotated[

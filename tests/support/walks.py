@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- walks: written by tests/support/walks.py -->", "<!-- end of walks -->"
 STEPS, TRACED = 6, 4
-TRIES = 5
+TRIES = 8
 """Of which the longest is written: a thread may be late, and wait in another function."""
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
@@ -60,9 +61,7 @@ local_option = partial(typer.Option, rich_help_panel="Local SGD")
 
 Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
-AlgorithmName = Annotated[
-    str, typer.Argument(help="ring, rings, halving_doubling, double_tree, torus2d, direct or gossip.")
-]
+AlgorithmName = Annotated[str, typer.Argument(help=f"{', '.join(ALGORITHMS)} or gossip.")]
 Out = Annotated[str, option(metavar="FILE", help="The picture: .svg, .png or .pdf.")]
 Ranks = Annotated[int, option(min=1, max=65536, help="Number of ranks.")]
 ClusterName = Annotated[str, option(metavar="NAME|FILE", help="A cluster that commrt ships, or a TOML file.")]

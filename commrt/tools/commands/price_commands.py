@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.tools.commands import options as opt
 
 __all__ = ["draw", "plan", "simulate", "verify"]
@@ -31,7 +32,7 @@ def verify(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help="ring, rings, halving_doubling, double_tree, torus2d, direct, gossip, local or backup. Or a "
+            help=f"{', '.join(ALGORITHMS)}, gossip, local or backup. Or a "
             "collective: broadcast, reduce, gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or "
             "barrier."
         ),
